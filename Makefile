@@ -1,0 +1,44 @@
+# make demo | test | lint | test-slow | bench: each sets up .venv first.
+#
+# PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
+# TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH_PIP_ARGS ?=
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+SOURCES := memplan tests benchmarks examples
+
+.PHONY: demo test lint test-slow bench format clean
+
+demo: $(STAMP)
+	$(BIN)/python examples/demo.py
+
+test: lint
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m "slow and not gpu"
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.activation_memory_budget
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# torch comes first and alone, so that nothing else decides which build of it is installed.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	touch $(STAMP)

@@ -1,0 +1,48 @@
+"""memplan makes a PyTorch training step fit a byte budget, with the same bits in outputs and gradients.
+
+    memplan.apply(model, sample, "8GiB")
+
+Names are loaded when first used, so that `memplan.solvers` works without torch.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from memplan.api import apply as apply
+    from memplan.api import explore as explore
+    from memplan.api import plan as plan
+    from memplan.api import plan_of as plan_of
+    from memplan.api import remove as remove
+    from memplan.errors import BudgetInfeasible as BudgetInfeasible
+    from memplan.errors import IllegalSchedule as IllegalSchedule
+    from memplan.errors import InvalidPlanFile as InvalidPlanFile
+    from memplan.errors import MemplanError as MemplanError
+    from memplan.errors import PlanMismatch as PlanMismatch
+    from memplan.errors import UnsupportedModel as UnsupportedModel
+    from memplan.plan import Plan as Plan
+    from memplan.problem import Budget as Budget
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "apply": "api", "explore": "api", "plan": "api", "plan_of": "api", "remove": "api",
+    "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
+    "PlanMismatch": "errors", "UnsupportedModel": "errors",
+    "Plan": "plan", "Budget": "problem",
+}  # fmt: skip
+
+__all__ = [*_HOMES, "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'memplan' has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"memplan.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,39 @@
+"""Everything memplan raises on purpose. A message says what was got, what the limit is, and what to do next."""
+
+
+class MemplanError(Exception):
+    """Base class of every error below."""
+
+
+class UnsupportedModel(MemplanError):
+    """The training step can't be captured exactly; names the module, the source line and a way out."""
+
+
+class PlanMismatch(MemplanError):
+    """A call, or a plan file, does not fit the plan: something that the capture depended on has changed."""
+
+
+class BudgetInfeasible(MemplanError):
+    """No schedule that memplan knows fits the budget.
+
+    `floor_bytes` is the smallest budget that can be met and `floor_overhead` what it costs in time (0.31 is +31%);
+    both are None where not even one op with its operands fits.
+    """
+
+    def __init__(self, message: str, floor_bytes: int | None = None, floor_overhead: float | None = None) -> None:
+        super().__init__(message)
+        self.floor_bytes = floor_bytes
+        self.floor_overhead = floor_overhead
+
+
+class IllegalSchedule(MemplanError):
+    """A schedule that would read what is not there, lose what is needed, or free twice. `step` is its index."""
+
+    def __init__(self, step: int, reason: str) -> None:
+        super().__init__(f"step {step}: {reason}")
+        self.step = step
+        self.reason = reason
+
+
+class InvalidPlanFile(MemplanError):
+    """A plan file that is damaged, of another format, or inconsistent with itself."""

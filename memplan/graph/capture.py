@@ -1,0 +1,140 @@
+"""Capture: from a model and a sample to a `Traced` step and the key that says when it holds."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import UnsupportedModel
+from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.key import StepKey, attribute_tables
+from memplan.graph.trace import Autocast, trace_step
+from memplan.graph.traced import Traced
+from memplan.graph.values import build_traced
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one model. reader: takes later calls apart as the sample was."""
+
+    traced: Traced
+    call: Call
+    reader: CallReader
+    key: StepKey
+
+
+def capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    sample: Sample,
+    loss_fn: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+) -> Capture:
+    """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
+
+    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
+    """
+    _refuse_wrappers(model)
+    planned_device = device or model_device(model)
+    run = forward if loss_fn is None else functools.partial(loss_fn, model)
+    reader = CallReader(run)
+    call = reader.read_sample(sample)
+    _check_devices(call, planned_device, device is not None)
+    autocast = Autocast.ambient(planned_device.type)
+    key = StepKey(model, call, autocast, planned_device.type)
+    _refuse_hooks(model, loss_fn is not None)
+    kept = _AttributesKept(model)
+    try:
+        raw = trace_step(model, call, run, autocast, planned_device)
+    finally:
+        changed = kept.restore()
+    if changed:
+        raise UnsupportedModel(
+            f"forward changes the Python attribute {changed[0]}; a planned step would not. Keep such state in a buffer, or "
+            "change it outside of forward"
+        )
+    traced = build_traced(raw, call.tensors, call.names, planned_device)
+    key.guard(traced, tuple(dict(model.named_buffers())))
+    return Capture(traced, call, reader, key)
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The one device of a model's parameters and buffers. Raises UnsupportedModel where there are several, or none."""
+    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
+    if len(devices) > 1:
+        raise UnsupportedModel(f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time")
+    if not devices:
+        raise UnsupportedModel("the model has neither parameters nor buffers; there is nothing to train")
+    (device,) = devices
+    if device.type == "meta":
+        raise UnsupportedModel("the model is on the meta device; materialise it first (model.to_empty), then load weights")
+    return device
+
+
+def _check_devices(call: Call, device: torch.device, given: bool) -> None:
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.device.type != device.type and not given:
+            raise ValueError(
+                f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass device={str(device)!r} "
+                "to plan for that device"
+            )
+
+
+def _refuse_wrappers(model: nn.Module) -> None:
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"):
+        if kind in kinds:
+            raise UnsupportedModel(f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first")
+    if "OptimizedModule" in kinds:
+        raise UnsupportedModel("the model went through torch.compile; apply memplan to the original model instead")
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UnsupportedModel(
+                f"gradient checkpointing is on in {name or type(model).__name__}; memplan decides what to recompute. Call "
+                "model.gradient_checkpointing_disable() first"
+            )
+        if module._compiled_call_impl is not None:
+            raise UnsupportedModel(f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all")
+
+
+def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
+    """A hook on a submodule would run at capture and never again."""
+    for name, module in model.named_modules():
+        if module is model and not with_loss:
+            continue  # the model's own hooks run around the planned forward
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            if getattr(module, kind):
+                raise UnsupportedModel(
+                    f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step would not "
+                    "run. Remove them, or put what they do into forward"
+                )
+
+
+class _AttributesKept:
+    """Plain Python attributes of all modules, put back after the trace; says which of them forward changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
+
+    def restore(self) -> list[str]:
+        changed = []
+        for name, table, before in self._tables:
+            for key in [*before, *(k for k in table if k not in before)]:
+                old = before.get(key, _ABSENT)
+                now = table.get(key, _ABSENT)
+                if old is now:
+                    continue
+                changed.append(f"{name}.{key}")
+                if old is _ABSENT:
+                    del table[key]
+                else:
+                    table[key] = old
+        return changed
+
+
+_ABSENT = object()

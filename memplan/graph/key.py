@@ -1,0 +1,285 @@
+"""The key of a plan: everything that the trace depended on. Nothing is assumed, for a stale plan is a silent wrong answer.
+
+`StepKey.check` runs before each planned call and raises PlanMismatch naming what changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import PlanMismatch
+from memplan.graph.call import Call
+from memplan.graph.trace import Autocast, evaluate
+from memplan.graph.traced import Guard, Traced
+
+_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
+# Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
+_NOT_READ = frozenset(
+    {
+        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+        "forward", "call_super_init", "_is_hf_initialized",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Tensor:
+        return _Tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+
+    def __str__(self) -> str:
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{self.dtype} {tuple(self.shape)} with strides {self.stride} on {self.device}{grad}"
+
+
+class StepKey:
+    """What a capture depended on, and whether a call still matches it. Costs some tens of microseconds a call."""
+
+    def __init__(self, model: nn.Module, call: Call, autocast: Autocast, device_type: str) -> None:
+        self._call = call
+        self._device_type = device_type
+        self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
+        self._aliases = _aliases(call.tensors)
+        self._autocast = autocast
+        self._switches = _switches()
+        self._training = tuple(m.training for m in model.modules())
+        self._plain_values = tuple(_plain(table) for _, table in attribute_tables(model))
+        self._state_facts = tuple(_Tensor.of(home[leaf]) for _, home, leaf, _, _ in _state(model))
+        self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
+        self._guards: tuple[Guard, ...] = ()
+        self._buffer_names: tuple[str, ...] = ()
+        self._constants: Any = None
+        self._bind(model)
+
+    def _bind(self, model: nn.Module) -> None:
+        """Look up the live tables of a model that the snapshots are compared with."""
+        self._model = model
+        self._modules = tuple(model.named_modules())
+        self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
+        self._plain = tuple(
+            (name, table, expected)
+            for (name, table), expected in zip(attribute_tables(model), self._plain_values, strict=True)
+            if expected
+        )
+        self._tensors_held = tuple(_tensor_attributes(model))
+        self._state = tuple(zip(_state(model), self._state_facts, strict=True))
+        self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
+
+    def rebound(self, model: nn.Module) -> StepKey:
+        """The same key for a copy of the model."""
+        other = copy.copy(self)
+        other._bind(model)
+        return other
+
+    def guard(self, traced: Traced, buffer_names: tuple[str, ...]) -> None:
+        """Attach what forward read from tensor data, to be read again before each call."""
+        self._guards, self._buffer_names = traced.guards, buffer_names
+        self._constants = SimpleNamespace(**traced.constants)
+        nodes = {(r.kind, r.name): n.name for n, r in traced.residents.items()}
+        self._buffer_nodes = [nodes.get(("buffer", name), "") for name in buffer_names]
+        self._input_nodes = [nodes.get(("input", name), "") for name in self._call.names]
+
+    def check(self, call: Call) -> None:
+        """Raise PlanMismatch unless a call of the model now would run the captured step."""
+        problem = (
+            self._arguments_changed(call)
+            or self._model_changed()
+            or self._environment_changed()
+            or self._data_changed(call)
+        )
+        if problem is not None:
+            raise PlanMismatch(
+                f"this call does not match the plan: {problem}. Plan it with memplan.apply on such a sample, or call "
+                "memplan.remove(model)"
+            )
+
+    # -- the call ---------------------------------------------------------------------------------------------------
+
+    def _arguments_changed(self, call: Call) -> str | None:
+        if call.spec != self._call.spec or call.paths != self._call.paths:
+            return f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
+        for path, now, then in zip(call.paths, call.leaves, self._call.leaves, strict=True):
+            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
+        tensors = call.tensors
+        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
+            if (
+                tensor.shape != expected.shape
+                or tensor.dtype != expected.dtype
+                or tensor.stride() != expected.stride
+                or tensor.device.type != self._device_type
+                or tensor.requires_grad != expected.requires_grad
+            ):
+                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        if _aliases(tensors) != self._aliases:
+            return "other arguments share memory than in the sample"
+        return None
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def _model_changed(self) -> str | None:
+        for (name, module), training, children in zip(self._modules, self._training, self._children, strict=True):
+            if module.training is not training:
+                mode = "train" if module.training else "eval"
+                return f"module {name or '(the model itself)'} is in {mode} mode"
+            if len(children) != len(module._modules) or any(
+                a is not b for a, b in zip(children, module._modules.values(), strict=True)
+            ):
+                return f"submodules of {name or 'the model'} were exchanged"
+        for name, attributes, expected in self._plain:
+            if not expected.items() <= attributes.items():
+                key = next(k for k, v in expected.items() if k not in attributes or attributes[k] != v)
+                return f"{name}.{key} is {attributes.get(key)!r}, planned for {expected[key]!r}"
+        for name, attributes, key, tensor in self._tensors_held:
+            if attributes.get(key) is not tensor:
+                return f"tensor attribute {name}.{key} was replaced"
+        for (name, home, leaf, first_home, first_leaf), facts in self._state:
+            tensor = home.get(leaf)
+            if tensor is None or tensor is not first_home.get(first_leaf):
+                return f"{name} is gone, or no longer shared as it was"
+            if (
+                tensor.shape != facts.shape
+                or tensor.dtype != facts.dtype
+                or tensor.requires_grad != facts.requires_grad
+                or tensor.device != facts.device
+                or tensor.stride() != facts.stride
+            ):
+                return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
+        for (name, table), count in self._hooks:
+            if len(table) != count:
+                return f"hooks were added to module {name}, or removed"
+        return None
+
+    def _environment_changed(self) -> str | None:
+        now = Autocast.ambient(self._autocast.device_type)
+        if now != self._autocast and (now.enabled or self._autocast.enabled):
+            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self._autocast)}"
+        for name, value in _switches().items():
+            if self._switches[name] != value:
+                return f"{name} is {value}, planned for {self._switches[name]}"
+        return None
+
+    # -- data that forward looked at --------------------------------------------------------------------------------
+
+    def _data_changed(self, call: Call) -> str | None:
+        if not self._guards:
+            return None
+        sources = dict(zip(self._input_nodes, call.tensors, strict=True))
+        buffers = dict(self._model.named_buffers())
+        sources.update((node, buffers[name]) for node, name in zip(self._buffer_nodes, self._buffer_names, strict=True))
+        for guard in self._guards:
+            value = evaluate(guard.nodes, guard.node, sources, self._constants).item()
+            if value != guard.value:
+                return f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
+        return None
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # an argument of a type that can't be compared is not the same
+        return False
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """For each tensor the first one that shares its storage."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors))
+
+
+def attribute_tables(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """(name, attributes) of every submodule and of plain objects that submodules refer to, such as configs."""
+    found = []
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        found.append((name or type(model).__name__, vars(module)))
+        for attribute, thing in vars(module).items():
+            table = getattr(thing, "__dict__", None)
+            if attribute in _NOT_READ or not isinstance(table, dict) or id(thing) in seen:
+                continue
+            if not isinstance(thing, (nn.Module, type, torch.Tensor)) and not callable(thing):
+                seen.add(id(thing))
+                found.append((f"{name}.{attribute}".lstrip("."), table))
+    return found
+
+
+def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The attributes that are plain values; lists are copied, for forward may see them change in place."""
+
+    def is_plain(value: Any) -> bool:
+        if isinstance(value, (tuple, list)):
+            return all(is_plain(v) for v in value)
+        return isinstance(value, _PLAIN) and value == value  # a NaN equals nothing
+
+    plain = {k: v for k, v in attributes.items() if k not in _NOT_READ and is_plain(v)}
+    return {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
+
+
+def _tensor_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
+    """Tensors that are plain attributes, neither parameters nor buffers."""
+    return [
+        (name, vars(module), key, value)
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, torch.Tensor)
+    ]
+
+
+def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:
+    """Every parameter and buffer under every name: (name, home, leaf, and home and leaf of the tensor's first name)."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    found = []
+    for path, module in model.named_modules():
+        for home in (module._parameters, module._buffers):
+            for leaf, tensor in home.items():
+                if tensor is not None:
+                    origin = first.setdefault(id(tensor), (home, leaf))
+                    found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
+    return found
+
+
+def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
+    """Hook tables of every submodule; the model's own hooks run around the planned forward and need no check."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return [(n, getattr(m, kind)) for n, m in model.named_modules() if m is not model for kind in kinds]
+
+
+def _switches() -> dict[str, Any]:
+    """Global switches that choose kernels."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return {
+        "float32 matmul precision": torch.get_float32_matmul_precision(),
+        "cudnn.allow_tf32": cudnn.allow_tf32,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "flash sdp": cuda.flash_sdp_enabled(),
+        "memory-efficient sdp": cuda.mem_efficient_sdp_enabled(),
+        "math sdp": cuda.math_sdp_enabled(),
+        "cudnn sdp": cuda.cudnn_sdp_enabled(),
+        "default dtype": torch.get_default_dtype(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def _autocast_name(state: Autocast) -> str:
+    return f"{state.dtype} on {state.device_type}" if state.enabled else "off"
+

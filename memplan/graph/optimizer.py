@@ -1,0 +1,90 @@
+"""What an optimizer holds and needs: its step is run on fake tensors, at no memory."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memplan.errors import UnsupportedModel
+from memplan.graph.values import allocated_bytes
+
+
+def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
+    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), on `device`.
+
+    Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        memo: dict[int, Any] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                fake = torch.nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+                fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
+                memo[id(parameter)] = fake
+        for state in optimizer.state.values():
+            for tensor in state.values():
+                if isinstance(tensor, torch.Tensor):
+                    memo[id(tensor)] = mode.from_tensor(tensor.detach())
+        twin = _twin(optimizer, memo)
+        meter = _AllocationMeter(device)
+        try:
+            with meter, torch.no_grad():
+                type(optimizer).step(twin)  # not optimizer.step: schedulers replace that on the instance
+        except Exception as error:
+            raise UnsupportedModel(
+                f"the memory of {type(optimizer).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, and "
+                "allow for its state in the budget"
+            ) from error
+        state_bytes = _state_bytes(twin, device)
+        grown = state_bytes - _state_bytes(optimizer, device)
+        return state_bytes, max(0, meter.peak_bytes - grown)
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """An optimizer over fake parameters with the same settings and state."""
+    twin = copy.copy(optimizer)
+    twin.param_groups = copy.deepcopy(optimizer.param_groups, memo)
+    twin.state = copy.deepcopy(optimizer.state, memo)
+    return twin
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
+    tensors = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    storages = {t.untyped_storage()._cdata: t for t in tensors if t.device.type == device.type}
+    return sum(allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values())
+
+
+class _AllocationMeter(TorchDispatchMode):
+    """Bytes of new storages that are alive, and the most there were."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._known: dict[int, int] = {}
+        self._live_bytes = self.peak_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
+        given = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in torch.utils._pytree.tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in given and storage._cdata not in self._known:
+                    self._add(storage)
+        return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key, size = storage._cdata, allocated_bytes(storage.nbytes(), self._device)
+        self._known[key] = size
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self._live_bytes -= self._known.pop(key, 0)

@@ -1,0 +1,424 @@
+"""Trace one eager training step on fake tensors: the aten ops of the forward and of `torch.autograd.grad`, in order.
+
+What eager runs is what is in the graph. AOTAutograd's joint graph is not: it traces the backward under autocast, rewrites
+dropout, casts a shared weight once per use and sums tied gradients in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memplan.errors import UnsupportedModel
+from memplan.graph import private_api as private
+from memplan.graph.call import Call, OutputTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class Autocast:
+    """The autocast state of one device type."""
+
+    device_type: str
+    enabled: bool
+    dtype: torch.dtype
+    cache_enabled: bool
+
+    @staticmethod
+    def ambient(device_type: str) -> Autocast:
+        return Autocast(
+            device_type,
+            torch.is_autocast_enabled(device_type),
+            torch.get_autocast_dtype(device_type),
+            torch.is_autocast_cache_enabled(),
+        )
+
+    def context(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(
+            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ScalarRead:
+    """A value that forward read from tensor data: the node that was read, and what it was."""
+
+    node: fx.Node
+    value: Any
+    where: str
+
+
+@dataclass(slots=True)
+class RawTrace:
+    """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
+
+    boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
+    gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
+    layers: module path of each forward node.
+    """
+
+    module: fx.GraphModule
+    parameter_names: tuple[str, ...]
+    buffer_names: tuple[str, ...]
+    boundary: fx.Node
+    template: OutputTemplate
+    outputs: tuple[fx.Node, ...]
+    requires_grad: tuple[bool, ...]
+    tangents: dict[int, fx.Node]
+    gradients: dict[str, fx.Node | None]
+    layers: dict[str, str]
+    scalar_reads: tuple[ScalarRead, ...]
+
+
+@dataclass(slots=True)
+class _Session:
+    """What the traced function notes down while it runs."""
+
+    names: dict[nn.Module, str]
+    sources: dict[str, torch.Tensor]  # placeholder name -> the real tensor that a scalar read may look at
+    parameter_count: int
+    stack: list[str] = field(default_factory=list)
+    spans: list[tuple[int, str]] = field(default_factory=list)
+    reads: list[ScalarRead] = field(default_factory=list)
+    boundary: fx.Node | None = None
+    template: OutputTemplate | None = None
+    requires_grad: tuple[bool, ...] = ()
+    tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
+    node_names: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+
+def trace_step(
+    model: nn.Module,
+    call: Call,
+    run: Callable[..., Any],
+    autocast: Autocast,
+    device: torch.device,
+) -> RawTrace:
+    """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
+
+    Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
+    """
+    parameters = dict(model.named_parameters())
+    buffers = dict(model.named_buffers())
+    inputs = call.tensors
+    step_module = _Step(model, run)
+    differentiated = [n for n, p in parameters.items() if p.requires_grad]
+    session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
+
+    def step(
+        params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+    ) -> tuple[Any, Any]:
+        _note_placeholders(session, [*buffers.values(), *inputs])
+        leaves = {
+            name: p.detach().requires_grad_() if parameters[name].requires_grad else p.detach()
+            for name, p in zip(parameters, params, strict=True)
+        }
+        given = [
+            t.detach().requires_grad_() if real.requires_grad else t for t, real in zip(tensors, inputs, strict=True)
+        ]
+        args, kwargs = call.with_tensors(given)
+        state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
+        with autocast.context():
+            output = torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)
+        template = OutputTemplate(output, _shared_objects(model))
+        session.template = template
+        session.requires_grad = tuple(t.requires_grad for t in template.tensors)
+        graph = private.tracer_graph()
+        session.boundary = next(iter(reversed(graph.nodes)))
+        session.node_names = tuple(n.name for n in graph.nodes)
+        session.stack.clear()
+        chosen = _differentiated_outputs(template, session.requires_grad)
+        tangents = []
+        for index in chosen:
+            tangents.append(torch.empty_like(template.tensors[index].detach()))
+            node = private.tracer_node(tangents[-1])
+            assert node is not None
+            session.tangent_nodes[index] = node
+        wanted = [leaves[n] for n in differentiated] + [t for t in given if t.requires_grad]
+        grads = torch.autograd.grad([template.tensors[i] for i in chosen], wanted, tangents, allow_unused=True)
+        return list(template.tensors), list(grads)
+
+    fake_inputs = [_stand_in(t, device) for t in inputs]
+    args = ([p.detach() for p in parameters.values()], [b.detach() for b in buffers.values()], fake_inputs)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.autocast(device.type, enabled=False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(private.not_tracing_for_transformers())
+        stack.enter_context(_generator_kept(device))
+        stack.enter_context(_module_stack(session))
+        try:
+            graph_module = private.trace_with_fakes(_under(_Watch(session), step), *args)
+        except UnsupportedModel:
+            raise
+        except private.DATA_DEPENDENT_ERRORS as error:
+            raise UnsupportedModel(_data_dependent(session, error)) from error
+        except (KeyboardInterrupt, MemoryError):
+            raise
+        except Exception as error:
+            raise UnsupportedModel(
+                f"the training step can't be traced: {type(error).__name__}: {_first_line(error)}\n"
+                f"  in module {session.where or '(the model itself)'!s}, {_source_line(error)}"
+            ) from error
+    return _finish(graph_module, session, parameters, buffers, call, differentiated)
+
+
+class _Step(nn.Module):
+    """Lets `functional_call` exchange the model's state around any function that runs the model."""
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
+        super().__init__()
+        self.model = model
+        self._run = run
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The sample's tensor as it will be on the planned device."""
+    tensor = tensor.detach()
+    return tensor if tensor.device.type == device.type else tensor.to(device)
+
+
+def _under(mode: private.TorchDispatchMode, step: Callable[..., Any]) -> Callable[..., Any]:
+    def inner(*args: Any) -> Any:
+        with mode:
+            return step(*args)
+
+    return inner
+
+
+def _note_placeholders(session: _Session, real: Sequence[torch.Tensor]) -> None:
+    placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
+    session.sources = {
+        n.name: t for n, t in zip(placeholders[session.parameter_count :], real, strict=True)
+    }
+
+
+def _shared_objects(model: nn.Module) -> list[Any]:
+    """Objects that belong to the model and that an output may refer to (its config): never copied."""
+    return [model, *(v for m in model.modules() for v in vars(m).values() if hasattr(v, "__dict__"))]
+
+
+def _differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
+    """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
+
+    The loss is the output called "loss", or the only differentiable scalar.
+    """
+    able = [i for i, wanted in enumerate(requires_grad) if wanted]
+    if not able:
+        raise UnsupportedModel(
+            "no output of the model depends on a parameter or input that requires grad; there is nothing to plan. "
+            "Is the model frozen, or does forward run under no_grad?"
+        )
+    named = [i for i in able if template.names[i].strip(".[]'\"") == "loss"]
+    if named:
+        return named[:1]
+    scalars = [i for i in able if template.tensors[i].dim() == 0]
+    return scalars if len(scalars) == 1 else able
+
+
+@contextlib.contextmanager
+def _generator_kept(device: torch.device) -> Iterator[None]:
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield
+
+
+@contextlib.contextmanager
+def _module_stack(session: _Session) -> Iterator[None]:
+    """Note which module runs while each node is written."""
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if module in session.names:
+            session.stack.append(session.names[module])
+            session.spans.append((len(private.tracer_graph().nodes), session.where))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if module in session.names and session.stack:
+            session.stack.pop()
+            session.spans.append((len(private.tracer_graph().nodes), session.where))
+
+    handles = [
+        nn.modules.module.register_module_forward_pre_hook(enter),
+        nn.modules.module.register_module_forward_hook(leave),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Watch(private.TorchDispatchMode):
+    """Sees each op of the trace first.
+
+    Corrects what fake kernels get wrong, and answers forward's questions to tensor data that derives from the inputs
+    alone, noting each for the guards.
+    """
+
+    def __init__(self, session: _Session) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        node = private.tracer_node(args[0]) if func is private.READ_SCALAR else None
+        if node is None:
+            return private.corrected_outputs(func, args, func(*args, **(kwargs or {})))
+        return self._read(node)
+
+    def _read(self, node: fx.Node) -> Any:
+        closure = nodes_behind(node, list(private.tracer_graph().nodes))
+        source = _caller_line()
+        for n in closure:
+            if n.op == "placeholder" and n.name not in self._session.sources:
+                raise UnsupportedModel(
+                    f"control flow depends on computed data: module {self._session.where or '(the model itself)'} reads "
+                    f"a number that depends on parameters, at {source}. Compute it outside of the model and pass it "
+                    "in, or use tensor operations such as torch.where"
+                )
+            if n.op == "call_function" and private.draws_random_numbers(n.target, n.args, n.kwargs):
+                raise UnsupportedModel(
+                    f"control flow depends on random numbers: module {self._session.where or '(the model itself)'}, "
+                    f"at {source}. Draw them outside of the model and pass them in"
+                )
+        attributes = private.tracer_constants()
+        value = evaluate(closure, node, self._session.sources, attributes).item()
+        self._session.reads.append(ScalarRead(node, value, f"{self._session.where} at {source}"))
+        return value
+
+
+def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
+    needed = {node}
+    storages = {_storage(node)}
+    found = []
+    for candidate in reversed(nodes[: nodes.index(node) + 1]):
+        writes = candidate.op == "call_function" and any(_storage(w) in storages for w in written_nodes(candidate))
+        if candidate in needed or writes:
+            found.append(candidate)
+            needed.update(candidate.all_input_nodes)
+            storages.update(_storage(n) for n in candidate.all_input_nodes)
+    return found[::-1]
+
+
+def _storage(node: fx.Node) -> object:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Argument nodes that the op writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    found: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+    hidden = private.HIDDEN_WRITES.get(node.target)
+    if hidden is not None and node.args[hidden[1]]:
+        found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
+    return found
+
+
+def evaluate(
+    closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
+) -> torch.Tensor:
+    """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
+    written = {_storage(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    results: dict[fx.Node, Any] = {}
+    with private.outside_of_tracing(), torch.no_grad():
+        for node in closure:
+            if node.op == "placeholder":
+                real = sources[node.name]
+                results[node] = real.clone() if _storage(node) in written else real
+            elif node.op == "get_attr":
+                results[node] = getattr(constants, str(node.target))
+            else:
+                args = fx.map_arg(node.args, results.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, results.__getitem__)
+                results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = results[wanted]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _finish(
+    graph_module: fx.GraphModule,
+    session: _Session,
+    parameters: dict[str, nn.Parameter],
+    buffers: dict[str, torch.Tensor],
+    call: Call,
+    differentiated: Sequence[str],
+) -> RawTrace:
+    assert session.template is not None
+    assert session.boundary is not None
+    (returned,) = (n for n in graph_module.graph.nodes if n.op == "output")
+    flat = list(returned.args[0])
+    outputs, gradients = flat[: len(session.requires_grad)], flat[len(session.requires_grad) :]
+    assert session.boundary in graph_module.graph.nodes
+    input_names = [n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad]
+    names = [f"parameter {n}" for n in differentiated] + [f"input {n}" for n in input_names]
+    session.template.seal()
+    return RawTrace(
+        module=graph_module,
+        parameter_names=tuple(parameters),
+        buffer_names=tuple(buffers),
+        boundary=session.boundary,
+        template=session.template,
+        outputs=tuple(outputs),
+        requires_grad=session.requires_grad,
+        tangents=session.tangent_nodes,
+        gradients=dict(zip(names, gradients, strict=True)),
+        layers=_layers(session.node_names, session.spans),
+        scalar_reads=tuple(session.reads),
+    )
+
+
+def _layers(names: Sequence[str], spans: Sequence[tuple[int, str]]) -> dict[str, str]:
+    """Module path of each node, from the node counts at which a module was entered or left."""
+    ends = [start for start, _ in spans[1:]] + [len(names)]
+    return {
+        name: path for (start, path), end in zip(spans, ends, strict=True) for name in names[start:end] if path
+    }
+
+
+def _data_dependent(session: _Session, error: BaseException) -> str:
+    return (
+        f"the shape or value of a result depends on data ({_first_line(error)}): module "
+        f"{session.where or '(the model itself)'}, {_source_line(error)}. Compute it outside of the model and pass it in, "
+        "or use operations whose result shapes are fixed, such as torch.where"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+
+
+def _source_line(error: BaseException) -> str:
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    return _frame_name(frames[-1]) if frames else "source line unknown"
+
+
+def _caller_line() -> str:
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_LIBRARIES)]
+    return _frame_name(frames[-1]) if frames else "source line unknown"
+
+
+def _frame_name(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"

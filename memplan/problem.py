@@ -1,0 +1,162 @@
+"""What is to be planned, as plain frozen data: values, ops, their costs and a budget. No torch, no behaviour.
+
+A **value** is one storage's contents between two writes. Views are not values. An **op** is one node that launches a
+kernel. Every op of one training step stands in `Graph.ops` in the order in which eager PyTorch runs it: the forward
+pass, then the backward pass. A value or an op is named by its index.
+
+Sizes are bytes (of the storage, as the allocator counts them), times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Phase = Literal["forward", "backward"]
+Role = Literal["parameter", "buffer", "input", "constant", "tangent", "activation", "gradient"]
+RESIDENT_ROLES: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One storage's contents between two writes.
+
+    size_bytes: bytes of the storage, not of the view of it that somebody reads.
+    role: parameters, buffers, inputs and constants are resident: held before, during and after the step. A tangent is
+        handed in by the caller at the loss boundary and held to the end of the step.
+    held: once made, it stays to the end of the step, for somebody outside holds it: a model output or a
+        parameter's gradient.
+    reuses: the value whose memory this one takes over, where an op writes in place; that value is gone from then on.
+    """
+
+    name: str
+    size_bytes: int
+    role: Role = "activation"
+    held: bool = False
+    reuses: int | None = None
+
+    @property
+    def resident(self) -> bool:
+        return self.role in RESIDENT_ROLES
+
+
+class Effect(NamedTuple):
+    """A write to a resident value that only the first run of an op makes (BatchNorm's running statistics)."""
+
+    old: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One kernel-launching node.
+
+    inputs: values read by every run of the op. outputs: values written by every run; the memory is new unless the
+        value `reuses` another.
+    effects: writes to resident values that the first run makes and a recompute leaves out.
+    random: draws from the generator; a recompute replays the generator's state as it was at the first run.
+    recomputable: False for ops that write to resident values, whose inputs are gone afterwards.
+    key: equal for ops with the same kernel and the same shapes, strides, dtypes and settings.
+    """
+
+    name: str
+    kind: str
+    phase: Phase
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    effects: tuple[Effect, ...] = ()
+    random: bool = False
+    recomputable: bool = True
+    layer: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """One training step. `boundary` is the number of forward ops; `ops[boundary:]` is the backward pass.
+
+    rng_state_bytes: bytes of one saved generator state.
+    """
+
+    values: tuple[Value, ...]
+    ops: tuple[Op, ...]
+    boundary: int
+    rng_state_bytes: int = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of parameters, buffers, inputs and constants; versions of one storage count once."""
+        return sum(v.size_bytes for v in self.values if v.resident and v.reuses is None)
+
+    @property
+    def tangents(self) -> tuple[int, ...]:
+        return tuple(i for i, v in enumerate(self.values) if v.role == "tangent")
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """Values that the forward pass makes and the caller holds."""
+        return tuple(i for i, v in enumerate(self.values) if v.held and v.role == "activation")
+
+    @property
+    def gradients(self) -> tuple[int, ...]:
+        return tuple(i for i, v in enumerate(self.values) if v.role == "gradient")
+
+    def producers(self) -> tuple[int | None, ...]:
+        """The op that writes each value, None for what is there from the start."""
+        found: list[int | None] = [None] * len(self.values)
+        for index, op in enumerate(self.ops):
+            for value in (*op.outputs, *(effect.new for effect in op.effects)):
+                found[value] = index
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """time_s[i]: seconds of op i. scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
+
+    source says where the figures come from: "measured" or "estimated".
+    """
+
+    time_s: tuple[float, ...]
+    scratch_bytes: tuple[int, ...]
+    source: str = "measured"
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Limits of one training step, in parts; None is no limit.
+
+    device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
+    activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
+    """
+
+    device: int | float | str | None = None
+    activations: int | float | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A graph with its costs and the limit that a schedule must keep.
+
+    budget_bytes: peak bytes allowed, everything included; None is no limit.
+    extra_resident_bytes: held throughout though no op reads it (declared optimizer state).
+    accumulate: gradients of earlier micro-batches are held throughout, and each new one is added and freed.
+    update_bytes: what the optimizer's step allocates for a while, after backward.
+    """
+
+    graph: Graph
+    costs: Costs
+    budget_bytes: int | None = None
+    extra_resident_bytes: int = 0
+    accumulate: bool = False
+    update_bytes: int = 0
+
+    @property
+    def resident_bytes(self) -> int:
+        held = sum(self.graph.values[g].size_bytes for g in self.graph.gradients) if self.accumulate else 0
+        return self.graph.resident_bytes + self.extra_resident_bytes + held
+
+    @property
+    def baseline_time_s(self) -> float:
+        """Seconds of the step when every op runs once."""
+        return sum(self.costs.time_s)

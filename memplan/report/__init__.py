@@ -1,0 +1,1 @@
+"""Plans told to people. Plain data only."""

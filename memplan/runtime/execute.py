@@ -1,0 +1,175 @@
+"""Run a program under autograd: one Function for the whole step, with nothing kept outside its context.
+
+Parameters are not inputs of the Function: an empty anchor tensor connects it to autograd, and each gradient is handed
+over in the middle of backward, as soon as it is final. Saved tensors live in a list that backward takes away, so the
+version checks that autograd would make on them are made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import PlanMismatch
+from memplan.graph import private_api as private
+from memplan.runtime.lower import Program
+
+
+class ParameterStore:
+    """Parameters and buffers of a model by name, looked up at each use: `load_state_dict` and `.data` swaps just work."""
+
+    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            home = module._parameters if leaf in module._parameters else module._buffers
+            self._homes[name] = (home, leaf)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        home, leaf = self._homes[name]
+        return home[leaf]  # type: ignore[no-any-return]
+
+    def hand_over(self, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
+        with torch.enable_grad():
+            # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
+            leaves = [self[name].view_as(self[name]) for name in names]
+        torch.autograd.backward(leaves, list(gradients))
+
+
+@dataclass(frozen=True, slots=True)
+class TangentLayout:
+    """What backward was captured for: the gradient that arrives for one output."""
+
+    output: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """One forward that waits for its backward. versions: (what, tensor, its version when forward ended)."""
+
+    saved: list[Any]
+    versions: list[tuple[str, torch.Tensor, int]]
+
+
+class Runner:
+    """A program with the model whose parameters it reads."""
+
+    def __init__(
+        self, program: Program, store: ParameterStore, layouts: dict[int, TangentLayout], requires_grad: tuple[bool, ...],
+        output_names: tuple[str, ...], device: torch.device,
+    ) -> None:  # fmt: skip
+        self.program = program
+        self.store = store
+        self.anchor = torch.empty(0, requires_grad=True, device=device)
+        self._layouts = layouts
+        self._requires_grad = requires_grad
+        self._output_names = output_names
+        self._device_type = device.type
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of one planned forward, connected to autograd."""
+        return _Step.apply(self.anchor, self, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _InFlight]:
+        program = self.program
+        with self._without_autocast():
+            results = program.forward.forward([self.store, *(inputs[i] for i in program.forward_inputs)])
+        outputs = results[: program.output_count]
+        saved = results[program.output_count :]
+        watched = [(f"parameter or buffer {n}", self.store[n]) for n in program.backward_state]
+        watched += [(f"input {i}", inputs[i]) for i in program.backward_inputs]
+        watched += [(f"output {self._output_names[i]}", outputs[i]) for i in program.backward_outputs]
+        return outputs, _InFlight(saved, [(what, t, t._version) for what, t in watched])
+
+    def backward(self, state: _InFlight, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        arguments = [self.store, self.store.hand_over, *self._checked_tangents(tangents), *state.saved]
+        state.saved.clear()
+        with self._without_autocast():
+            return self.program.backward.forward(arguments)  # type: ignore[no-any-return]
+
+    def _checked_tangents(self, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        chosen = []
+        for index, tangent in enumerate(tangents):
+            layout = self._layouts.get(index)
+            if layout is None:
+                if tangent is not None:
+                    raise PlanMismatch(
+                        f"backward reached output {self._output_names[index]}, but the plan starts backward from "
+                        f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
+                    )
+                continue
+            if tangent is None:
+                raise PlanMismatch(
+                    f"backward did not reach output {layout.output}, but the plan starts backward from it. Put the "
+                    "loss inside with loss_fn="
+                )
+            if (tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype) != (layout.shape, layout.stride, layout.dtype):
+                raise PlanMismatch(
+                    f"the gradient of output {layout.output} arrives with strides {tuple(tangent.stride())} and dtype "
+                    f"{tangent.dtype}, but was planned with strides {layout.stride} and {layout.dtype}; eager would run "
+                    "other kernels on it. Put the loss inside with loss_fn="
+                )
+            chosen.append(tangent)
+        return chosen
+
+    def check_versions(self, state: _InFlight) -> None:
+        for what, tensor, version in state.versions:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{what}, which backward needs, has been modified by an inplace operation between forward and "
+                    f"backward: it is at version {tensor._version}, expected version {version}"
+                )
+
+    @property
+    def requires_grad(self) -> tuple[bool, ...]:
+        return self._requires_grad
+
+    def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The captured ops are already cast; autocast must not cast them again."""
+        if torch.is_autocast_enabled(self._device_type):
+            return torch.autocast(self._device_type, enabled=False)
+        return contextlib.nullcontext()
+
+
+class _Step(torch.autograd.Function):
+    """One planned training step: forward and backward programs behind one autograd node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, runner: Runner, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs, state = runner.forward(inputs)
+        ctx.runner, ctx.state, ctx.input_count = runner, state, len(inputs)
+        # An output that is an input itself would otherwise come back detached from it.
+        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        runner, state = ctx.runner, ctx.state
+        if torch.is_grad_enabled() or private.backward_keeps_graph():
+            raise RuntimeError(
+                "memplan: a planned step frees what it saved as backward goes, so retain_graph=True, create_graph=True "
+                "and double backward are not supported. Call memplan.remove(model) to train without a plan"
+            )
+        if state is None:
+            raise RuntimeError(
+                "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
+                "Run the forward again"
+            )
+        runner.check_versions(state)
+        ctx.state = None
+        gradients: list[torch.Tensor | None] = [None] * ctx.input_count
+        results = runner.backward(state, tangents)
+        for position, gradient in zip(runner.program.input_gradients, results, strict=True):
+            gradients[position] = gradient
+        return (None, None, *gradients)

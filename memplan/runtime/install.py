@@ -1,0 +1,135 @@
+"""A model whose forward runs a plan. Its class, parameters, `state_dict` keys and output types stay as they are."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.graph.capture import Capture
+from memplan.runtime.execute import ParameterStore, Runner, TangentLayout
+from memplan.runtime.lower import Program
+
+
+class PlannedForward:
+    """Stands in for `model.forward`: runs the plan in training, and the original in eval mode and under no_grad.
+
+    plan: what `memplan.plan_of` returns. original: the forward that was there before.
+    """
+
+    def __init__(self, model: nn.Module, original: Callable[..., Any], capture: Capture, program: Program, plan: Any) -> None:
+        self.model, self.original, self.plan = model, original, plan
+        self._capture, self._program = capture, program
+        self._key = capture.key
+        self._training = model.training
+        self._own_attribute = "forward" in vars(model)
+        self._runner = self._make_runner()
+        functools.update_wrapper(self, original)
+
+    def _make_runner(self) -> Runner:
+        traced = self._capture.traced
+        layouts = {
+            index: TangentLayout(self._name(index), tuple(t.shape), tuple(t.stride()), t.dtype)
+            for index, output in enumerate(traced.outputs)
+            if output.tangent is not None and (t := traced.tangent_nodes[output.tangent].meta["val"]) is not None
+        }
+        return Runner(
+            program=self._program,
+            store=ParameterStore(self.model, [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]),
+            layouts=layouts,
+            requires_grad=tuple(o.requires_grad for o in traced.outputs),
+            output_names=tuple(self._name(i) for i in range(len(traced.outputs))),
+            device=traced.device,
+        )
+
+    def _name(self, index: int) -> str:
+        return self._capture.traced.template.names[index] or "output"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or (self._training and not self.model.training):
+            return self.original(*args, **kwargs)
+        call = self._capture.reader.read(args, kwargs)
+        self._key.check(call)
+        return self._capture.traced.template.fill(self._runner(call.tensors))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def program(self) -> Program:
+        """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
+        return self._program
+
+    @property
+    def constant_bytes(self) -> int:
+        """Bytes of constants that the program holds."""
+        return sum(t.untyped_storage().nbytes() for t in self._capture.traced.constants.values())
+
+    def install(self) -> None:
+        self.model.forward = self  # type: ignore[assignment]
+
+    def uninstall(self) -> None:
+        """Put the original forward back."""
+        if self._own_attribute:
+            self.model.forward = self.original  # type: ignore[assignment]
+        else:
+            del self.model.forward
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model runs the same plan on its own parameters."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return self
+        return _Unbound(self, model)
+
+    def __reduce__(self) -> Any:
+        """Pickling a model leaves the plan out: what is loaded is the plain model."""
+        return MethodType, (type(self.model).forward, self.model)
+
+    def bound_to(self, model: nn.Module) -> PlannedForward:
+        """The same plan for a copy of the model."""
+        original = MethodType(getattr(self.original, "__func__", type(model).forward), model)
+        other = PlannedForward.__new__(PlannedForward)
+        other.model, other.original, other.plan = model, original, self.plan
+        other._capture, other._program = self._capture, self._program
+        other._key = self._key.rebound(model)
+        other._training, other._own_attribute = self._training, False
+        other._runner = other._make_runner()
+        functools.update_wrapper(other, original)
+        return other
+
+
+class _Unbound:
+    """The forward of a model that is being copied: binds the plan once the copy is complete."""
+
+    def __init__(self, planned: PlannedForward, model: nn.Module) -> None:
+        self._planned, self._model = planned, model
+        functools.update_wrapper(self, planned.original)
+
+    def bind(self) -> PlannedForward:
+        bound = self._planned.bound_to(self._model)
+        bound.install()
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bind()(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.bind().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        return self.bind().__reduce__()
+
+
+def planned_forward(model: nn.Module) -> PlannedForward | None:
+    """The model's planned forward, None where it has none."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, _Unbound):
+        forward = forward.bind()
+    return forward if isinstance(forward, PlannedForward) else None

@@ -1,0 +1,298 @@
+"""From a schedule to a program: two plain fx GraphModules, one for forward and one for backward.
+
+A recompute is a repeated node. Freeing is fx's own `x = None` after the last use, which is where the schedule drops.
+Views cost nothing: they are derived again wherever an op needs them. Both modules are boxed: they take one list and
+empty it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.graph import private_api as private
+from memplan.graph.trace import written_nodes
+from memplan.graph.traced import MetaTensor, Traced
+from memplan.graph.values import SAME_TENSOR
+from memplan.runtime.rng import replay, save_rng
+from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, SurfaceGrads
+
+Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
+
+
+def get_param(store: Any, name: str) -> torch.Tensor:
+    """The parameter or buffer called `name`, looked up when the program runs."""
+    return store[name]  # type: ignore[no-any-return]
+
+
+def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    """Hand final gradients to autograd."""
+    sink(names, gradients)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A lowered plan.
+
+    forward takes [store, *inputs] and returns [*outputs, *saved]; backward takes [store, sink, *tangents, *saved] and
+    returns the gradients of the inputs that require grad. forward_inputs: positions of the inputs that forward takes.
+    backward_inputs, backward_outputs: positions of the inputs and outputs that backward reads. backward_state:
+    parameters and buffers that it reads. tangents: output index of each tangent. input_gradients: position of the
+    input that each result of backward belongs to.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    forward_inputs: tuple[int, ...]
+    backward_inputs: tuple[int, ...]
+    backward_state: tuple[str, ...]
+    backward_outputs: tuple[int, ...]
+    output_count: int
+    tangents: tuple[int, ...]
+    input_gradients: tuple[int, ...]
+
+
+def lower(schedule: Schedule, traced: Traced) -> Program:
+    """Write `schedule` as a program. The schedule must have passed `simulate`."""
+    return _Lowering(schedule, traced).program()
+
+
+class _Side:
+    """One of the two graphs, while it is written."""
+
+    def __init__(self) -> None:
+        self.graph = fx.Graph()
+        self.constants: dict[str, torch.Tensor] = {}
+        self.state_names: list[str] = []
+        self.residents: Instance = {}
+        self._last_placeholder: fx.Node | None = None
+        self.store = self.placeholder("store")
+
+    def placeholder(self, name: str) -> fx.Node:
+        if self._last_placeholder is None:
+            node = self.graph.placeholder(name)
+        else:
+            with self.graph.inserting_after(self._last_placeholder):
+                node = self.graph.placeholder(name)
+        self._last_placeholder = node
+        return node
+
+    def call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, name: str = "") -> fx.Node:
+        return self.graph.create_node("call_function", target, args, kwargs or {}, name=name or None)
+
+    def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        self.constants[name] = tensor
+        return self.graph.get_attr(name)
+
+    def state(self, name: str) -> fx.Node:
+        self.state_names.append(name)
+        return self.call(get_param, (self.store, name))
+
+    def module(self, results: Sequence[fx.Node], name: str) -> fx.GraphModule:
+        self.graph.output(list(results))
+        private.boxed(self.graph)
+        root = torch.nn.Module()
+        for attribute, tensor in self.constants.items():
+            root.register_buffer(attribute, tensor, persistent=False)
+        module = fx.GraphModule(root, self.graph, class_name=name)
+        self.graph.lint()
+        return module
+
+
+class _Lowering:
+    def __init__(self, schedule: Schedule, traced: Traced) -> None:
+        self.schedule, self.traced, self.graph = schedule, traced, traced.graph
+        self.side = self.forward = _Side()
+        self.live: dict[int, Instance] = {}
+        self.rng: dict[int, fx.Node] = {}
+        self.ran: set[int] = set()
+        self.inputs: dict[int, fx.Node] = {}  # by position, in the forward program
+        self.carried: dict[fx.Node, fx.Node] = {}  # node of the forward program -> its placeholder in the backward one
+        self.tangents: tuple[int, ...] = ()
+        self.outputs: list[fx.Node] = []
+
+    def program(self) -> Program:
+        for index, step in enumerate(self.schedule):
+            match step:
+                case Compute(op):
+                    self._compute(op, self._dead_after(index))
+                case Drop(value):
+                    self.live.pop(value, None)  # an output that nobody reads was never bound
+                case SaveRng(op):
+                    self.rng[op] = self.side.call(save_rng, (self.traced.device,))
+                case DropRng(op):
+                    del self.rng[op]
+                case Boundary():
+                    self._cross_boundary()
+                case SurfaceGrads(values):
+                    self._surface(values)
+        return self._finish()
+
+    def _dead_after(self, index: int) -> set[int]:
+        """Values that are dropped at once after the run at `index`."""
+        dead = set()
+        for step in self.schedule[index + 1 :]:
+            if isinstance(step, Drop):
+                dead.add(step.value)
+            elif not isinstance(step, DropRng):
+                break
+        return dead
+
+    # -- tensors ----------------------------------------------------------------------------------------------------
+
+    def _tensor(self, node: fx.Node, value: int) -> fx.Node:
+        """The program's node for `node` of the trace, seen as a look at `value`'s memory."""
+        if self.graph.values[value].resident:
+            return self._look(node, self.side.residents, value)
+        return self._look(node, self.live[value], value)
+
+    def _look(self, node: fx.Node, instance: Instance, value: int) -> fx.Node:
+        if node in instance:
+            instance[node] = self._carry(instance[node])
+            return instance[node]
+        if node in self.traced.residents:
+            instance[node] = self._resident(node)
+            return instance[node]
+        parent = self.traced.parents[node]
+        if node.target in SAME_TENSOR or written_nodes(node):
+            found = self._look(parent, instance, value)
+        elif (shortcut := self._strided(node, parent, instance, value)) is not None:
+            found = shortcut
+        else:
+            base = self._look(parent, instance, value)
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: base)
+            found = self.side.call(node.target, args, kwargs)
+        instance[node] = found
+        return found
+
+    def _strided(self, node: fx.Node, parent: fx.Node, instance: Instance, value: int) -> fx.Node | None:
+        """A chain of views of an op's result in one step."""
+        if parent not in self.traced.parents or node.target is operator.getitem:
+            return None
+        root = parent
+        while root in self.traced.parents and root not in instance:
+            root = self.traced.parents[root]
+        if root in self.traced.residents or root not in self.traced.roots[value] or parent in instance:
+            return None
+        seen, made = node.meta["val"], root.meta["val"]
+        if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
+            return None
+        base = self._look(root, instance, value)
+        return self.side.call(
+            torch.ops.aten.as_strided.default, (base, list(seen.shape), list(seen.stride()), seen.storage_offset())
+        )
+
+    def _resident(self, node: fx.Node) -> fx.Node:
+        source = self.traced.residents[node]
+        if source.kind == "constant":
+            return self.side.constant(source.name, self.traced.constants[source.name])
+        if source.kind != "input":
+            return self.side.state(source.name)
+        if source.position not in self.inputs:
+            self.inputs[source.position] = self.forward.placeholder(f"input_{source.position}")
+        return self._carry(self.inputs[source.position])
+
+    def _carry(self, node: fx.Node) -> fx.Node:
+        """`node` on the present side: what the forward program made is handed to the backward program."""
+        if node.graph is self.side.graph:
+            return node
+        if node not in self.carried:
+            self.carried[node] = self.side.placeholder(f"saved_{node.name}")
+        return self.carried[node]
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def _compute(self, index: int, dead: set[int]) -> None:
+        op, kernel = self.graph.ops[index], self.traced.kernels[index]
+        again = index in self.ran
+        self.ran.add(index)
+        args, kwargs = self._arguments(kernel.repeat_args if again else kernel.args, kernel.kwargs, kernel.reads)
+        if again and op.random:
+            state = self.rng[index] = self._carry(self.rng[index])
+            run = self.side.call(replay, (state, self.traced.device, kernel.target, *args), kwargs, op.name)
+        else:
+            run = self.side.call(kernel.target, args, kwargs, op.name)
+        fresh = self._take_over(index)
+        for made in kernel.made:
+            if made.value in fresh or (made.value not in self.live and made.value not in dead):
+                tensor = run if made.index is None else self.side.call(operator.getitem, (run, made.index))
+                self.live.setdefault(made.value, {})[made.node] = tensor
+
+    def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
+        def argument(thing: Any) -> Any:
+            if isinstance(thing, fx.Node):
+                return self._tensor(thing, reads[thing]) if thing in reads else self._look(thing, self.side.residents, -1)
+            if isinstance(thing, MetaTensor):
+                return self.side.constant(f"meta_{len(self.side.constants)}", thing.build())
+            if isinstance(thing, (list, tuple)):
+                return type(thing)(argument(t) for t in thing)
+            return thing
+
+        return tuple(argument(a) for a in args), {k: argument(v) for k, v in kwargs.items()}
+
+    def _take_over(self, index: int) -> set[int]:
+        """Values written in place keep the program's nodes of the value that they took over."""
+        fresh = set()
+        for value in self.graph.ops[index].outputs:
+            taken = self.graph.values[value].reuses
+            if taken is None or self.graph.values[value].resident:
+                continue
+            instance = self.live.pop(taken)
+            if value not in self.live:
+                self.live[value] = instance
+                fresh.add(value)
+        return fresh
+
+    def _cross_boundary(self) -> None:
+        for output in self.traced.outputs:
+            self.outputs.append(self._tensor(output.node, output.value))
+        self.side = self.backward = _Side()
+        self.sink = self.side.placeholder("sink")
+        for value, instance in self.live.items():
+            roots = self.traced.roots[value]
+            self.live[value] = {n: p for n, p in instance.items() if n in roots}
+        with_tangent = [(i, o.tangent) for i, o in enumerate(self.traced.outputs) if o.tangent is not None]
+        self.tangents = tuple(i for i, _ in with_tangent)
+        for index, value in with_tangent:
+            self.live[value] = {self.traced.tangent_nodes[value]: self.side.placeholder(f"tangent_{index}")}
+
+    def _surface(self, values: tuple[int, ...]) -> None:
+        names, tensors = [], []
+        for gradient in self.traced.gradients:
+            if gradient.value in values:
+                for name, node in gradient.nodes:
+                    kind, _, parameter = name.partition(" ")
+                    if kind == "parameter":
+                        names.append(parameter)
+                        tensors.append(self._tensor(node, gradient.value))
+        if names:
+            self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
+
+    def _finish(self) -> Program:
+        positions, results = [], []
+        for gradient in self.traced.gradients:
+            for name, node in gradient.nodes:
+                kind, _, input_name = name.partition(" ")
+                if kind == "input":
+                    results.append(self._tensor(node, gradient.value))
+                    positions.append(self._input_position(input_name))
+        saved = list(self.carried)
+        return Program(
+            forward=self.forward.module([*self.outputs, *saved], "Forward"),
+            backward=self.backward.module(results, "Backward"),
+            forward_inputs=tuple(self.inputs),
+            backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
+            backward_state=tuple(self.backward.state_names),
+            backward_outputs=tuple(i for i, n in enumerate(self.outputs) if n in self.carried),
+            output_count=len(self.outputs),
+            tangents=self.tangents,
+            input_gradients=tuple(positions),
+        )
+
+    def _input_position(self, name: str) -> int:
+        return next(r.position for r in self.traced.residents.values() if r.kind == "input" and r.name == name)

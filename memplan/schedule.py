@@ -1,0 +1,139 @@
+"""The exact sequence of steps of one training step, and what it comes to.
+
+Solvers decide in which order ops run and which run again; `schedule_of` turns such an order into a schedule by
+freeing each value right after its last use, saving generator states for random ops that will run again, and handing
+over gradients as they become final.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from memplan.problem import Graph
+
+BOUNDARY = -1  # stands in an order of ops where the forward pass ends
+SURFACE_BATCH = 8  # gradients handed over together: handing over one costs about 10 microseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run an op: for the first time, or again with the generator state of its first run."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Free a value."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRng:
+    """Keep the generator's state for the op that comes next, which will run again."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropRng:
+    """Free the generator state kept for an op."""
+
+    op: int
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """The forward pass ends: the caller owns the outputs and hands in the tangents."""
+
+
+@dataclass(frozen=True, slots=True)
+class SurfaceGrads:
+    """Hand final gradients to autograd, so that they land in `.grad` and hooks fire."""
+
+    values: tuple[int, ...]
+
+
+Step = Compute | Drop | SaveRng | DropRng | Boundary | SurfaceGrads
+Schedule = tuple[Step, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a schedule comes to, from `simulate`.
+
+    live_bytes[i]: bytes held after step i. peak_bytes_at[i]: the most held while step i runs, scratch and saved
+    generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
+    generator states. time_s: seconds of all steps.
+    """
+
+    live_bytes: tuple[int, ...]
+    peak_bytes_at: tuple[int, ...]
+    peak_bytes: int
+    live_peak_bytes: int
+    peak_step: int
+    time_s: float
+
+
+def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
+    """A schedule that runs ops in this order (op indices, and `BOUNDARY` once).
+
+    A read is served by the latest run before it of the op that makes the value, so each such instance is freed right
+    after its last read. The order is not judged here; `simulate` does that.
+    """
+    drops = _last_uses(graph, order)
+    runs: dict[int, int] = {}
+    for ran in order:
+        runs[ran] = runs.get(ran, 0) + 1
+    left = dict(runs)
+    steps: list[Step] = []
+    pending: list[int] = []
+    for position, index in enumerate(order):
+        if index == BOUNDARY:
+            steps.append(Boundary())
+            steps.extend(Drop(v) for v in drops[position])
+            continue
+        op = graph.ops[index]
+        again = op.random and runs[index] > 1
+        if again and left[index] == runs[index]:
+            steps.append(SaveRng(index))
+        left[index] -= 1
+        steps.append(Compute(index))
+        if again and left[index] == 0:
+            steps.append(DropRng(index))
+        steps.extend(Drop(v) for v in drops[position])
+        pending.extend(v for v in op.outputs if graph.values[v].role == "gradient")
+        if len(pending) >= SURFACE_BATCH:
+            steps.append(SurfaceGrads(tuple(pending)))
+            pending = []
+    if pending:
+        steps.append(SurfaceGrads(tuple(pending)))
+    return tuple(steps)
+
+
+def _last_uses(graph: Graph, order: Sequence[int]) -> list[list[int]]:
+    """For each position of the order the values whose current instance is not read after it."""
+    values = graph.values
+    read_later = [False] * len(values)
+    drops: list[list[int]] = [[] for _ in order]
+    for position in range(len(order) - 1, -1, -1):
+        index = order[position]
+        if index == BOUNDARY:
+            continue
+        op = graph.ops[index]
+        consumed = set()
+        for v in op.outputs:
+            value = values[v]
+            if value.reuses is not None:
+                consumed.add(value.reuses)
+            if not (read_later[v] or value.held or value.resident):
+                drops[position].append(v)
+            read_later[v] = False
+        for v in op.inputs:
+            value = values[v]
+            if not (read_later[v] or value.held or value.resident or value.role == "tangent" or v in consumed):
+                drops[position].append(v)
+            read_later[v] = True
+    return drops

@@ -1,0 +1,236 @@
+"""The accountant: replays a schedule, refuses an illegal one, and says what it holds at every step and how long it takes.
+
+Nobody else says what a schedule peaks at. Every solver's answer passes through here, and every measured step is
+compared with it: on a CPU the two agree to the byte.
+
+What is counted, in the order in which the runtime does it:
+
+- a run of an op holds its inputs, then its outputs and its scratch; what the schedule drops goes after the run;
+- an output that is still live when its op runs again is made a second time and thrown away after the run;
+- an op that writes in place takes over the memory of the value that it overwrites;
+- replaying a random op holds one more generator state while it runs;
+- the optimizer's step comes last, where one was declared.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from memplan.errors import IllegalSchedule
+from memplan.problem import Op, Problem
+from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, Step, SurfaceGrads, Timeline
+
+
+_T = TypeVar("_T")
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """Replay `schedule` and account for it. Raises IllegalSchedule with the index of the first bad step."""
+    machine = _Machine(problem)
+    for index, step in enumerate(schedule):
+        try:
+            machine.run(step)
+        except _Refusal as refusal:
+            raise IllegalSchedule(index, str(refusal)) from None
+    try:
+        machine.finish()
+    except _Refusal as refusal:
+        raise IllegalSchedule(len(schedule), str(refusal)) from None
+    return machine.timeline()
+
+
+class _Refusal(Exception):
+    pass
+
+
+class _Machine:
+    """The state of a replay: which values are live, and how many bytes that makes."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self.problem, self.graph = problem, graph
+        self.live = [v.resident and v.reuses is None for v in graph.values]
+        self.overwritten = [False] * len(graph.values)
+        self.runs = [0] * len(graph.ops)
+        self.saved_rng: set[int] = set()
+        self.surfaced: set[int] = set()
+        self.next_random = 0
+        self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
+        self.in_backward = False
+        self.live_bytes = problem.resident_bytes  # without saved generator states
+        self.rng_bytes = 0
+        self.time_s = 0.0
+        self.after: list[int] = []
+        self.during: list[int] = []
+        self.live_peak = self.live_bytes
+
+    def run(self, step: Step) -> None:
+        match step:
+            case Compute(op):
+                peak = self._compute(_indexed(op, self.graph.ops, "op"), op)
+            case Drop(value):
+                peak = self._drop(value)
+            case SaveRng(op):
+                peak = self._save_rng(op)
+            case DropRng(op):
+                peak = self._drop_rng(op)
+            case Boundary():
+                peak = self._cross_boundary()
+            case SurfaceGrads(values):
+                peak = self._surface(values)
+        self.during.append(peak)
+        self.after.append(self.live_bytes + self.rng_bytes)
+
+    def _compute(self, op: Op, index: int) -> int:
+        values, live = self.graph.values, self.live
+        first = self.runs[index] == 0
+        if first:
+            self._check_first_run(op, index)
+        elif not op.recomputable:
+            raise _Refusal(f"{op.name} writes to what outlives the step and can't run again")
+        elif op.random and index not in self.saved_rng:
+            raise _Refusal(f"{op.name} is random and no generator state was kept for running it again")
+        for v in op.inputs:
+            if not live[v]:
+                raise _Refusal(self._missing(op, v))
+        new_bytes = gone_bytes = 0
+        for v in op.outputs:
+            value = values[v]
+            taken = value.reuses
+            if taken is not None:
+                self._take_over(op, taken)
+                if live[v] and not value.resident:
+                    gone_bytes += value.size_bytes  # the second copy, in the memory of `taken`, is thrown away
+            elif live[v]:
+                new_bytes += value.size_bytes
+                gone_bytes += value.size_bytes
+            else:
+                new_bytes += value.size_bytes
+            live[v] = True
+        if first:
+            for effect in op.effects:
+                self._take_over(op, effect.old)
+                live[effect.new] = True
+        self.runs[index] += 1
+        self.time_s += self.problem.costs.time_s[index]
+        self.live_bytes += new_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
+        peak = self.live_bytes + self.rng_bytes + self.problem.costs.scratch_bytes[index] + replay_bytes
+        self.live_bytes -= gone_bytes
+        return peak
+
+    def _check_first_run(self, op: Op, index: int) -> None:
+        if op.phase == "backward" and not self.in_backward:
+            raise _Refusal(f"{op.name} belongs to the backward pass and runs before the boundary")
+        if (op.effects or not op.recomputable) and op.phase == "forward" and self.in_backward:
+            raise _Refusal(f"{op.name} writes to what outlives the step and must run in the forward pass")
+        if op.random:
+            if self.random_ops[self.next_random] != index:
+                raise _Refusal(f"{op.name} would draw random numbers out of turn")
+            self.next_random += 1
+
+    def _take_over(self, op: Op, value: int) -> None:
+        held = self.graph.values[value]
+        if not self.live[value]:
+            raise _Refusal(self._missing(op, value))
+        if held.held:
+            raise _Refusal(f"{op.name} would overwrite {held.name}, which the caller holds")
+        self.live[value] = False
+        if held.resident:
+            self.overwritten[value] = True
+
+    def _missing(self, op: Op, value: int) -> str:
+        name = self.graph.values[value].name
+        if self.overwritten[value]:
+            return f"{op.name} reads {name}, which has been overwritten"
+        return f"{op.name} reads {name}, which is not live"
+
+    def _drop(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if value.resident or value.held or value.role == "tangent":
+            raise _Refusal(f"{value.name} is held from outside and can't be dropped")
+        if not self.live[index]:
+            raise _Refusal(f"{value.name} is dropped but not live")
+        peak = self.live_bytes + self.rng_bytes
+        self.live[index] = False
+        self.live_bytes -= value.size_bytes
+        return peak
+
+    def _save_rng(self, index: int) -> int:
+        op = _indexed(index, self.graph.ops, "op")
+        if not op.random or self.runs[index] or index in self.saved_rng:
+            raise _Refusal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
+        if self.random_ops[self.next_random] != index:
+            raise _Refusal(f"{op.name} is not the next random op, so this is not its generator state")
+        self.saved_rng.add(index)
+        self.rng_bytes += self.graph.rng_state_bytes
+        return self.live_bytes + self.rng_bytes
+
+    def _drop_rng(self, index: int) -> int:
+        op = _indexed(index, self.graph.ops, "op")
+        if index not in self.saved_rng:
+            raise _Refusal(f"no generator state is kept for {op.name}")
+        peak = self.live_bytes + self.rng_bytes
+        self.saved_rng.remove(index)
+        self.rng_bytes -= self.graph.rng_state_bytes
+        return peak
+
+    def _cross_boundary(self) -> int:
+        if self.in_backward:
+            raise _Refusal("the boundary is crossed twice")
+        for v in self.graph.outputs:
+            if not self.live[v]:
+                raise _Refusal(f"output {self.graph.values[v].name} is not there at the boundary")
+        self.in_backward = True
+        for v in self.graph.tangents:
+            self.live[v] = True
+            self.live_bytes += self.graph.values[v].size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        return self.live_bytes + self.rng_bytes
+
+    def _surface(self, values: tuple[int, ...]) -> int:
+        peak = self.live_bytes + self.rng_bytes
+        for index in values:
+            value = _indexed(index, self.graph.values, "value")
+            if value.role != "gradient" or index in self.surfaced:
+                raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
+            if not self.live[index]:
+                raise _Refusal(f"gradient {value.name} is handed over but not live")
+            self.surfaced.add(index)
+            if self.problem.accumulate:
+                self.live_bytes -= value.size_bytes
+        return peak
+
+    def finish(self) -> None:
+        if not self.in_backward:
+            raise _Refusal("the boundary is never crossed")
+        for index, op in enumerate(self.graph.ops):
+            if not self.runs[index]:
+                raise _Refusal(f"{op.name} never runs")
+        for index in self.graph.gradients:
+            if index not in self.surfaced:
+                raise _Refusal(f"gradient {self.graph.values[index].name} is never handed over")
+        if self.saved_rng:
+            raise _Refusal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
+        for index, value in enumerate(self.graph.values):
+            if self.live[index] and not (value.resident or value.held or value.role == "tangent"):
+                raise _Refusal(f"{value.name} is never freed")
+
+    def timeline(self) -> Timeline:
+        updating = self.live_bytes + self.problem.update_bytes if self.problem.update_bytes else 0
+        peak = max([self.problem.resident_bytes, *self.during, updating])
+        return Timeline(
+            live_bytes=tuple(self.after),
+            peak_bytes_at=tuple(self.during),
+            peak_bytes=peak,
+            live_peak_bytes=max(self.live_peak, updating),
+            peak_step=self.during.index(peak) if peak in self.during else 0,
+            time_s=self.time_s,
+        )
+
+
+def _indexed(index: int, among: tuple[_T, ...], what: str) -> _T:
+    if not 0 <= index < len(among):
+        raise _Refusal(f"there is no {what} {index}")
+    return among[index]

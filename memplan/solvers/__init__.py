@@ -1,0 +1,8 @@
+"""Solvers: from a problem to schedules and bounds. Plain data in, plain data out; no torch anywhere in here."""
+
+from memplan.solvers.bound import Bound as Bound
+from memplan.solvers.bound import lower_bound as lower_bound
+from memplan.solvers.front import Candidate as Candidate
+from memplan.solvers.front import Front as Front
+from memplan.solvers.front import Limits as Limits
+from memplan.solvers.front import solve_front as solve_front

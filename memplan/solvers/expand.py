@@ -1,0 +1,217 @@
+"""From a chain to a table for the recurrence, and from the recurrence's moves to an order of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.schedule import BOUNDARY
+from memplan.solvers.chain import Block, Chain
+from memplan.solvers.flat import Flat, Ints
+from memplan.solvers.options import BlockOptions, LocalBlock, block_options, localise
+from memplan.solvers.replay import prune
+from memplan.solvers.rotor import ChainTable, Costs32, Leaf, moves, solve_chain
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedChain:
+    """A chain with its options, and the recurrence's answer for every memory size.
+
+    unit_bytes: bytes of one slot. opt[0, -1, m]: seconds of recomputation with m slots beyond the residents.
+    """
+
+    chain: Chain
+    locals: tuple[LocalBlock, ...]
+    options: tuple[BlockOptions, ...]
+    table: ChainTable
+    opt: Costs32
+    unit_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Outside:
+    """Bytes that stand outside a block, from the step's fixed parts.
+
+    first[i]: held outputs when block i has run for the first time. grads[i]: everything held when block i's backward
+    part begins, live gradients left out. incoming[i]: backward values that stand then and are read later.
+    """
+
+    first: tuple[int, ...]
+    grads: tuple[int, ...]
+    incoming: tuple[tuple[int, ...], ...]
+
+
+def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                 cuts_limit: int, option_limit: int) -> SolvedChain:  # fmt: skip
+    """Options of every distinct block, then the recurrence. most_bytes: beyond the residents, more is never needed."""
+    last_read = _last_reads(flat)
+    outside = _outside(flat, chain, last_read)
+    known: dict[tuple[object, ...], BlockOptions] = {}
+    local_blocks: list[LocalBlock] = []
+    options: list[BlockOptions] = []
+    for index, block in enumerate(chain.blocks):
+        local = localise(flat, block, outside.incoming[index], last_read, keys)
+        if local.signature not in known:
+            known[local.signature] = block_options(local, cuts_limit, option_limit)
+        local_blocks.append(local)
+        options.append(known[local.signature])
+    unit = max(1, -(-most_bytes // slots))
+    table = _table(flat, chain, local_blocks, options, outside, unit)
+    return SolvedChain(chain, tuple(local_blocks), tuple(options), table, solve_chain(table, slots), unit)
+
+
+def _last_reads(flat: Flat) -> Ints:
+    found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
+    for op, row in enumerate(flat.reads):
+        for v in row:
+            found[v] = op
+    return found
+
+
+def _outside(flat: Flat, chain: Chain, last_read: Ints) -> _Outside:
+    a = flat.arrays
+    first = []
+    held_bytes = pinned_bytes = 0
+    for op in range(a.boundary):
+        for v in flat.makes[op]:
+            if not a.held[v] and not a.rerunnable[op] and not a.overwritten[v] and last_read[v] >= 0:
+                pinned_bytes += int(a.size_bytes[v])
+    for block in chain.blocks:
+        held_bytes += sum(int(a.size_bytes[v]) for op in block.forward for v in flat.makes[op] if a.held[v])
+        first.append(held_bytes + pinned_bytes)
+    grads: list[int] = [0] * len(chain.blocks)
+    incoming: list[tuple[int, ...]] = [()] * len(chain.blocks)
+    standing: list[int] = []
+    surfaced = held_bytes + pinned_bytes + a.tangent_bytes
+    for index in range(len(chain.blocks) - 1, -1, -1):
+        block = chain.blocks[index]
+        start = block.backward.start
+        standing = [v for v in standing if last_read[v] >= start]
+        grads[index] = surfaced
+        incoming[index] = tuple(standing)
+        for op in block.backward:
+            for v in flat.makes[op]:
+                if a.held[v]:
+                    surfaced += 0 if a.gradient[v] and a.accumulate else int(a.size_bytes[v])
+                elif last_read[v] >= block.backward.stop:
+                    standing.append(v)
+    return _Outside(tuple(first), tuple(grads), tuple(incoming))
+
+
+def _table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
+           outside: _Outside, unit: int) -> ChainTable:  # fmt: skip
+    count = len(chain.blocks)
+    most = max(len(o.options) for o in options)
+    saved, ahead, back = (np.zeros((count, most), dtype=np.int64) for _ in range(3))
+    cost_first, cost_again = (np.zeros((count, most), dtype=np.float64) for _ in range(2))
+    for i, found in enumerate(options):
+        for k, option in enumerate(found.options):
+            saved[i, k] = _nearest(option.saved_bytes, unit)
+            ahead[i, k] = option.forward_peak_bytes
+            back[i, k] = _up(option.backward_peak_bytes + outside.grads[i], unit)
+            cost_first[i, k] = option.recompute_s
+            cost_again[i, k] = option.recompute_s + option.forward_s
+    incoming = [b.incoming_bytes for b in blocks]
+    return ChainTable(
+        option_count=np.array([len(o.options) for o in options], dtype=np.int64),
+        saved=saved,
+        forward_peak=-(-ahead // unit),
+        backward_peak=back,
+        cost_first=cost_first,
+        cost_again=cost_again,
+        width=_widths(flat, chain, unit),
+        leaf_peak=np.array([_up(o.leaf_peak_bytes, unit) for o in options], dtype=np.int64),
+        leaf_again=np.array([o.leaf_s for o in options], dtype=np.float64),
+        outside_first=np.array([_nearest(x, unit) for x in outside.first], dtype=np.int64),
+        outside_again=np.array([_nearest(g + x, unit) for g, x in zip(outside.grads, incoming, strict=True)], np.int64),
+    )
+
+
+def _nearest(size_bytes: int, unit: int) -> int:
+    """Slots to the nearest: a block may hold hundreds of tiny values, and the true peak is replayed afterwards."""
+    return (size_bytes + unit // 2) // unit
+
+
+def _up(size_bytes: int, unit: int) -> int:
+    return -(-size_bytes // unit)
+
+
+def _widths(flat: Flat, chain: Chain, unit: int) -> Ints:
+    """width[i, c]: slots of cut c made in block i or later."""
+    a = flat.arrays
+    count = len(chain.blocks)
+    block_of = np.zeros(a.boundary, dtype=np.int64)
+    for index, block in enumerate(chain.blocks):
+        block_of[block.forward.start : block.forward.stop] = index
+    made = np.zeros((count, count), dtype=np.int64)
+    for c, block in enumerate(chain.blocks):
+        cut = np.array(block.cut, dtype=np.int64)
+        np.add.at(made[:, c], block_of[a.producer[cut]], a.size_bytes[cut])
+    from_i = np.cumsum(made[::-1], axis=0)[::-1]
+    return np.ascontiguousarray((from_i + unit // 2) // unit)
+
+
+def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
+    """The order of ops that the recurrence's best plan for `slots` slots runs."""
+    blocks = solved.chain.blocks
+    order: list[int] = []
+    ran = [False] * len(blocks)
+    found = iter(moves(solved.table, solved.opt, slots))
+
+    def forward(index: int) -> None:
+        again = ran[index]
+        ran[index] = True
+        order.extend(op for op in blocks[index].forward if not again or flat.arrays.rerunnable[op])
+
+    # Moves come with a segment before those inside it; what is left to do stands on a stack.
+    pending: list[tuple[str, int, int]] = [("segment", 0, len(blocks) - 1)]
+    while pending:
+        what, i, j = pending.pop()
+        if what == "backward":
+            order.extend(_backward(solved, i, j))
+            continue
+        move = next(found)
+        if isinstance(move, Leaf):
+            for index in range(i, move.stop):
+                forward(index)
+            pending.append(("segment", i, move.stop - 1))
+            pending.append(("segment", move.stop, j))
+        else:
+            forward(i)
+            if i == len(blocks) - 1:
+                order.append(BOUNDARY)
+            pending.append(("backward", i, move.option))
+            if i < j:
+                pending.append(("segment", i + 1, j))
+    return prune(flat.arrays, np.array(order, dtype=np.int64))
+
+
+def _backward(solved: SolvedChain, index: int, option: int) -> list[int]:
+    ops = solved.locals[index].ops
+    return [ops[op] for op in solved.options[index].options[option].backward]
+
+
+def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
+    """Keep every cut, and run each block's forward part again before its backward part."""
+    return grouped(flat, [[block] for block in chain.blocks])
+
+
+def recompute_segments(flat: Flat, chain: Chain) -> Ints:
+    """The same for about sqrt(n) segments of equal numbers of blocks (Chen et al., arXiv 1604.06174)."""
+    count = len(chain.blocks)
+    segments = max(1, round(count**0.5))
+    edges = [round(k * count / segments) for k in range(segments + 1)]
+    return grouped(flat, [list(chain.blocks[i:j]) for i, j in zip(edges[:-1], edges[1:], strict=True) if j > i])
+
+
+def grouped(flat: Flat, groups: Sequence[Sequence[Block]]) -> Ints:
+    """Keep the cuts between groups of blocks; run a whole group again before its backward part, but for the last."""
+    a = flat.arrays
+    order: list[int] = [*range(a.boundary), BOUNDARY]
+    for position, group in enumerate(reversed(groups)):
+        if position:
+            order.extend(op for block in group for op in block.forward if a.rerunnable[op])
+        order.extend(op for block in reversed(group) for op in block.backward)
+    return prune(a, np.array(order, dtype=np.int64))

@@ -1,0 +1,202 @@
+"""Rotor with options over a chain with wide cuts: one table gives the best plan of every memory size.
+
+Herrmann et al., arXiv 1911.13214 (Rotor); Zhao et al., arXiv 2307.01236 (several options per block).
+
+```
+OPT(i, j, m) = min of
+  save:  min_k  cost_k + OPT(i + 1, j, m - saved_k)
+              if m >= max(forward_peak_k + outside(i, j), backward_peak_k + outside_backward_i, saved_k)
+  leaf:  min_{i < c <= j}  sum_{l in [i, c)} again_l + OPT(c, j, m - width(i, c - 1)) + OPT(i, c - 1, m)
+              if m >= max_{l in [i, c)} leaf_peak_l + width(i, l - 1) + outside(i, j)
+```
+
+m excludes what lies before block i (cut i - 1 and everything saved further up) and includes everything else. Segments
+that end at the loss run their ops for the first time, so going forward there costs nothing extra: costs are seconds
+of recomputation alone. Two published implementations disagree with each other in what `outside` is; here it is stated
+for each segment by the caller, in bytes that truly stand there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memplan.solvers.flat import Floats, Ints
+from memplan.solvers.jit import kernel
+
+Costs32 = NDArray[np.float32]
+
+
+class ChainTable(NamedTuple):
+    """What the recurrence reads, in slots and seconds; L blocks, at most K options each.
+
+    option_count[L]. saved[L, K], forward_peak[L, K], backward_peak[L, K]: slots; backward_peak includes what stands
+    outside. cost_first[L, K], cost_again[L, K]: seconds of recomputation where the block's forward part runs for the
+    first time, and where it runs again. width[L, L]: slots of cut c that cut i - 1 does not hold.
+    leaf_peak[L], leaf_again[L]: of running a block forward and keeping its cut alone.
+    outside_first[L]: slots that stand outside while block i runs for the first time. outside_again[L]: while any block
+    runs forward again in a segment that ends at j.
+    """
+
+    option_count: Ints
+    saved: Ints
+    forward_peak: Ints
+    backward_peak: Ints
+    cost_first: Floats
+    cost_again: Floats
+    width: Ints
+    leaf_peak: Ints
+    leaf_again: Floats
+    outside_first: Ints
+    outside_again: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Run block forward keeping what option keeps, do the rest, then run its backward part."""
+
+    block: int
+    option: int
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """Run blocks [start, stop) forward keeping the last cut alone; do [stop, end], then [start, stop)."""
+
+    start: int
+    stop: int
+
+
+@kernel
+def _save_move(t: ChainTable, table: Costs32, i: int, j: int, k: int) -> tuple[int, float]:
+    """Least memory at which option k of block i may be taken in the segment (i, j), and its seconds."""
+    last = len(t.option_count) - 1
+    outside = t.outside_first[i] if j == last else t.outside_again[j]
+    low = max(t.forward_peak[i, k] + outside, t.backward_peak[i, k], t.saved[i, k])
+    return low, t.cost_first[i, k] if j == last else t.cost_again[i, k]
+
+
+@kernel
+def solve_chain(t: ChainTable, slots: int) -> Costs32:
+    """opt[i, j, m]: least seconds of recomputation for blocks i..j with m slots; infinite where m is too little."""
+    count = len(t.option_count)
+    last = count - 1
+    opt = np.full((count, count, slots + 1), np.inf, dtype=np.float32)
+    least = np.full((count, count), slots + 1, dtype=np.int64)
+    for length in range(count):
+        for i in range(count - length):
+            j = i + length
+            row = opt[i, j]
+            for k in range(t.option_count[i]):
+                low, cost = _save_move(t, opt, i, j, k)
+                if i == j:
+                    if low <= slots:
+                        row[low] = min(row[low], np.float32(cost))
+                    continue
+                saved = t.saved[i, k]
+                low = max(low, least[i + 1, j] + saved)
+                if low <= slots:
+                    _relax(row[low:], opt[i + 1, j, low - saved :], np.float32(cost))
+            if i == j:
+                for m in range(1, slots + 1):
+                    row[m] = min(row[m], row[m - 1])
+            low = 0
+            cost = 0.0
+            for c in range(i + 1, j + 1):
+                at = c - 1
+                outside = t.outside_first[at] if j == last else t.outside_again[j]
+                low = max(low, t.leaf_peak[at] + outside + (t.width[i, at - 1] if at > i else 0))
+                cost += 0.0 if j == last else t.leaf_again[at]
+                width = t.width[i, c - 1]
+                start = max(low, width + least[c, j], least[i, c - 1])
+                if low > slots:
+                    break
+                if start <= slots:
+                    _relax_two(row[start:], opt[c, j, start - width :], opt[i, c - 1, start:], np.float32(cost))
+            for m in range(slots + 1):
+                if row[m] < np.inf:
+                    least[i, j] = m
+                    break
+    return opt
+
+
+@kernel
+def _relax(row: Costs32, rest: Costs32, cost: np.float32) -> None:
+    for m in range(len(row)):
+        row[m] = min(row[m], cost + rest[m])
+
+
+@kernel
+def _relax_two(row: Costs32, right: Costs32, left: Costs32, cost: np.float32) -> None:
+    for m in range(len(row)):
+        row[m] = min(row[m], cost + right[m] + left[m])
+
+
+@kernel
+def _best_move(t: ChainTable, opt: Costs32, i: int, j: int, m: int) -> tuple[int, int]:
+    """(0, option) or (1, stop) of the move that gives opt[i, j, m]; (-1, -1) where it is infinite."""
+    last = len(t.option_count) - 1
+    best = np.float32(np.inf)
+    kind = -1
+    which = -1
+    for k in range(t.option_count[i]):
+        low, cost = _save_move(t, opt, i, j, k)
+        if low > m:
+            continue
+        total = np.float32(cost)
+        if i < j:
+            total = np.float32(cost) + opt[i + 1, j, m - t.saved[i, k]]
+        if total < best:
+            best, kind, which = total, 0, k
+    low = 0
+    cost = 0.0
+    for c in range(i + 1, j + 1):
+        at = c - 1
+        outside = t.outside_first[at] if j == last else t.outside_again[j]
+        low = max(low, t.leaf_peak[at] + outside + (t.width[i, at - 1] if at > i else 0))
+        cost += 0.0 if j == last else t.leaf_again[at]
+        if max(low, t.width[i, at]) > m:
+            break
+        total = np.float32(cost) + opt[c, j, m - t.width[i, at]] + opt[i, at, m]
+        if total < best:
+            best, kind, which = total, 1, c
+    return kind, which
+
+
+def moves(t: ChainTable, opt: Costs32, slots: int) -> tuple[Save | Leaf, ...]:
+    """The moves of the best plan with `slots` slots, a segment before those inside it. Raises ValueError if none."""
+    found: list[Save | Leaf] = []
+    segments = [(0, len(t.option_count) - 1, slots)]
+    while segments:
+        i, j, m = segments.pop()
+        kind, which = _best_move(t, opt, i, j, m)
+        if kind < 0:
+            raise ValueError(f"no plan for blocks {i}..{j} fits {m} slots")
+        if kind == 0:
+            found.append(Save(i, which))
+            if i < j:
+                segments.append((i + 1, j, m - int(t.saved[i, which])))
+        else:
+            found.append(Leaf(i, which))
+            segments.append((i, which - 1, m))
+            segments.append((which, j, m - int(t.width[i, which - 1])))
+    return tuple(found)
+
+
+def distinct_slots(opt: Costs32, limit: int) -> tuple[int, ...]:
+    """At most `limit` memory sizes at which the whole chain's least seconds change, the extremes among them."""
+    row = opt[0, -1]
+    finite = np.nonzero(np.isfinite(row))[0]
+    if len(finite) == 0:
+        return ()
+    steps = [int(finite[0])]
+    for m in finite[1:]:
+        if row[m] < row[steps[-1]]:
+            steps.append(int(m))
+    if len(steps) <= limit:
+        return tuple(steps)
+    chosen = np.unique(np.round(np.linspace(0, len(steps) - 1, limit)).astype(int))
+    return tuple(steps[i] for i in chosen)

@@ -1,0 +1,84 @@
+"""Two independent measurements of what a training step holds, in bytes.
+
+`LiveMeter` watches tensors: exact live bytes, without what kernels take for themselves. `profiler_peak` reads the
+allocator's own record: kernel scratch and saved generator states are in it.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
+    """Bytes of the distinct storages behind `tensors`."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors if t is not None}
+    return sum(storages.values())
+
+
+class LiveMeter(TorchDispatchMode):
+    """Counts the bytes of every storage that an op returns, from then until the storage is freed.
+
+    A storage counts once, however many tensors look at it. What lives before the step (parameters, buffers, inputs,
+    constants) is handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is seen.
+    Tensors that are made without the dispatcher (a saved generator state) are not.
+
+    live_bytes: held now. peak_bytes: the most held since the meter was made, or since `reset_peak`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes_bytes: dict[int, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def register(self, tensors: Any) -> None:
+        """Count tensors (in any nesting of containers) that exist already."""
+        for tensor in tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def reset_peak(self) -> None:
+        self.peak_bytes = self.live_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.register(out)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        key, size_bytes = storage._cdata, storage.nbytes()
+        known_bytes = self._sizes_bytes.get(key)
+        if known_bytes is None:
+            # The Python object lives exactly as long as the storage, whoever holds that.
+            weakref.finalize(storage, self._freed, key).atexit = False
+        self._sizes_bytes[key] = size_bytes
+        self.live_bytes += size_bytes - (known_bytes or 0)
+
+    def _freed(self, key: int) -> None:
+        self.live_bytes -= self._sizes_bytes.pop(key)
+
+
+def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:
+    """Peak bytes while `fn` runs: `resident_bytes`, held when it starts, plus the most that the allocator adds to it.
+
+    What `fn` frees though it was held before must be part of `resident_bytes`. The result of `fn` is held to the end.
+    """
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        result = fn()
+    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held_bytes = most_bytes = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held_bytes += event.nbytes()
+        most_bytes = max(most_bytes, held_bytes)
+    del result
+    return resident_bytes + most_bytes

@@ -1,0 +1,158 @@
+"""Which module may import which, read from the source; and what importing memplan does and does not drag in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "memplan"
+
+PLAIN = {"units", "errors", "config", "problem", "schedule", "simulate"}
+ANYTHING = {"__init__", "__main__", "api", "cli"}
+# What each layer may import of memplan, itself always included.
+OURS: dict[str, set[str]] = {
+    "units": set(),
+    "errors": set(),
+    "config": set(),
+    "problem": set(),
+    "schedule": {"problem"},
+    "simulate": {"errors", "problem", "schedule"},
+    "solvers": PLAIN,
+    "graph": PLAIN,
+    "runtime": PLAIN | {"graph"},
+    "report": PLAIN,
+}
+# What each layer may import of other projects, beside the standard library.
+NUMERIC = {"numpy", "numba", "networkx"}
+THEIRS: dict[str, set[str]] = {
+    **{layer: set() for layer in PLAIN | {"report"}},
+    "solvers": NUMERIC,
+    "graph": NUMERIC | {"torch"},
+    "runtime": NUMERIC | {"torch"},
+    **{layer: NUMERIC | {"torch"} for layer in ANYTHING},
+}
+# Extras may be imported where they are used, by those layers that know about torch.
+EXTRAS = {"transformers"}
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is imported when the module is) of every import; `from a import b` gives a and a.b."""
+    tree = ast.parse(path.read_text(), str(path))
+    at_top = {id(node) for node in tree.body}
+    package = path.relative_to(ROOT).parent.parts
+    for node in ast.walk(tree):
+        top = id(node) in at_top
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield alias.name, top
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield base, top
+            for alias in node.names:
+                yield f"{base}.{alias.name}", top
+
+
+def forbidden(path: Path) -> list[str]:
+    """The imports of one module that its layer may not have."""
+    layer = layer_of(path)
+    bad = []
+    for name, top in imported_names(path):
+        first, *rest = name.split(".")
+        if first == "memplan":
+            if layer not in ANYTHING and rest and rest[0] not in OURS[layer] | {layer}:
+                bad.append(name)
+        elif first not in sys.stdlib_module_names and first != "__future__":
+            late = not top and first in EXTRAS and "torch" in THEIRS[layer]
+            if first not in THEIRS[layer] and not late:
+                bad.append(name)
+    return bad
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_downwards(path: Path) -> None:
+    assert layer_of(path) in OURS.keys() | ANYTHING, "a new top-level module needs its place in the layers above"
+    assert forbidden(path) == []
+
+
+@pytest.mark.parametrize(
+    ("layer", "line", "bad"),
+    [
+        ("solvers/x.py", "def f():\n    import torch.nn", ["torch.nn"]),
+        ("runtime/x.py", "from memplan.solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
+        ("runtime/x.py", "from memplan import solvers", ["memplan.solvers"]),
+        ("runtime/x.py", "from memplan import apply", ["memplan.apply"]),
+        ("runtime/x.py", "from ..solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
+        ("report/x.py", "import memplan.graph.call", ["memplan.graph.call"]),
+        ("graph/x.py", "import transformers", ["transformers"]),
+        ("graph/x.py", "def f():\n    import transformers", []),
+        ("schedule.py", "from memplan.problem import Op\nimport math", []),
+        ("schedule.py", "from memplan.errors import MemplanError", ["memplan.errors", "memplan.errors.MemplanError"]),
+        ("problem.py", "import memplan.units", ["memplan.units"]),
+        ("api.py", "from memplan.solvers import solve\nimport torch", []),
+    ],
+)
+def test_the_check_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, line: str, bad: list[str]
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "memplan")
+    path = tmp_path / "memplan" / layer
+    path.parent.mkdir(parents=True)
+    path.write_text(line)
+    assert forbidden(path) == bad
+
+
+def run_python(source: str) -> str:
+    done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_solvers_does_not_import_torch() -> None:
+    names = run_python(
+        "import sys, memplan.solvers, memplan.simulate; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    assert "memplan" in names.split()
+    assert "torch" not in names.split()
+
+
+def test_core_runs_with_every_extra_missing() -> None:
+    source = """
+import sys
+
+class Missing:
+    names = {"transformers", "diffusers", "peft", "accelerate", "rich", "matplotlib", "deepspeed", "scipy"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ImportError(name + " is blocked")
+
+sys.meta_path.insert(0, Missing())
+
+import torch
+import memplan
+
+torch.manual_seed(0)
+layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.ReLU())]
+model = torch.nn.Sequential(*layers)
+sample = torch.randn(512, 64)
+assert memplan.apply(model, sample, 0.9) is model
+model(sample).pow(2).sum().backward()
+assert all(p.grad is not None for p in model.parameters())
+assert not Missing.names & {name.split(".")[0] for name in sys.modules}
+print("ran")
+"""
+    assert run_python(source).strip() == "ran"

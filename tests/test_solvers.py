@@ -1,0 +1,208 @@
+"""Every answer of the solvers against the accountant, and the accountants against one another."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from memplan.errors import IllegalSchedule
+from memplan.problem import Problem
+from memplan.schedule import schedule_of
+from memplan.simulate import simulate
+from memplan.solvers import Limits, lower_bound, solve_front
+from memplan.solvers.baselines import baselines, keep_all
+from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.expand import expand, solved_chain
+from memplan.solvers.flat import Flat, Ints, flatten
+from memplan.solvers.orders import demand_order, lower, split
+from memplan.solvers.replay import fill, prune, replay
+from memplan.solvers.rotor import ChainTable, distinct_slots, solve_chain
+from tests.random_graphs import llama_like, random_problems
+from tests.solver_oracle import all_orders, chain_optimum, recount
+
+SMALL = Limits(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
+               sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
+CALM = settings(max_examples=60, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
+
+
+def fast(flat: Flat, order: Ints) -> tuple[int, float]:
+    peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
+    return int(peak), float(time_s)
+
+
+def accounted(problem: Problem, order: Ints) -> tuple[int, float]:
+    timeline = simulate(problem, schedule_of(problem.graph, order.tolist()))
+    return timeline.peak_bytes, timeline.time_s
+
+
+def some_orders(flat: Flat) -> list[Ints]:
+    a = flat.arrays
+    pinned = a.held.copy()
+    for v, op in enumerate(a.producer):
+        pinned[v] |= bool(0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v])
+    once = keep_all(flat)
+    found = [order for _name, order in baselines(flat, 4)]
+    found += [order for window in (0, 2, 99) if len(order := demand_order(a, pinned, window, 400))]
+    found += [lower(a, order, 0, 6, 3) for order in list(found)]
+    found += [fill(a, order, fast(flat, once)[0], 4) for order in list(found)]
+    return found + [prune(a, order) for order in found]
+
+
+@CALM
+@given(random_problems())
+def test_fast_accountant_equals_simulate_and_oracle(problem: Problem) -> None:
+    flat = flatten(problem)
+    for order in some_orders(flat):
+        truth = accounted(problem, order)
+        assert fast(flat, order) == pytest.approx(truth)
+        assert fast(flat, order)[0] == truth[0] == recount(problem, order.tolist())[0]
+
+
+@CALM
+@given(random_problems(), st.data())
+def test_fast_accountant_refuses_what_simulate_refuses(problem: Problem, data: st.DataObject) -> None:
+    flat = flatten(problem)
+    order = keep_all(flat)
+    for _ in range(3):
+        op = data.draw(st.integers(0, problem.graph.boundary - 1))
+        at = data.draw(st.integers(problem.graph.boundary, len(order) - 1))
+        order = np.insert(order, at, op)
+    if not all(
+        flat.arrays.rerunnable[op] for op, n in zip(*np.unique(order, return_counts=True), strict=True) if n > 1
+    ):
+        return
+    try:
+        expected = accounted(problem, order)
+    except IllegalSchedule:
+        expected = (-1, 0.0)
+    assert fast(flat, order) == pytest.approx(expected)
+
+
+@CALM
+@given(random_problems())
+def test_front_is_legal_and_monotone_and_above_the_bound(problem: Problem) -> None:
+    front = solve_front(problem, limits=SMALL)
+    for point in (*front.points, front.keep_all):
+        timeline = simulate(problem, point.schedule)
+        assert (timeline.peak_bytes, timeline.time_s) == (point.peak_bytes, point.time_s)
+        assert recount(problem, point.order)[0] == point.peak_bytes
+        assert front.bound.time_s(point.peak_bytes) <= point.time_s * (1 + 1e-9)
+        assert front.bound.floor_bytes <= point.peak_bytes
+    for left, right in itertools.pairwise(front.points):
+        assert left.peak_bytes < right.peak_bytes and left.time_s > right.time_s
+    assert front.best(None) is front.points[-1]
+    assert front.best(front.floor.peak_bytes) is front.floor
+    assert front.best(front.floor.peak_bytes - 1) is None
+    assert front.points[-1].time_s <= front.keep_all.time_s
+    assert front.points[-1].peak_bytes <= front.keep_all.peak_bytes
+
+
+@settings(CALM, max_examples=25)
+@given(random_problems(most_ops=4, most_size=4))
+def test_bound_holds_for_every_short_order(problem: Problem) -> None:
+    bound = lower_bound(problem)
+    front = solve_front(problem, limits=SMALL)
+    for order in all_orders(problem, 2):
+        try:
+            timeline = simulate(problem, schedule_of(problem.graph, order))
+        except IllegalSchedule:
+            continue
+        assert bound.floor_bytes <= timeline.peak_bytes
+        assert bound.time_s(timeline.peak_bytes) <= timeline.time_s * (1 + 1e-9)
+    assert bound.time_s(front.floor.peak_bytes - 1) >= problem.baseline_time_s or front.floor.time_s > 0
+
+
+@settings(CALM, max_examples=10)
+@given(random_problems())
+def test_front_is_deterministic(problem: Problem) -> None:
+    first, second = solve_front(problem, limits=SMALL), solve_front(problem, limits=SMALL)
+    assert [p.order for p in first.points] == [p.order for p in second.points]
+
+
+@CALM
+@given(random_problems())
+def test_chain_plans_are_legal(problem: Problem) -> None:
+    flat = flatten(problem)
+    keys = tuple(op.key for op in problem.graph.ops)
+    most = fast(flat, keep_all(flat))[0]
+    for cuts in (coarse_cuts(flat, 6), fine_cuts(flat, 12)):
+        chain = make_chain(flat, cuts)
+        assert [op for b in chain.blocks for op in b.forward] == list(range(problem.graph.boundary))
+        backward = [op for b in reversed(chain.blocks) for op in b.backward]
+        assert backward == list(range(problem.graph.boundary, len(problem.graph.ops)))
+        solved = solved_chain(flat, keys, chain, 2 * most, 2 * most, 4, 8)  # one slot a byte
+        for m in distinct_slots(solved.opt, 6):
+            peak, time_s = accounted(problem, expand(flat, solved, m))
+            replays = any(op.random for op in problem.graph.ops)  # kept generator states are not part of a table
+            reruns_held = any(v.held and v.role == "activation" for v in problem.graph.values[:-1])
+            if not replays and not reruns_held and not problem.accumulate:
+                assert peak <= m + flat.arrays.base_bytes
+            assert time_s <= problem.baseline_time_s + float(solved.opt[0, -1, m]) + 1e-3
+
+
+def tables(count: int) -> st.SearchStrategy[ChainTable]:
+    def build(seed: int) -> ChainTable:
+        rng = np.random.default_rng(seed)
+        most = 3
+        own = np.triu(rng.integers(0, 3, (count, count)))
+        return ChainTable(
+            option_count=rng.integers(1, most + 1, count),
+            saved=rng.integers(0, 4, (count, most)),
+            forward_peak=rng.integers(1, 5, (count, most)),
+            backward_peak=rng.integers(1, 7, (count, most)),
+            cost_first=rng.integers(0, 5, (count, most)).astype(np.float64),
+            cost_again=rng.integers(0, 9, (count, most)).astype(np.float64),
+            width=np.ascontiguousarray(np.cumsum(own[::-1], axis=0)[::-1]),
+            leaf_peak=rng.integers(0, 4, count),
+            leaf_again=rng.integers(0, 5, count).astype(np.float64),
+            outside_first=np.sort(rng.integers(0, 2, count)),
+            outside_again=rng.integers(0, 3, count),
+        )
+
+    return st.integers(0, 2**32 - 1).map(build)
+
+
+@CALM
+@given(st.integers(1, 5).flatmap(tables))
+def test_recurrence_equals_trying_every_move(table: ChainTable) -> None:
+    opt = solve_chain(table, 24)
+    for m in (0, 3, 6, 9, 12, 18, 24):
+        assert float(opt[0, -1, m]) == chain_optimum(table, m)
+
+
+@CALM
+@given(random_problems())
+def test_fill_keeps_the_limit_and_saves_time(problem: Problem) -> None:
+    flat = flatten(problem)
+    for order in some_orders(flat)[:6]:
+        peak, time_s = fast(flat, order)
+        for limit in (peak, peak + 16, 2 * peak):
+            filled = fast(flat, fill(flat.arrays, order, limit, 4))
+            assert 0 < filled[0] <= limit and filled[1] <= time_s + 1e-9
+
+
+def test_split_recomputes_just_before_the_next_use() -> None:
+    problem = llama_like(1)
+    flat = flatten(problem)
+    order = keep_all(flat)
+    value = next(v for op in flat.reads[problem.graph.boundary + 20 :] for v in op
+                 if flat.arrays.producer[v] < problem.graph.boundary)  # fmt: skip
+    at = next(p for p in range(problem.graph.boundary + 1, len(order)) if value in flat.reads[order[p]])
+    longer = split(flat.arrays, order, value, at)
+    assert len(longer) > len(order) and longer[-1] == order[-1]
+    assert fast(flat, longer)[1] > problem.baseline_time_s
+
+
+def test_layers_alike_reach_the_floor_and_stay_near_the_bound() -> None:
+    problem = llama_like(3, dropout=True)
+    front = solve_front(problem, limits=SMALL)
+    assert front.floor.peak_bytes < 1.02 * front.bound.floor_bytes
+    middle = (front.floor.peak_bytes + front.keep_all.peak_bytes) // 2
+    best = front.best(middle)
+    assert best is not None
+    assert best.time_s < 1.05 * front.bound.time_s(middle)

@@ -1,0 +1,31 @@
+"""The built wheel holds exactly what the tree holds: a package that is left out imports in an editable install only."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_wheel_holds_the_tree(tmp_path: Path) -> None:
+    source, wheels = tmp_path / "source", tmp_path / "wheels"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "memplan", source / "memplan", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (wheel,) = wheels.glob("memplan-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        packed = {name for name in archive.namelist() if ".dist-info/" not in name}
+        for name in packed:
+            assert archive.read(name) == (ROOT / name).read_bytes(), name
+    tree = {str(p.relative_to(ROOT)) for p in (ROOT / "memplan").rglob("*.py")} | {"memplan/py.typed"}
+    assert packed == tree
+    assert len(tree) > 5
