@@ -3,8 +3,8 @@
     python examples/demo.py
 
 Prints for each run the measured and the predicted peak, the seconds of a step and the loss of every step. The exit code
-is 0 only if all losses are the same numbers and no run's measured peak is above its budget. Takes about a minute on two
-cores; needs transformers and no download: the data are the bytes of this repository's licence.
+is 0 only if all losses are the same numbers and no run's measured peak is above its budget. Under three minutes on
+two cores; needs transformers and no download: the data are the bytes of this repository's licence.
 """
 
 from __future__ import annotations

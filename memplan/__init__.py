@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from memplan.errors import MemplanError as MemplanError
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import UnsupportedModel as UnsupportedModel
-    from memplan.plan import Plan as Plan
+    from memplan.plans import Plan as Plan
     from memplan.problem import Budget as Budget
 
 __version__ = "0.1.0"
@@ -28,7 +28,7 @@ _HOMES = {
     "apply": "api", "explore": "api", "plan": "api", "plan_of": "api", "remove": "api",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
-    "Plan": "plan", "Budget": "problem",
+    "Plan": "plans", "Budget": "problem",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

@@ -15,7 +15,7 @@ from memplan.errors import BudgetInfeasible, PlanMismatch
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Sample
 from memplan.graph.optimizer import optimizer_needs
-from memplan.plan import Plan, first_difference
+from memplan.plans import Plan, first_difference
 from memplan.problem import Budget, Costs, Problem
 from memplan.runtime import PlannedForward, lower, planned_forward
 from memplan.simulate import simulate

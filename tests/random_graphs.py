@@ -61,8 +61,9 @@ class StepBuilder:
         self.forwards.append(_Forward(index, inputs, outputs, kept, parameter, differentiable))
         return outputs
 
-    def finish(self, output: int, *, tangent: bool = False, rng_state_bytes: int = 0, accumulate: bool = False,
-               time_factor: float = 1.0) -> Problem:  # fmt: skip
+    def finish(
+        self, output: int, *, tangent: bool = False, rng_state_bytes: int = 0, time_factor: float = 1.0
+    ) -> Problem:
         """The step whose model output is `output`."""
         self.values[output] = replace(self.values[output], held=True)
         boundary = len(self.ops)
@@ -75,7 +76,7 @@ class StepBuilder:
                 continue
             self._backward(forward, tuple(grads), gradient, time_factor)
         graph = Graph(tuple(self.values), tuple(self.ops), boundary, rng_state_bytes)
-        return Problem(graph, Costs(tuple(self.time_s), tuple(self.scratch_bytes)), accumulate=accumulate)
+        return Problem(graph, Costs(tuple(self.time_s), tuple(self.scratch_bytes)))
 
     def _backward(self, forward: _Forward, grads: tuple[int, ...], gradient: dict[int, int], factor: float) -> None:
         source = self.ops[forward.op]
@@ -178,8 +179,8 @@ def random_problems(draw: st.DrawFn, most_ops: int = 12, most_size: int = 6) -> 
         held = draw(st.sampled_from(outputs[:-1]))
         b.values[held] = replace(b.values[held], held=True)
     loss = b.forward("loss", tuple(outputs[-2:]), (8,), saved=tuple(outputs[-1:]), time_s=1.0)[0]
-    return b.finish(loss, tangent=draw(st.booleans()), rng_state_bytes=16, accumulate=draw(st.booleans()),
-                    time_factor=2.0)  # fmt: skip
+    step = b.finish(loss, tangent=draw(st.booleans()), rng_state_bytes=16, time_factor=2.0)
+    return replace(step, accumulate=draw(st.booleans()), update_bytes=draw(st.sampled_from([0, 0, 8, 200])))
 
 
 def _draw_op(draw: st.DrawFn, b: StepBuilder, current: list[int], gone: set[int],

@@ -19,11 +19,12 @@ def recount(problem: Problem, order: Sequence[int]) -> tuple[int, float]:
     brings memory of its own only in so far as it outlasts that.
     """
     graph = problem.graph
-    bytes_at = [problem.resident_bytes] * len(order)
+    bytes_at = [problem.resident_bytes] * (len(order) + 1)  # one more position: the optimizer's step
     boundary = order.index(BOUNDARY)
     tangents = sum(v.size_bytes for v in graph.values if v.role == "tangent")
-    for p in range(boundary, len(order)):
+    for p in range(boundary, len(order) + 1):
         bytes_at[p] += tangents
+    bytes_at[-1] += problem.update_bytes
     for v, value in enumerate(graph.values):
         if value.resident or value.role == "tangent":
             continue
@@ -48,14 +49,14 @@ def _draw(problem: Problem, order: Sequence[int], v: int, start: int, end: int, 
     )  # fmt: skip
     stop = killer - 1 if killer is not None else max([start, *reads])
     if value.held:
-        stop = len(order) - 1 if first else start
+        stop = len(order) if first else start
         if problem.accumulate and value.role == "gradient":
             stop = _handed_over(problem, order, start)
     begin = start
     taken = value.reuses
     if taken is not None and (graph.values[taken].resident or graph.values[taken].role == "tangent"):
         begin = start + 1  # the memory was there: only its end shows, as bytes given back
-        for p in range(stop + 1, len(order)):
+        for p in range(stop + 1, len(order) + 1):
             if killer is None and graph.values[taken].role == "tangent" and not value.held:
                 at[p] -= value.size_bytes
         return

@@ -27,11 +27,14 @@ OURS: dict[str, set[str]] = {
     "graph": PLAIN,
     "runtime": PLAIN | {"graph"},
     "report": PLAIN,
+    "plans": PLAIN | {"report"},
 }
+# What a layer may name in annotations only, under `if TYPE_CHECKING:`.
+ANNOTATIONS = {"report": {"plans"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"report"}},
+    **{layer: set() for layer in PLAIN | {"report", "plans"}},
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},
@@ -47,35 +50,42 @@ def layer_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, bool]]:
-    """(dotted name, whether it is imported when the module is) of every import; `from a import b` gives a and a.b."""
+def imported_names(path: Path) -> Iterator[tuple[str, str]]:
+    """(dotted name, when it is imported: at the "top", "late" or in "annotations") of every import of a module.
+
+    `from a import b` gives both a and a.b.
+    """
     tree = ast.parse(path.read_text(), str(path))
-    at_top = {id(node) for node in tree.body}
+    when = {id(node): "top" for node in tree.body}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            when.update({id(inner): "annotations" for inner in node.body})
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(tree):
-        top = id(node) in at_top
+        time = when.get(id(node), "late")
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, top
+                yield alias.name, time
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield base, top
+            yield base, time
             for alias in node.names:
-                yield f"{base}.{alias.name}", top
+                yield f"{base}.{alias.name}", time
 
 
 def forbidden(path: Path) -> list[str]:
     """The imports of one module that its layer may not have."""
     layer = layer_of(path)
     bad = []
-    for name, top in imported_names(path):
+    for name, time in imported_names(path):
         first, *rest = name.split(".")
         if first == "memplan":
-            if layer not in ANYTHING and rest and rest[0] not in OURS[layer] | {layer}:
+            named_only = ANNOTATIONS.get(layer, set()) if time == "annotations" else set()
+            if layer not in ANYTHING and rest and rest[0] not in OURS[layer] | {layer} | named_only:
                 bad.append(name)
         elif first not in sys.stdlib_module_names and first != "__future__":
-            late = not top and first in EXTRAS and "torch" in THEIRS[layer]
+            late = time != "top" and first in EXTRAS and "torch" in THEIRS[layer]
             if first not in THEIRS[layer] and not late:
                 bad.append(name)
     return bad
@@ -96,6 +106,9 @@ def test_imports_point_downwards(path: Path) -> None:
         ("runtime/x.py", "from memplan import apply", ["memplan.apply"]),
         ("runtime/x.py", "from ..solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
         ("report/x.py", "import memplan.graph.call", ["memplan.graph.call"]),
+        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.plan", []),
+        ("report/x.py", "import memplan.plan", ["memplan.plan"]),
+        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.graph", ["memplan.graph"]),
         ("graph/x.py", "import transformers", ["transformers"]),
         ("graph/x.py", "def f():\n    import transformers", []),
         ("schedule.py", "from memplan.problem import Op\nimport math", []),
@@ -127,6 +140,16 @@ def test_importing_the_solvers_does_not_import_torch() -> None:
     )
     assert "memplan" in names.split()
     assert "torch" not in names.split()
+
+
+def test_public_names_do_not_depend_on_the_order_of_use() -> None:
+    """A submodule must not take the place of the public function of its name."""
+    source = """
+import memplan
+for name in ("apply", "plans", "explore", "plan_of", "remove", "Plan", "Budget", "BudgetInfeasible"):
+    assert callable(getattr(memplan, name)), name
+"""
+    run_python(source)
 
 
 def test_core_runs_with_every_extra_missing() -> None:

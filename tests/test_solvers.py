@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,12 +18,20 @@ from memplan.simulate import simulate
 from memplan.solvers import Limits, lower_bound, solve_front
 from memplan.solvers.baselines import baselines, keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
 from memplan.solvers.orders import demand_order, lower, split
 from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import ChainTable, distinct_slots, solve_chain
-from tests.random_graphs import llama_like, random_problems
+from tests.random_graphs import (
+    StepBuilder,
+    encoder_decoder_like,
+    llama_like,
+    random_problems,
+    resnet_like,
+    unet_like,
+)
 from tests.solver_oracle import all_orders, chain_optimum, recount
 
 SMALL = Limits(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
@@ -184,6 +194,26 @@ def test_fill_keeps_the_limit_and_saves_time(problem: Problem) -> None:
         for limit in (peak, peak + 16, 2 * peak):
             filled = fast(flat, fill(flat.arrays, order, limit, 4))
             assert 0 < filled[0] <= limit and filled[1] <= time_s + 1e-9
+            traded = fast(flat, exchange(flat.arrays, order, limit, 3, 4))
+            assert 0 < traded[0] <= limit and traded[1] <= time_s + 1e-9
+
+
+def test_fill_leaves_out_only_one_of_two_runs_that_lean_on_each_other() -> None:
+    b = StepBuilder()
+    x = b.forward("first", (b.value(8, "input"),), (8,), saved=())[0]
+    small, large = b.forward("pair", (x,), (8, 32))
+    y = b.forward("far", (small,), (8,), saved=(small, large))[0]
+    z = b.forward("near", (y,), (8,), saved=(small,), parameter=b.value(8, "parameter"))[0]
+    problem = b.finish(z)
+    flat = flatten(problem)
+    first_backward = problem.graph.boundary + 1
+    order = keep_all(flat)
+    reads = [p for p in range(first_backward, len(order)) if small in flat.reads[order[p]]]
+    for p in reversed(reads):
+        order = np.insert(order, p, 1)
+    peak = fast(flat, order)[0]
+    for limit in range(peak, 2 * peak, 8):
+        assert fast(flat, fill(flat.arrays, order, limit, 4))[0] <= limit
 
 
 def test_split_recomputes_just_before_the_next_use() -> None:
@@ -206,3 +236,26 @@ def test_layers_alike_reach_the_floor_and_stay_near_the_bound() -> None:
     best = front.best(middle)
     assert best is not None
     assert best.time_s < 1.05 * front.bound.time_s(middle)
+
+
+@pytest.mark.parametrize("build", [resnet_like, unet_like, encoder_decoder_like])
+def test_wide_cuts_beat_the_textbook(build: Callable[[], Problem]) -> None:
+    problem = build()
+    front = solve_front(problem, limits=replace(SMALL, grid=16, coarse_slots=300, coarse_blocks=32))
+    flat = flatten(problem)
+    for _name, order in baselines(flat, 32):
+        peak, time_s = accounted(problem, order)
+        best = front.best(peak)
+        assert best is not None and best.time_s <= time_s
+    assert front.floor.peak_bytes < 0.4 * front.keep_all.peak_bytes
+    middle = (front.floor.peak_bytes + front.keep_all.peak_bytes) // 2
+    best = front.best(middle)
+    assert best is not None and best.time_s < 1.05 * front.bound.time_s(middle)
+
+
+def test_one_op_and_nothing_saved() -> None:
+    b = StepBuilder()
+    problem = b.finish(b.forward("loss", (b.value(8, "input"),), (8,))[0])
+    front = solve_front(problem)
+    assert [p.order for p in front.points] == [front.keep_all.order]
+    assert front.bound.time_s(front.floor.peak_bytes) == problem.baseline_time_s

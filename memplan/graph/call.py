@@ -101,7 +101,7 @@ class OutputTemplate:
         leaves, self._spec = pytree.tree_flatten(output)
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
-        paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(output)[0]]
+        paths = _leaf_names(output, len(leaves))
         self._shared = {id(thing): thing for thing in shared}
         self._plain: list[Any] = []
         for path, leaf in zip(paths, leaves, strict=True):
@@ -143,6 +143,17 @@ class OutputTemplate:
             else:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _leaf_names(output: Any, count: int) -> list[str]:
+    """Where each leaf of an output stands: "['loss']". Not every class that pytree opens can say."""
+    if isinstance(output, torch.Tensor):
+        return [""]
+    try:
+        return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(output)[0]]
+    except ValueError:
+        names = [f"[{key!r}]" for key in output] if isinstance(output, Mapping) else []
+        return names if len(names) == count else [f"[{i}]" for i in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

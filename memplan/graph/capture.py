@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.key import StepKey, attribute_tables
+from memplan.graph.key import StepKey, attribute_tables, is_plain
 from memplan.graph.trace import Autocast, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
@@ -20,12 +20,22 @@ from memplan.graph.values import build_traced
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A captured step of one model. reader: takes later calls apart as the sample was."""
+    """A captured step of one model. reader: takes later calls apart as the sample was.
+
+    settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
+    """
 
     traced: Traced
     call: Call
     reader: CallReader
     key: StepKey
+    settled: tuple[tuple[str, str, Any], ...]
+
+    def settle(self, model: nn.Module) -> None:
+        """Set the attributes that the first eager forward would set."""
+        tables = dict(attribute_tables(model))
+        for name, key, value in self.settled:
+            tables[name][key] = value
 
 
 def capture(
@@ -46,21 +56,21 @@ def capture(
     call = reader.read_sample(sample)
     _check_devices(call, planned_device, device is not None)
     autocast = Autocast.ambient(planned_device.type)
-    key = StepKey(model, call, autocast, planned_device.type)
     _refuse_hooks(model, loss_fn is not None)
-    kept = _AttributesKept(model)
-    try:
+    with _AttributesKept(model) as attributes:
         raw = trace_step(model, call, run, autocast, planned_device)
-    finally:
-        changed = kept.restore()
-    if changed:
-        raise UnsupportedModel(
-            f"forward changes the Python attribute {changed[0]}; a planned step would not. Keep such state in a buffer, or "
-            "change it outside of forward"
-        )
+        settled = attributes.changes()
+        if settled:
+            raw = trace_step(model, call, run, autocast, planned_device)
+            if attributes.changes() != settled:
+                raise UnsupportedModel(
+                    f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a planned step "
+                    "would not. Keep such state in a buffer, or change it outside of forward"
+                )
+        key = StepKey(model, call, autocast, planned_device.type)
     traced = build_traced(raw, call.tensors, call.names, planned_device)
     key.guard(traced, tuple(dict(model.named_buffers())))
-    return Capture(traced, call, reader, key)
+    return Capture(traced, call, reader, key, settled)
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -116,25 +126,33 @@ def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
 
 
 class _AttributesKept:
-    """Plain Python attributes of all modules, put back after the trace; says which of them forward changed."""
+    """Puts the attributes of all modules back after a trace, and says which of them forward changed."""
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
 
-    def restore(self) -> list[str]:
+    def __enter__(self) -> _AttributesKept:
+        return self
+
+    def changes(self) -> tuple[tuple[str, str, Any], ...]:
+        """(table, key, value) of each attribute that is another now. Raises UnsupportedModel where it is no plain value."""
         changed = []
         for name, table, before in self._tables:
-            for key in [*before, *(k for k in table if k not in before)]:
-                old = before.get(key, _ABSENT)
-                now = table.get(key, _ABSENT)
-                if old is now:
-                    continue
-                changed.append(f"{name}.{key}")
-                if old is _ABSENT:
-                    del table[key]
-                else:
-                    table[key] = old
-        return changed
+            for key, value in table.items():
+                if before.get(key, _ABSENT) is not value:
+                    if not is_plain(value):
+                        raise UnsupportedModel(
+                            f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would not. "
+                            "Return it from forward instead"
+                        )
+                    changed.append((name, key, value))
+        return tuple(changed)
+
+    def __exit__(self, *error: object) -> None:
+        for _, table, before in self._tables:
+            for key in [k for k in table if k not in before]:
+                del table[key]
+            table.update(before)
 
 
 _ABSENT = object()

@@ -221,14 +221,15 @@ def attribute_tables(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value can be compared and says all of itself by being equal."""
+    if isinstance(value, (tuple, list)):
+        return all(is_plain(v) for v in value)
+    return isinstance(value, _PLAIN) and value == value  # a NaN equals nothing
+
+
 def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that are plain values; lists are copied, for forward may see them change in place."""
-
-    def is_plain(value: Any) -> bool:
-        if isinstance(value, (tuple, list)):
-            return all(is_plain(v) for v in value)
-        return isinstance(value, _PLAIN) and value == value  # a NaN equals nothing
-
+    """The attributes that are plain values; lists are copied, for they may change in place."""
     plain = {k: v for k, v in attributes.items() if k not in _NOT_READ and is_plain(v)}
     return {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
 

@@ -133,7 +133,7 @@ def outside_of_tracing() -> Iterator[None]:
 
 
 # Normalisation ops whose fake kernels give the statistics the input's dtype, where the real ones keep float32 weights'
-# dtype: op -> (index of input, indices of weight, bias and running statistics).
+# dtype: op -> indices of weight, bias and running statistics.
 _STATISTICS: dict[Any, tuple[int, ...]] = {
     aten.native_layer_norm.default: (2, 3),
     aten.native_batch_norm.default: (1, 2, 3, 4),
@@ -142,17 +142,22 @@ _STATISTICS: dict[Any, tuple[int, ...]] = {
 
 
 def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    """The outputs of a fake op, with the metadata that the real kernel gives them.
+    """The outputs of a fake op, with the dtypes that the real CPU kernel gives them.
 
-    Corrected: the statistics of batch, layer and group norm over a low-precision input with float32 parameters.
+    Corrected, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and the
+    gradient of group norm's input.
     """
+    if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
+        first = outputs[0]
+        wrong = first is not None and first.dtype != args[1].dtype
+        return (_retyped(first, args[1].dtype), *outputs[1:]) if wrong else outputs
     parameters = _STATISTICS.get(func)
     if parameters is None or args[0].device.type != "cpu":
         return outputs
     dtypes = {args[i].dtype for i in parameters if i < len(args) and isinstance(args[i], torch.Tensor)}
     if dtypes != {torch.float32} or args[0].dtype == torch.float32:
         return outputs
-    return type(outputs)([outputs[0], *(_retyped(t, torch.float32) for t in outputs[1:])])
+    return (outputs[0], *(_retyped(t, torch.float32) for t in outputs[1:]))
 
 
 def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -163,7 +168,12 @@ def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     slot = get_proxy_slot(tensor, mode.tracer)
     with disable_proxy_modes_tracing():
         fixed = tensor.to(dtype)
-        slot.proxy.node.meta["val"] = fixed.detach()
+        node = slot.proxy.node
+        node.meta["val"] = fixed.detach()
+        several, index = node.args
+        results = list(several.meta["val"])
+        results[index] = node.meta["val"]
+        several.meta["val"] = tuple(results)
     set_proxy_slot(fixed, mode.tracer, slot)
     return fixed
 

@@ -193,6 +193,8 @@ class _Builder:
     def _add_getitem(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return  # a gradient that was not asked for
         if source in self.parents:
             self.parents[node] = source
             return
@@ -433,9 +435,11 @@ class _Builder:
                 self.values[new].reuses = old
 
     def _freeze(self, outputs: Sequence[OutputTensor]) -> Traced:
-        used = sorted(self._used_values(outputs))
+        guards = self._guards()
+        used = sorted(self._used_values(outputs, guards))
         number = {old: new for new, old in enumerate(used)}
         roots = {number[v]: tuple(dict.fromkeys(self.values[v].roots)) for v in used}
+        rooted = {node for nodes in roots.values() for node in nodes}
         graph = Graph(
             values=tuple(self.values[v].freeze(number) for v in used),
             ops=tuple(self._freeze_op(op, number) for op in self.ops),
@@ -455,15 +459,16 @@ class _Builder:
             template=self.raw.template,
             gradients=tuple(Gradient(number[g.value], g.nodes) for g in self.gradients),
             tangent_nodes={number[v]: self.raw.tangents[i] for i, v in self.tangent_values.items()},
-            constants={name: t for name, t in self.constants.items()},
-            guards=self._guards(),
+            constants={r.name: self.constants[r.name] for n, r in self.residents.items() if r.kind == "constant" and n in rooted},
+            guards=guards,
             device=self.device,
         )
 
-    def _used_values(self, outputs: Sequence[OutputTensor]) -> set[int]:
+    def _used_values(self, outputs: Sequence[OutputTensor], guards: Sequence[Guard]) -> set[int]:
         used = {o.value for o in outputs} | {g.value for g in self.gradients} | set(self.tangent_values.values())
         for op in self.ops:
             used.update(op.outputs, op.reads.values(), *op.effects)
+        used.update(self._present(n) for guard in guards for n in guard.nodes if n.op == "get_attr")
         resident = {i for i, v in enumerate(self.values) if v.role in ("parameter", "buffer", "input")}
         used |= {i for i in resident if self.values[i].reuses is None}
         for value in list(used):

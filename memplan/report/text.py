@@ -9,7 +9,7 @@ from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, SurfaceG
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from memplan.plan import Plan
+    from memplan.plans import Plan
 
 _MOST_ROWS = 12
 

@@ -72,6 +72,7 @@ class PlannedForward:
         return sum(t.untyped_storage().nbytes() for t in self._capture.traced.constants.values())
 
     def install(self) -> None:
+        self._capture.settle(self.model)
         self.model.forward = self  # type: ignore[assignment]
 
     def uninstall(self) -> None:

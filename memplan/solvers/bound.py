@@ -122,12 +122,16 @@ def backward_bytes(flat: Flat) -> Ints:
 def _counted(flat: Flat, value: int) -> bool:
     a = flat.arrays
     taken = int(a.taken[value])
-    return bool(a.in_place[value]) and not (0 <= taken and a.producer[taken] < a.boundary)
+    return bool(a.in_place[value]) and not (taken >= 0 and a.producer[taken] < a.boundary)
 
 
 def _floor(flat: Flat, fixed: Ints) -> int:
     a = flat.arrays
     worst = int(fixed.max())
+    if a.update_bytes > 0:
+        held = [v for row in flat.makes for v in row if a.held[v] and not (a.gradient[v] and a.accumulate)]
+        new = sum(int(a.size_bytes[v]) for v in held if not a.in_place[v])
+        worst = max(worst, a.base_bytes + new + a.update_bytes)
     for op in range(flat.op_count):
         forward = {v for v in flat.reads[op] if 0 <= a.producer[v] < a.boundary and not a.held[v]}
         if op < a.boundary:

@@ -12,6 +12,7 @@ plain transformers and nothing on U-Nets and encoder-decoders, so they are not u
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
         return tuple(positions)
     # Leave out the positions that cost the most against the narrower of their neighbours.
     edges = np.linspace(0, len(positions), limit).astype(int)
-    groups = [positions[i:j] for i, j in zip(edges[:-1], edges[1:], strict=True) if j > i]
+    groups = [positions[i:j] for i, j in pairwise(edges) if j > i]
     return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
 
 
@@ -86,7 +87,7 @@ def coarse_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
     if len(minima) < limit:
         return tuple(minima)
     edges = np.linspace(0, len(minima), limit).astype(int)
-    groups = [minima[i:j] for i, j in zip(edges[:-1], edges[1:], strict=True) if j > i]
+    groups = [minima[i:j] for i, j in pairwise(edges) if j > i]
     return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
 
 

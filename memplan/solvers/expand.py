@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -203,7 +204,7 @@ def recompute_segments(flat: Flat, chain: Chain) -> Ints:
     count = len(chain.blocks)
     segments = max(1, round(count**0.5))
     edges = [round(k * count / segments) for k in range(segments + 1)]
-    return grouped(flat, [list(chain.blocks[i:j]) for i, j in zip(edges[:-1], edges[1:], strict=True) if j > i])
+    return grouped(flat, [list(chain.blocks[i:j]) for i, j in pairwise(edges) if j > i])
 
 
 def grouped(flat: Flat, groups: Sequence[Sequence[Block]]) -> Ints:

@@ -27,6 +27,7 @@ class Arrays(NamedTuple):
     taken[v]: the value whose memory v takes over, -1 where there is none that is tracked here.
     in_place[v]: v needs no new memory. held[v]: v is never freed. producer[v]: op, or -1.
     overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
+    update_bytes: held beside what is left after the last op.
     rerunnable[i]: op i belongs to the forward pass and can run again.
     deferrable[i]: op i of the forward pass may run for the first time in the backward pass: nothing that has to happen
         in the forward pass needs it.
@@ -53,6 +54,7 @@ class Arrays(NamedTuple):
     base_bytes: int
     tangent_bytes: int
     accumulate: bool
+    update_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,7 @@ def flatten(problem: Problem) -> Flat:
         base_bytes=problem.resident_bytes,
         tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
         accumulate=problem.accumulate,
+        update_bytes=problem.update_bytes,
     )
     return Flat(arrays, tuple(reads), tuple(makes))
 

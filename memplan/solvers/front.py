@@ -19,6 +19,7 @@ from memplan.simulate import simulate
 from memplan.solvers.baselines import baselines, keep_all
 from memplan.solvers.bound import Bound, bound_of, needed_after
 from memplan.solvers.chain import Chain, coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
 from memplan.solvers.mincut import saved_sets
@@ -33,9 +34,13 @@ Progress = Callable[[str], None]
 class Limits:
     """How hard to look; counts alone, so that a front is the same on every machine.
 
-    coarse_blocks, fine_blocks: most blocks of the chains. slots: memory sizes told apart. cuts, block_cuts: minimum cuts
-    for the whole step and for a block. options: most options of a block. sizes: plans expanded for each chain.
-    grid: peaks to which plans are filled. rounds, width: of the search that lowers peaks.
+    coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
+    cuts, block_cuts: minimum cuts for the whole step and for a block. options: most options of a block.
+    sizes: plans expanded for each chain. points: most points that are kept.
+    grid, passes: peaks to which plans are lowered and filled, and how often.
+    descents, descent_steps: candidates taken down towards the floor, and in how many steps at most.
+    rounds, width: of `lower`. exchanges: runs that `exchange` tries for each point. moments: moments of the bound.
+    lower_work, exchange_work, moment_work: caps on the same for long steps, as ops times what is counted.
     """
 
     coarse_blocks: int = 96
@@ -47,8 +52,17 @@ class Limits:
     options: int = 24
     sizes: int = 16
     grid: int = 40
+    descents: int = 6
+    descent_steps: int = 20
     rounds: int = 400
     width: int = 6
+    points: int = 32
+    exchanges: int = 60
+    exchange_work: int = 400_000
+    moments: int = 10
+    moment_work: int = 10_000
+    lower_work: int = 1_500_000
+    passes: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +118,8 @@ def solve_front(problem: Problem, progress: Progress | None = None, limits: Limi
     tell = progress or (lambda text: None)
     flat = flatten(problem)
     tell("bounds")
-    bound = bound_of(flat, problem.baseline_time_s, 3, limits.cuts)
+    moments = min(limits.moments, max(2, limits.moment_work // flat.op_count))
+    bound = bound_of(flat, problem.baseline_time_s, moments, limits.cuts)
     tell("whole step")
     sketches = [_sketch(flat, name, order) for name, order in baselines(flat, limits.coarse_blocks)]
     sketches += _from_cuts(flat, limits)
@@ -114,8 +129,8 @@ def solve_front(problem: Problem, progress: Progress | None = None, limits: Limi
     tell("refining")
     sketches = _refine(flat, sketches, bound, limits)
     tell("replaying")
-    kept = _pareto(sketches)
-    return _front(problem, flat, kept, bound)
+    kept = _exchange(flat, _thin(_pareto(sketches), limits.points), limits)
+    return _front(problem, flat, _pareto(kept), bound)
 
 
 def _sketch(flat: Flat, solver: str, order: Ints) -> _Sketch:
@@ -168,23 +183,72 @@ def _pareto(sketches: list[_Sketch]) -> list[_Sketch]:
 def _refine(flat: Flat, sketches: list[_Sketch], bound: Bound, limits: Limits) -> list[_Sketch]:
     """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it."""
     a = flat.arrays
+    rounds = _rounds(flat, limits)
     found = _pareto(sketches)
-    for sketch in found[:3]:
-        order = lower(a, sketch.order, bound.floor_bytes, limits.rounds, limits.width)
-        found.append(_sketch(flat, sketch.solver + ", lowered", order))
+    start = list(found)
+    for sketch in start[: limits.descents]:
+        found += _descend(flat, sketch, bound.floor_bytes, limits)
+        order = lower(a, sketch.order, bound.floor_bytes, rounds, limits.width)
+        found.append(_sketch(flat, _lowered(sketch.solver), order))
     found = _pareto(found)
     low, high = found[0].peak_bytes, found[-1].peak_bytes
-    for target in _grid(low, high, limits.grid):
+    for target in _grid(low, high, limits.grid) * limits.passes:
         below = [s for s in found if s.peak_bytes <= target][-2:]
-        above = [s for s in found if s.peak_bytes > target][:2]
+        above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
         for sketch in below:
             order = fill(a, sketch.order, target, 8)
-            found.append(_sketch(flat, sketch.solver + ", filled", order))
+            found.append(_sketch(flat, sketch.solver, order))
         for sketch in above:
-            order = lower(a, sketch.order, target, limits.rounds // 4, limits.width)
+            order = lower(a, sketch.order, target, rounds // 4, limits.width)
             order = fill(a, order, target, 8)
-            found.append(_sketch(flat, sketch.solver + ", lowered", order))
+            found.append(_sketch(flat, _lowered(sketch.solver), order))
         found = _pareto(found)
+    return found
+
+
+def _exchange(flat: Flat, sketches: list[_Sketch], limits: Limits) -> list[_Sketch]:
+    """Trade dear recomputations for cheap ones at the same peak; a faster plan of a lower peak is taken on upwards."""
+    found: list[_Sketch] = []
+    for sketch in sketches:
+        tries = min(limits.exchanges, limits.exchange_work // (len(sketch.order) * len(sketches)))
+        if found and found[-1].time_s < sketch.time_s:
+            sketch = found[-1]
+        if tries:
+            limit = max(sketch.peak_bytes, 0)
+            order = exchange(flat.arrays, sketch.order, limit, tries, limits.width)
+            sketch = _sketch(flat, sketch.solver, order)
+        found.append(sketch)
+    return found
+
+
+def _rounds(flat: Flat, limits: Limits) -> int:
+    """Rounds of lowering; fewer on long steps, where each costs more."""
+    return min(limits.rounds, max(8, limits.lower_work // flat.op_count))
+
+
+def _lowered(solver: str) -> str:
+    return solver if solver.endswith("lowered") else solver + ", lowered"
+
+
+def _descend(flat: Flat, sketch: _Sketch, floor_bytes: int, limits: Limits) -> list[_Sketch]:
+    """Lower a peak towards the floor in steps, smaller ones where a step fails.
+
+    A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
+    """
+    found: list[_Sketch] = []
+    rounds = _rounds(flat, limits)
+    part = 4
+    for _ in range(limits.descent_steps):
+        target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
+        order = lower(flat.arrays, sketch.order, target, rounds, limits.width)
+        lowered = _sketch(flat, _lowered(sketch.solver), order)
+        if lowered.peak_bytes < sketch.peak_bytes:
+            found.append(lowered)
+            sketch = lowered
+        if lowered.peak_bytes > target:
+            part *= 2
+            if part > 64:
+                break
     return found
 
 
@@ -193,6 +257,16 @@ def _grid(low: int, high: int, count: int) -> list[int]:
     if count < 2 or high <= low:
         return [high]
     return sorted({low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}, reverse=True)
+
+
+def _thin(sketches: list[_Sketch], limit: int) -> list[_Sketch]:
+    """At most `limit` points: those whose loss costs the most stay. A lost point costs a budget just above it."""
+    kept = list(sketches)
+    while len(kept) > max(limit, 2):
+        loss = [(kept[i - 1].time_s - kept[i].time_s) * (kept[i + 1].peak_bytes - kept[i].peak_bytes)
+                for i in range(1, len(kept) - 1)]  # fmt: skip
+        del kept[1 + loss.index(min(loss))]
+    return kept
 
 
 def _front(problem: Problem, flat: Flat, sketches: list[_Sketch], bound: Bound) -> Front:

@@ -3,8 +3,9 @@
 For a price of `lambda` seconds per byte, choose the ops to run again and the values to save so that every value that
 is demanded is saved or its op runs again. A demanded value that is not made again pays `lambda` times its bytes: that
 is a term D_v (1 - r_p), so the whole is a minimum cut (Picard and Ratliff, 1975), however many values an op reads or
-makes. Ops that may wait for the backward pass cost nothing: there they can run for the first time. A Pareto DP over sets of demanded values was tried first: it finds the points between the corners of the
-convex hull as well, but its states explode on graphs with wide skips.
+makes. Ops that may wait for the backward pass cost nothing: there they can run for the first time. The alternative is a
+Pareto DP over sets of demanded values: it finds the points between the corners of the convex hull as well, but its
+states explode on graphs with wide skips, and filling reaches those points too.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.solvers.flat import Arrays, Flags, Flat, Ints
+from memplan.solvers.flat import Flags, Flat, Ints
 from memplan.solvers.jit import kernel
 
 _TICK_S = 1e-12

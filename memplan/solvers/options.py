@@ -172,6 +172,7 @@ def _local_arrays(
         base_bytes=0,
         tangent_bytes=0,
         accumulate=False,
+        update_bytes=0,
     )
 
 

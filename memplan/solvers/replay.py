@@ -98,6 +98,11 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
                 live -= pending_bytes
             pending = 0
             pending_bytes = 0
+    if a.accumulate:
+        live -= pending_bytes
+    if a.update_bytes > 0 and live + a.update_bytes > peak:
+        peak = live + a.update_bytes
+        where = n - 1
     return peak, where, time_s
 
 
@@ -138,8 +143,9 @@ def _instances(a: Arrays, order: Ints) -> tuple[Ints, Ints, Ints, Ints, Floats]:
     """For each repeated run that could be left out: where its results were last touched, and what that would save.
 
     touched[p]: the earliest position from which the earlier results would have to be kept; -1: must stay.
-    kept_bytes[p]: their bytes. first[p]: 1 at first runs. tied[p]: the run before of an op with several outputs, else -1:
-    one of the two has to stay, for the earlier may free an output at once that the later makes for use. saved_s[p]: seconds of the run and of what runs for it alone.
+    kept_bytes[p]: their bytes. first[p]: 1 at first runs. saved_s[p]: seconds of the run and of what runs for it alone.
+    tied[p]: the run before, of an op with several outputs, else -1. One of the two has to stay, for the earlier may
+    free at once an output that the later makes for use.
     """
     n = len(order)
     values = len(a.size_bytes)
@@ -252,3 +258,11 @@ def fill(a: Arrays, order: Ints, limit_bytes: int, rounds: int) -> Ints:
             break
         order = prune(a, order[keep])
     return order
+
+
+@kernel
+def removable(a: Arrays, order: Ints) -> Ints:
+    """Positions of repeated runs whose earlier results could be kept, the ones that save the most seconds first."""
+    touched, _kept_bytes, first, _tied, saved_s = _instances(a, order)
+    positions = np.nonzero((first == 0) & (touched >= 0) & (order >= 0))[0]
+    return positions[np.argsort(-saved_s[positions], kind="mergesort")]
