@@ -106,8 +106,8 @@ def test_imports_point_downwards(path: Path) -> None:
         ("runtime/x.py", "from memplan import apply", ["memplan.apply"]),
         ("runtime/x.py", "from ..solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
         ("report/x.py", "import memplan.graph.call", ["memplan.graph.call"]),
-        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.plan", []),
-        ("report/x.py", "import memplan.plan", ["memplan.plan"]),
+        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.plans", []),
+        ("report/x.py", "import memplan.plans", ["memplan.plans"]),
         ("report/x.py", "if TYPE_CHECKING:\n    import memplan.graph", ["memplan.graph"]),
         ("graph/x.py", "import transformers", ["transformers"]),
         ("graph/x.py", "def f():\n    import transformers", []),
@@ -146,7 +146,7 @@ def test_public_names_do_not_depend_on_the_order_of_use() -> None:
     """A submodule must not take the place of the public function of its name."""
     source = """
 import memplan
-for name in ("apply", "plans", "explore", "plan_of", "remove", "Plan", "Budget", "BudgetInfeasible"):
+for name in ("apply", "plan", "explore", "plan_of", "remove", "Plan", "Budget", "BudgetInfeasible"):
     assert callable(getattr(memplan, name)), name
 """
     run_python(source)

@@ -259,3 +259,16 @@ def test_one_op_and_nothing_saved() -> None:
     front = solve_front(problem)
     assert [p.order for p in front.points] == [front.keep_all.order]
     assert front.bound.time_s(front.floor.peak_bytes) == problem.baseline_time_s
+
+
+def test_what_only_the_backward_pass_reads_may_wait_for_it() -> None:
+    b = StepBuilder()
+    x = b.forward("embed", (b.value(8, "input"),), (64,), parameter=b.value(8, "parameter"))[0]
+    mask = b.forward("mask", (x,), (4096,), time_s=5.0, differentiable=False)[0]
+    y = b.forward("use", (x,), (64,), saved=(x, mask))[0]
+    wide = b.forward("wide", (y,), (8192,), saved=(y,))[0]
+    problem = b.finish(b.forward("loss", (wide,), (8,), saved=(wide,))[0])
+    front = solve_front(problem, limits=SMALL)
+    best = front.best(front.keep_all.peak_bytes - 4096)
+    assert best is not None and best.time_s == pytest.approx(problem.baseline_time_s)
+    assert front.bound.time_s(best.peak_bytes) <= best.time_s * (1 + 1e-9)

@@ -154,13 +154,11 @@ class _Bench:
     def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
         written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
-        made: dict[fx.Node, torch.Tensor] = {}
+        storages: dict[int, torch.Tensor] = {}
 
         def argument(thing: Any) -> Any:
             if isinstance(thing, fx.Node):
-                if thing not in made:
-                    made[thing] = self._tensor(thing, kernel.reads.get(thing) in written)
-                return made[thing]
+                return self._tensor(thing, kernel.reads.get(thing) in written, storages)
             if isinstance(thing, MetaTensor):
                 return thing.build()
             if isinstance(thing, (list, tuple)):
@@ -169,7 +167,7 @@ class _Bench:
 
         return tuple(argument(a) for a in kernel.args), {k: argument(v) for k, v in kernel.kwargs.items()}
 
-    def _tensor(self, node: fx.Node, is_written: bool) -> torch.Tensor:
+    def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         fake = node.meta["val"]
         root = node
         while root in self.traced.parents:
@@ -182,17 +180,20 @@ class _Bench:
                 real = self.resident(source.kind, source.name, source.position)
             if real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
-        return self._made_up(fake)
+        return self._made_up(fake, storages)
 
-    def _made_up(self, fake: torch.Tensor) -> torch.Tensor:
-        device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
-        reach = 1 + sum((n - 1) * s for n, s in zip(fake.shape, fake.stride(), strict=True)) if fake.numel() else 0
-        flat = torch.empty(reach, dtype=fake.dtype, device=device)
-        if fake.dtype.is_floating_point and device.type == self._generator.device.type:
-            flat.uniform_(0.1, 1.0, generator=self._generator)
-        else:
-            flat.zero_()
-        return flat.as_strided(fake.shape, fake.stride())
+    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """A tensor with the layout of `fake`; what shares a storage in the trace shares one here."""
+        key = fake.untyped_storage()._cdata
+        if key not in storages or storages[key].dtype != fake.dtype:
+            device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
+            flat = torch.empty(fake.untyped_storage().nbytes() // fake.element_size(), dtype=fake.dtype, device=device)
+            if fake.dtype.is_floating_point and device.type == self._generator.device.type:
+                flat.uniform_(0.1, 1.0, generator=self._generator)
+            else:
+                flat.zero_()
+            storages[key] = flat
+        return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
         """The real result against the traced one. Where it is an argument, written in place, bytes are not compared."""

@@ -67,9 +67,9 @@ class PlannedForward:
         return self._program
 
     @property
-    def constant_bytes(self) -> int:
-        """Bytes of constants that the program holds."""
-        return sum(t.untyped_storage().nbytes() for t in self._capture.traced.constants.values())
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Constants of the trace that the program holds."""
+        return self._capture.traced.constants
 
     def install(self) -> None:
         self._capture.settle(self.model)

@@ -5,8 +5,8 @@ forward pass or by the backward ops that go with later blocks; residents and hel
 cross; cuts are nested, so between two cuts only what the earlier one does not hold is charged. A value that is
 overwritten never crosses, for it could not be kept.
 
-Positions come from local minima of the crossing bytes. Immediate dominators of the value graph find the same places on
-plain transformers and nothing on U-Nets and encoder-decoders, so they are not used.
+Positions come from local minima of the crossing bytes. Immediate dominators of the value graph are not used: where a
+skip or an encoder's output spans the middle of a step, no single value dominates anything there.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Local search at a fixed peak: leave out one recomputation, and make room for its result with others.
 
 Greedy filling stops where nothing more fits. Here a run is left out although its result does not fit, `lower` splits
-other values until it does, and `fill` uses up what that frees; the result is kept where it takes less time. Taking
-several runs out at once was tried at random and found little more.
+other values until it does, and `fill` uses up what that frees; the result is kept where it takes less time.
 """
 
 from __future__ import annotations

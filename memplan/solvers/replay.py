@@ -2,8 +2,8 @@
 
 `replay` says of an order what `simulate` says of `schedule_of(order)`: tests hold the two equal. `prune` takes out runs
 that nobody reads. `fill` takes out runs whose earlier result can be kept under a limit; a block's or a whole step's
-sparse order becomes a good one for any limit this way. An exact knapsack per memory maximum was considered for `fill`
-and left: the greedy rule by seconds saved per byte loses little, since recomputed chains are short.
+sparse order becomes a good one for any limit this way.
+`fill` is greedy, by seconds saved per byte; `exchange` repairs part of what that loses.
 """
 
 from __future__ import annotations

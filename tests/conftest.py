@@ -1,0 +1,22 @@
+"""Threads are fixed, so that kernels take the same scratch each time; measured costs stay inside the test session."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path_factory.mktemp("costs")))
+        torch.set_num_threads(2)
+        yield
+
+
+@pytest.fixture
+def cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for measured costs."""
+    monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
+    return tmp_path
