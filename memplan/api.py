@@ -159,9 +159,7 @@ def _problem(
     limit = None if budget is None else _device_bytes(budget)
     traced = captured.traced
     state_bytes, update_bytes = (0, 0) if optimizer is None else optimizer_needs(optimizer, traced.device)
-    return Problem(
-        traced.graph, _costs(model, captured, limit, source), None, state_bytes, accumulate, update_bytes
-    )
+    return Problem(traced.graph, _costs(model, captured, limit, source), None, state_bytes, accumulate, update_bytes)
 
 
 def _costs(model: nn.Module, captured: Capture, limit: int | None, source: CostSource) -> Costs:
@@ -200,9 +198,7 @@ def _plan(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) 
     timeline = simulate(problem, chosen.schedule)
     assert timeline.peak_bytes <= budget_bytes
     bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
-    return Plan(
-        problem, chosen.schedule, timeline, chosen.solver, bound_s, front.floor.peak_bytes, front.floor.time_s
-    )
+    return Plan(problem, chosen.schedule, timeline, chosen.solver, bound_s, front.floor.peak_bytes, front.floor.time_s)
 
 
 def _resolve(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:

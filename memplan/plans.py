@@ -143,7 +143,17 @@ def plan_from_bytes(data: bytes) -> Plan:
         raise
     except IllegalSchedule as error:
         raise InvalidPlanFile(f"the plan file's schedule is not legal: {error}") from error
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, OSError, EOFError) as error:
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        OSError,
+        EOFError,
+    ) as error:
         raise InvalidPlanFile(f"not a sound plan file: {type(error).__name__}: {error}. Make the plan again") from error
 
 
@@ -236,7 +246,9 @@ def _from_json(content: Any) -> Plan:
     schedule = tuple(_read_step(s, graph) for s in _Reader.typed(content, "schedule", list))
     timeline = simulate(problem, schedule)
     if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
-        raise InvalidPlanFile(f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}")
+        raise InvalidPlanFile(
+            f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
+        )
     return Plan(
         problem,
         schedule,
@@ -335,7 +347,9 @@ def first_difference(planned: Graph, captured: Graph) -> str | None:
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a != b:
                 fields = [k for k, v in asdict(a).items() if asdict(b)[k] != v]
-                shown = ", ".join(f"{k}: {asdict(a)[k]!r} in the plan, {asdict(b)[k]!r} in the model" for k in fields[:3])
+                shown = ", ".join(
+                    f"{k}: {asdict(a)[k]!r} in the plan, {asdict(b)[k]!r} in the model" for k in fields[:3]
+                )
                 return f"{what} {index} ({b.name}) differs: {shown}"
         if len(mine) != len(theirs):
             return f"the plan has {len(mine)} {what}s, the model's step has {len(theirs)}"

@@ -20,7 +20,6 @@ from memplan.errors import IllegalSchedule
 from memplan.problem import Op, Problem
 from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, Step, SurfaceGrads, Timeline
 
-
 _T = TypeVar("_T")
 
 

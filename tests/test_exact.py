@@ -16,7 +16,11 @@ from memplan.runtime import planned_forward
 from tests.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
-CELLS = [pytest.param(name, autocast, id=f"{name}-{'bf16' if autocast else 'fp32'}") for name in MODELS for autocast in (False, True)]
+CELLS = [
+    pytest.param(name, autocast, id=f"{name}-{'bf16' if autocast else 'fp32'}")
+    for name in MODELS
+    for autocast in (False, True)
+]
 
 
 def with_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -53,9 +53,7 @@ class CallReader:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = list(inspect.signature(function).parameters.values())
-        self._positional = [
-            p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-        ]
+        self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._positional_only = any(p.kind == p.POSITIONAL_ONLY for p in parameters)
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:

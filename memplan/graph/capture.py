@@ -77,12 +77,16 @@ def model_device(model: nn.Module) -> torch.device:
     """The one device of a model's parameters and buffers. Raises UnsupportedModel where there are several, or none."""
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     if len(devices) > 1:
-        raise UnsupportedModel(f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time")
+        raise UnsupportedModel(
+            f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time"
+        )
     if not devices:
         raise UnsupportedModel("the model has neither parameters nor buffers; there is nothing to train")
     (device,) = devices
     if device.type == "meta":
-        raise UnsupportedModel("the model is on the meta device; materialise it first (model.to_empty), then load weights")
+        raise UnsupportedModel(
+            "the model is on the meta device; materialise it first (model.to_empty), then load weights"
+        )
     return device
 
 
@@ -97,9 +101,17 @@ def _check_devices(call: Call, device: torch.device, given: bool) -> None:
 
 def _refuse_wrappers(model: nn.Module) -> None:
     kinds = {kind.__name__ for kind in type(model).__mro__}
-    for kind in ("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DeepSpeedEngine"):
+    for kind in (
+        "DataParallel",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "FSDPModule",
+        "DeepSpeedEngine",
+    ):
         if kind in kinds:
-            raise UnsupportedModel(f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first")
+            raise UnsupportedModel(
+                f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
+            )
     if "OptimizedModule" in kinds:
         raise UnsupportedModel("the model went through torch.compile; apply memplan to the original model instead")
     for name, module in model.named_modules():
@@ -109,7 +121,9 @@ def _refuse_wrappers(model: nn.Module) -> None:
                 "model.gradient_checkpointing_disable() first"
             )
         if module._compiled_call_impl is not None:
-            raise UnsupportedModel(f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all")
+            raise UnsupportedModel(
+                f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all"
+            )
 
 
 def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:

@@ -15,8 +15,8 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
 from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -28,12 +28,14 @@ from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from memplan.errors import BudgetInfeasible, UnsupportedModel
+from memplan.graph import private_api as private
 from memplan.graph.traced import Kernel, MetaTensor, Traced
 from memplan.problem import Costs
 from memplan.units import format_bytes
 
-_ENOUGH_S = 0.02  # an op is run again until this much time is spent on it, or it has run `_MOST_RUNS` times
-_MOST_RUNS = 7
+_ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
+_FEWEST_RUNS, _MOST_RUNS = 3, 7
+_LONG_S = 0.1  # the first run of an op that takes longer is all the timing that it gets
 _MARK = "memplan op "
 _FORMAT = 1  # of the cache file
 
@@ -63,8 +65,8 @@ def measure(
     if missing:
         bench = _Bench(traced, resident)
         with _generator_and_grad_mode_kept(traced.device):
-            times = [_with_progress(bench.time_s, index, i, len(missing), progress) for i, index in enumerate(missing)]
-            scratch = bench.scratch_bytes(missing)
+            scratch, first_s = bench.first_runs(missing, progress)
+            times = [t if t > _LONG_S else bench.time_s(i) for i, t in zip(missing, first_s, strict=True)]
         for index, time_s, scratch_bytes in zip(missing, times, scratch, strict=True):
             cache.facts[traced.graph.ops[index].key] = OpFacts(time_s, scratch_bytes)
         cache.save()
@@ -95,70 +97,86 @@ class _Bench:
 
     def __init__(self, traced: Traced, resident: StateOf) -> None:
         self.traced, self.resident = traced, resident
-        self._generator = torch.Generator(device=traced.device)
+        self._pool: list[torch.Tensor] = []  # arguments of the latest op
 
     def time_s(self, index: int) -> float:
-        """Median seconds of one run, after a first run whose result is compared with the trace."""
-        kernel = self.traced.kernels[index]
+        """Median seconds of some runs."""
+        target = self.traced.kernels[index].target
         args, kwargs = self._arguments(index)
-        self._compare(index, kernel.target(*args, **kwargs), (*args, *kwargs.values()))
         times: list[float] = []
-        while len(times) < 3 or (sum(times) < _ENOUGH_S and len(times) < _MOST_RUNS):
-            times.append(_timed(kernel.target, args, kwargs, self.traced.device))
+        while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _ENOUGH_S):
+            times.append(_timed(target, args, kwargs, self.traced.device))
         return sorted(times)[len(times) // 2]
 
-    def scratch_bytes(self, indices: Sequence[int]) -> list[int]:
-        """What each op's kernel holds at its peak beyond its new outputs."""
-        peaks = self._peaks_cuda(indices) if self.traced.device.type == "cuda" else self._peaks_cpu(indices)
-        return [max(0, peak - self._new_bytes(index)) for index, peak in zip(indices, peaks, strict=True)]
+    def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Run each op once: its result is compared with the trace's.
+
+        Gives what each kernel holds at its peak beyond its new outputs, and the seconds, which count for long ops.
+        """
+        run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
+        peaks, times = run(indices, progress)
+        return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times
 
     def _new_bytes(self, index: int) -> int:
         values = self.traced.graph.values
         return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
-    def _peaks_cpu(self, indices: Sequence[int]) -> list[int]:
-        """The profiler's memory events, all ops in one session (starting one costs a second the first time)."""
-        results: list[Any] = []
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
-            for index in indices:
-                target = self.traced.kernels[index].target
-                args, kwargs = self._arguments(index)
-                with torch.profiler.record_function(f"{_MARK}{index}"):
-                    results.append(target(*args, **kwargs))  # held until the mark ends
-                results.clear()
-                del args, kwargs
+    def _first_run(self, index: int) -> tuple[Any, float]:
+        """The result of a run and its seconds, after a look at the result."""
+        target = self.traced.kernels[index].target
+        args, kwargs = self._arguments(index)
+        start = time.perf_counter()
+        with torch.profiler.record_function(f"{_MARK}{index}"):
+            result = target(*args, **kwargs)
+        time_s = time.perf_counter() - start
+        self._compare(index, result, (*args, *kwargs.values()))
+        return result, time_s
+
+    def _first_runs_cpu(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Peaks from the profiler's memory events, all ops in one session (starting the first one costs a second)."""
+        times = []
+        with (
+            private.quiet_profiler(),
+            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
+            for done, index in enumerate(indices):
+                times.append(self._first_run(index)[1])
+                if progress:
+                    _show_progress(done + 1, len(indices))
         events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())  # type: ignore[union-attr]
         memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-        windows = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
-        times = [at for at, _ in memory]
+        marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
+        starts = [at for at, _ in memory]
         peaks = []
         for index in indices:
-            begin, end = windows[f"{_MARK}{index}"]
-            deltas = [size for _, size in memory[bisect_left(times, begin) : bisect_right(times, end)]]
-            peaks.append(max(accumulate(deltas), default=0))
-        return [max(0, peak) for peak in peaks]
+            begin, end = marks[f"{_MARK}{index}"]
+            changes = [size for _, size in memory[bisect_left(starts, begin) : bisect_right(starts, end)]]
+            peaks.append(max(accumulate(changes), default=0))
+        return peaks, times
 
-    def _peaks_cuda(self, indices: Sequence[int]) -> list[int]:
-        peaks = []
-        for index in indices:
-            target = self.traced.kernels[index].target
-            args, kwargs = self._arguments(index)
-            torch.cuda.synchronize(self.traced.device)
-            before = torch.cuda.memory_allocated(self.traced.device)
-            torch.cuda.reset_peak_memory_stats(self.traced.device)
-            target(*args, **kwargs)
-            torch.cuda.synchronize(self.traced.device)
-            peaks.append(torch.cuda.max_memory_allocated(self.traced.device) - before)
-        return peaks
+    def _first_runs_cuda(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        peaks, device = [], self.traced.device
+        for done, index in enumerate(indices):
+            self._arguments(index)  # so that the pool holds them before the count starts
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._first_run(index)
+            torch.cuda.synchronize(device)
+            peaks.append(torch.cuda.max_memory_allocated(device) - before)
+            if progress:
+                _show_progress(done + 1, len(indices))
+        return peaks, [0.0] * len(indices)  # launches return before kernels end
 
     def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
         written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
         storages: dict[int, torch.Tensor] = {}
+        spare, self._pool = self._pool, []
 
         def argument(thing: Any) -> Any:
             if isinstance(thing, fx.Node):
-                return self._tensor(thing, kernel.reads.get(thing) in written, storages)
+                return self._tensor(thing, kernel.reads.get(thing) in written, storages, spare)
             if isinstance(thing, MetaTensor):
                 return thing.build()
             if isinstance(thing, (list, tuple)):
@@ -167,7 +185,9 @@ class _Bench:
 
         return tuple(argument(a) for a in kernel.args), {k: argument(v) for k, v in kernel.kwargs.items()}
 
-    def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    def _tensor(
+        self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor], spare: list[torch.Tensor]
+    ) -> torch.Tensor:
         fake = node.meta["val"]
         root = node
         while root in self.traced.parents:
@@ -180,19 +200,29 @@ class _Bench:
                 real = self.resident(source.kind, source.name, source.position)
             if real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
-        return self._made_up(fake, storages)
+        return self._made_up(fake, storages, spare)
 
-    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """A tensor with the layout of `fake`; what shares a storage in the trace shares one here."""
+    def _made_up(
+        self, fake: torch.Tensor, storages: dict[int, torch.Tensor], spare: list[torch.Tensor]
+    ) -> torch.Tensor:
+        """A tensor with the layout of `fake`; what shares a storage in the trace shares one here.
+
+        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
+        """
         key = fake.untyped_storage()._cdata
         if key not in storages or storages[key].dtype != fake.dtype:
             device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
-            flat = torch.empty(fake.untyped_storage().nbytes() // fake.element_size(), dtype=fake.dtype, device=device)
-            if fake.dtype.is_floating_point and device.type == self._generator.device.type:
-                flat.uniform_(0.1, 1.0, generator=self._generator)
+            count = fake.untyped_storage().nbytes() // fake.element_size()
+            fitting = [t for t in spare if t.numel() == count and t.dtype == fake.dtype and t.device == device]
+            if fitting:
+                spare[:] = [t for t in spare if t is not fitting[0]]
+                flat = fitting[0]
             else:
-                flat.zero_()
+                spare.clear()
+                flat = torch.empty(count, dtype=fake.dtype, device=device)
+            flat.fill_(0.5 if fake.dtype.is_floating_point else 0)  # indices of 0 are valid everywhere
             storages[key] = flat
+            self._pool.append(flat)
         return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
@@ -246,13 +276,6 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
-
-
-def _with_progress(measure_one: Callable[[int], float], index: int, done: int, total: int, show: bool) -> float:
-    result = measure_one(index)
-    if show:
-        _show_progress(done + 1, total)
-    return result
 
 
 def _show_progress(done: int, total: int) -> None:

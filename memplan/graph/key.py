@@ -111,7 +111,9 @@ class StepKey:
 
     def _arguments_changed(self, call: Call) -> str | None:
         if call.spec != self._call.spec or call.paths != self._call.paths:
-            return f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
+            return (
+                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
+            )
         for path, now, then in zip(call.paths, call.leaves, self._call.leaves, strict=True):
             if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
                 return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
@@ -283,4 +285,3 @@ def _switches() -> dict[str, Any]:
 
 def _autocast_name(state: Autocast) -> str:
     return f"{state.dtype} on {state.device_type}" if state.enabled else "off"
-

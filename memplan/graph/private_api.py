@@ -6,6 +6,7 @@ When a new release moves something, this is the file to mend.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensor,
     UnsupportedFakeTensorException,
 )
 from torch.fx.experimental.proxy_tensor import (
@@ -25,7 +25,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 from torch.fx.graph import _BoxedCodeGen
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -176,6 +176,20 @@ def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         several.meta["val"] = tuple(results)
     set_proxy_slot(fixed, mode.tracer, slot)
     return fixed
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's start and stop lines, which its C++ part writes to standard error, off the terminal."""
+    sys.stderr.flush()
+    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
 
 
 def backward_keeps_graph() -> bool:

@@ -200,9 +200,7 @@ def _under(mode: private.TorchDispatchMode, step: Callable[..., Any]) -> Callabl
 
 def _note_placeholders(session: _Session, real: Sequence[torch.Tensor]) -> None:
     placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
-    session.sources = {
-        n.name: t for n, t in zip(placeholders[session.parameter_count :], real, strict=True)
-    }
+    session.sources = {n.name: t for n, t in zip(placeholders[session.parameter_count :], real, strict=True)}
 
 
 def _shared_objects(model: nn.Module) -> list[Any]:
@@ -390,9 +388,7 @@ def _finish(
 def _layers(names: Sequence[str], spans: Sequence[tuple[int, str]]) -> dict[str, str]:
     """Module path of each node, from the node counts at which a module was entered or left."""
     ends = [start for start, _ in spans[1:]] + [len(names)]
-    return {
-        name: path for (start, path), end in zip(spans, ends, strict=True) for name in names[start:end] if path
-    }
+    return {name: path for (start, path), end in zip(spans, ends, strict=True) for name in names[start:end] if path}
 
 
 def _data_dependent(session: _Session, error: BaseException) -> str:

@@ -83,7 +83,9 @@ class _Op:
     repeat_args: tuple[Any, ...] | None = None
 
 
-def build_traced(raw: RawTrace, inputs: Sequence[torch.Tensor], input_names: Sequence[str], device: torch.device) -> Traced:
+def build_traced(
+    raw: RawTrace, inputs: Sequence[torch.Tensor], input_names: Sequence[str], device: torch.device
+) -> Traced:
     """Analyse a raw trace. Raises UnsupportedModel where the program can't be represented exactly."""
     return _Builder(raw, inputs, input_names, device).build()
 
@@ -114,7 +116,9 @@ class _Builder:
             elif node.op == "get_attr":
                 self._add_constant(node)
             elif node in tangents:
-                value = self._new_storage(node, node.meta["val"], "tangent", f"tangent of {self._output_name(tangents[node])}")
+                value = self._new_storage(
+                    node, node.meta["val"], "tangent", f"tangent of {self._output_name(tangents[node])}"
+                )
                 self.tangent_values[tangents[node]] = value
             elif node.op == "call_function":
                 self._add_node(node, phase)
@@ -179,7 +183,9 @@ class _Builder:
         writes = written_nodes(node)
         if not tensors and not writes:
             return  # an assertion on sizes or dtypes: it held at capture, and the key holds it
-        arguments = {_key(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)}
+        arguments = {
+            _key(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        }
         if not writes and all(_key(t) in arguments for t in tensors):
             self._add_view(node, arguments, tensors)
             return
@@ -264,7 +270,14 @@ class _Builder:
         old = self.values[storage.value]
         new = len(self.values)
         self.values.append(
-            _Value(f"{old.name.split('@')[0]}@{op.node.name}", old.size_bytes, old.role, storage.value, False, storage.roots)
+            _Value(
+                f"{old.name.split('@')[0]}@{op.node.name}",
+                old.size_bytes,
+                old.role,
+                storage.value,
+                False,
+                storage.roots,
+            )
         )
         resident = old.role in ("parameter", "buffer", "input", "constant")
         if once and resident:
@@ -292,7 +305,9 @@ class _Builder:
             elif several and storage.value in op.outputs:
                 continue  # two results in one storage
             else:
-                raise UnsupportedModel(f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results")
+                raise UnsupportedModel(
+                    f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
+                )
 
     def _root(self, op: _Op, node: fx.Node, value: int) -> None:
         op.made.append(Made(node, None, value))
@@ -302,7 +317,9 @@ class _Builder:
 
     def _new_storage(self, node: fx.Node | None, tensor: torch.Tensor, role: Role, name: str) -> int:
         if tensor.layout is not torch.strided:
-            raise UnsupportedModel(f"{name} has layout {tensor.layout}; only strided tensors can be planned. Sparse gradients: set sparse=False")
+            raise UnsupportedModel(
+                f"{name} has layout {tensor.layout}; only strided tensors can be planned. Sparse gradients: set sparse=False"
+            )
         size = allocated_bytes(tensor.untyped_storage().nbytes(), self.device)
         index = len(self.values)
         roots = [node] if node is not None else []
@@ -353,7 +370,11 @@ class _Builder:
     def _split_gradients(self, value: int, nodes: list[tuple[str, fx.Node]]) -> tuple[list[Any], list[Any]]:
         producer = next((i for i, op in enumerate(self.ops) if value in op.outputs), None)
         read_later = producer is None or any(value in op.reads.values() for op in self.ops[producer + 1 :])
-        foreign = self.values[value].role != "activation" or self.values[value].held or self.ops[producer or 0].phase == "forward"
+        foreign = (
+            self.values[value].role != "activation"
+            or self.values[value].held
+            or self.ops[producer or 0].phase == "forward"
+        )
         if foreign or read_later or _overlap([n.meta["val"] for _, n in nodes]):
             return nodes, []
         fits = [self._obeys_layout(name, node) for name, node in nodes]
@@ -459,7 +480,11 @@ class _Builder:
             template=self.raw.template,
             gradients=tuple(Gradient(number[g.value], g.nodes) for g in self.gradients),
             tangent_nodes={number[v]: self.raw.tangents[i] for i, v in self.tangent_values.items()},
-            constants={r.name: self.constants[r.name] for n, r in self.residents.items() if r.kind == "constant" and n in rooted},
+            constants={
+                r.name: self.constants[r.name]
+                for n, r in self.residents.items()
+                if r.kind == "constant" and n in rooted
+            },
             guards=guards,
             device=self.device,
         )
@@ -508,9 +533,7 @@ class _Builder:
 
     def _guards(self) -> tuple[Guard, ...]:
         nodes = list(self.raw.module.graph.nodes)
-        return tuple(
-            Guard(tuple(nodes_behind(r.node, nodes)), r.node, r.value, r.where) for r in self.raw.scalar_reads
-        )
+        return tuple(Guard(tuple(nodes_behind(r.node, nodes)), r.node, r.value, r.where) for r in self.raw.scalar_reads)
 
 
 def _key(tensor: torch.Tensor) -> int:

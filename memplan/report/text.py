@@ -45,7 +45,9 @@ def _recomputed(plan: Plan) -> list[str]:
     rows = sorted(by_layer.items(), key=lambda row: -sum(times[i] for i in row[1]))
     lines = [f"recomputed: {len(plan.recomputed)} runs of ops in {len(rows)} modules, the dearest first"]
     for layer, indices in rows[:_MOST_ROWS]:
-        kinds = ", ".join(dict.fromkeys(ops[i].kind.split(".")[1] if "." in ops[i].kind else ops[i].kind for i in indices))
+        kinds = ", ".join(
+            dict.fromkeys(ops[i].kind.split(".")[1] if "." in ops[i].kind else ops[i].kind for i in indices)
+        )
         lines.append(f"  {layer:40s} {format_seconds(sum(times[i] for i in indices)):>8s}  {kinds}")
     if len(rows) > _MOST_ROWS:
         lines.append(f"  and {len(rows) - _MOST_ROWS} more")
@@ -88,4 +90,7 @@ def _remarks(plan: Plan) -> list[str]:
     if plan.problem.extra_resident_bytes:
         return []
     weights = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "gradient")
-    return ["", f"no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it"]
+    return [
+        "",
+        f"no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it",
+    ]

@@ -113,7 +113,11 @@ class Runner:
                     f"backward did not reach output {layout.output}, but the plan starts backward from it. Put the "
                     "loss inside with loss_fn="
                 )
-            if (tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype) != (layout.shape, layout.stride, layout.dtype):
+            if (tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype) != (
+                layout.shape,
+                layout.stride,
+                layout.dtype,
+            ):
                 raise PlanMismatch(
                     f"the gradient of output {layout.output} arrives with strides {tuple(tangent.stride())} and dtype "
                     f"{tangent.dtype}, but was planned with strides {layout.stride} and {layout.dtype}; eager would run "

@@ -22,7 +22,9 @@ class PlannedForward:
     plan: what `memplan.plan_of` returns. original: the forward that was there before.
     """
 
-    def __init__(self, model: nn.Module, original: Callable[..., Any], capture: Capture, program: Program, plan: Any) -> None:
+    def __init__(
+        self, model: nn.Module, original: Callable[..., Any], capture: Capture, program: Program, plan: Any
+    ) -> None:
         self.model, self.original, self.plan = model, original, plan
         self._capture, self._program = capture, program
         self._key = capture.key
@@ -40,7 +42,9 @@ class PlannedForward:
         }
         return Runner(
             program=self._program,
-            store=ParameterStore(self.model, [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]),
+            store=ParameterStore(
+                self.model, [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
+            ),
             layouts=layouts,
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
             output_names=tuple(self._name(i) for i in range(len(traced.outputs))),

@@ -226,7 +226,9 @@ class _Lowering:
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:
             if isinstance(thing, fx.Node):
-                return self._tensor(thing, reads[thing]) if thing in reads else self._look(thing, self.side.residents, -1)
+                return (
+                    self._tensor(thing, reads[thing]) if thing in reads else self._look(thing, self.side.residents, -1)
+                )
             if isinstance(thing, MetaTensor):
                 return self.side.constant(f"meta_{len(self.side.constants)}", thing.build())
             if isinstance(thing, (list, tuple)):
