@@ -104,14 +104,15 @@ class OutputTemplate:
         self._plain: list[Any] = []
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                self._plain.append(_Slot((self._slot(leaf, path),)))
+                self._plain.append(_Slot((self.add(leaf, path),)))
                 continue
             inner = _tensors_inside(leaf, set(self._shared))
             for number, tensor in enumerate(inner):
-                self._slot(tensor, f"{path}.{number}")
+                self.add(tensor, f"{path}.{number}")
             self._plain.append(_Object(leaf, tuple(inner)) if inner else leaf)
 
-    def _slot(self, tensor: torch.Tensor, name: str) -> int:
+    def add(self, tensor: torch.Tensor, name: str) -> int:
+        """The position of a tensor among `tensors`, where it is entered if it is new."""
         for index, known in enumerate(self.tensors):
             if known is tensor:
                 return index

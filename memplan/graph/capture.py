@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.key import StepKey, attribute_tables, is_plain
+from memplan.graph.key import NOT_READ, StepKey, attribute_tables, is_plain
 from memplan.graph.trace import Autocast, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
@@ -153,7 +153,7 @@ class _AttributesKept:
         changed = []
         for name, table, before in self._tables:
             for key, value in table.items():
-                if before.get(key, _ABSENT) is not value:
+                if key not in NOT_READ and before.get(key, _ABSENT) is not value:
                     if not is_plain(value):
                         raise UnsupportedModel(
                             f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would not. "

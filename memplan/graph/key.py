@@ -21,10 +21,11 @@ from memplan.graph.traced import Guard, Traced
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
-_NOT_READ = frozenset(
+NOT_READ = frozenset(
     {
         "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
         "forward", "call_super_init", "_is_hf_initialized",
+        "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
     }
 )  # fmt: skip
 
@@ -215,7 +216,7 @@ def attribute_tables(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
         found.append((name or type(model).__name__, vars(module)))
         for attribute, thing in vars(module).items():
             table = getattr(thing, "__dict__", None)
-            if attribute in _NOT_READ or not isinstance(table, dict) or id(thing) in seen:
+            if attribute in NOT_READ or not isinstance(table, dict) or id(thing) in seen:
                 continue
             if not isinstance(thing, (nn.Module, type, torch.Tensor)) and not callable(thing):
                 seen.add(id(thing))
@@ -232,7 +233,7 @@ def is_plain(value: Any) -> bool:
 
 def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
     """The attributes that are plain values; lists are copied, for they may change in place."""
-    plain = {k: v for k, v in attributes.items() if k not in _NOT_READ and is_plain(v)}
+    plain = {k: v for k, v in attributes.items() if k not in NOT_READ and is_plain(v)}
     return {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
 
 

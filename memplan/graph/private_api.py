@@ -41,6 +41,14 @@ HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.miopen_batch_norm.default: ((3, 4), 5),
 }
 
+# Ops that can't be traced exactly: op -> why, and what to do.
+UNPLANNABLE: dict[Any, str] = {
+    aten.mkldnn_rnn_layer.default: (
+        "its fake kernel does not know the size of the workspace that backward reads, and the kernel leaves it out under "
+        "no_grad. Set torch.backends.mkldnn.enabled = False: recurrent layers then run as plain ops, which can be planned"
+    ),
+}
+
 # Ops that read nothing of a tensor argument but its shape, strides, dtype and device.
 METADATA_ONLY = frozenset(
     getattr(aten, name).default

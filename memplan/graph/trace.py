@@ -60,7 +60,8 @@ class RawTrace:
 
     boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
     gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
-    layers: module path of each forward node.
+    layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
+    that holds the new one.
     """
 
     module: fx.GraphModule
@@ -74,6 +75,7 @@ class RawTrace:
     gradients: dict[str, fx.Node | None]
     layers: dict[str, str]
     scalar_reads: tuple[ScalarRead, ...]
+    reassigned: dict[str, int]
 
 
 @dataclass(slots=True)
@@ -91,6 +93,7 @@ class _Session:
     requires_grad: tuple[bool, ...] = ()
     tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
     node_names: tuple[str, ...] = ()
+    reassigned: dict[str, int] = field(default_factory=dict)
 
     @property
     def where(self) -> str:
@@ -129,8 +132,9 @@ def trace_step(
         args, kwargs = call.with_tensors(given)
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
         with autocast.context():
-            output = torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)
+            output, buffers_set = torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)
         template = OutputTemplate(output, _shared_objects(model))
+        session.reassigned = {name: template.add(tensor, f"buffer {name}") for name, tensor in buffers_set}
         session.template = template
         session.requires_grad = tuple(t.requires_grad for t in template.tensors)
         graph = private.tracer_graph()
@@ -180,8 +184,13 @@ class _Step(nn.Module):
         self.model = model
         self._run = run
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
+        """What `run` returns, and the buffers that it put other tensors into (`self.average = ...`)."""
+        homes = [(f"{path}.{leaf}".lstrip("."), m, leaf) for path, m in self.model.named_modules() for leaf in m._buffers]
+        before = [m._buffers[leaf] for _, m, leaf in homes]
+        output = self._run(*args, **kwargs)
+        after = [(name, m._buffers[leaf]) for name, m, leaf in homes]
+        return output, [(n, t) for (n, t), old in zip(after, before, strict=True) if t is not old and t is not None]
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -382,6 +391,7 @@ def _finish(
         gradients=dict(zip(names, gradients, strict=True)),
         layers=_layers(session.node_names, session.spans),
         scalar_reads=tuple(session.reads),
+        reassigned=session.reassigned,
     )
 
 

@@ -94,7 +94,8 @@ class Guard:
 class Traced:
     """A captured training step.
 
-    kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived).
+    kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived). reassigned: buffers that
+    forward puts other tensors into, with the position of the output that holds the new one.
     parents: for a node that only looks at another node's memory, that other node. residents: by root node.
     """
 
@@ -109,5 +110,6 @@ class Traced:
     tangent_nodes: dict[int, fx.Node]
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
+    reassigned: dict[str, int]
     device: torch.device
     notes: list[str] = field(default_factory=list)

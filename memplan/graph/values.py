@@ -224,6 +224,9 @@ class _Builder:
         return value
 
     def _add_op(self, node: fx.Node, phase: Phase, writes: Sequence[fx.Node]) -> None:
+        if node.target in private.UNPLANNABLE:
+            where = self.raw.layers.get(node.name) or "the model"
+            raise UnsupportedModel(f"{node.target} in {where} can't be planned: {private.UNPLANNABLE[node.target]}")
         target, args, kwargs = self._simplified(node)
         reads: dict[fx.Node, int] = {}
         for argument in _nodes_in((args, kwargs)):
@@ -344,7 +347,11 @@ class _Builder:
             if held.role == "activation":
                 held.held = True
                 held.name = f"output {self._output_name(index)}"
-            elif requires_grad:
+            if requires_grad and index in self.raw.reassigned.values():
+                raise UnsupportedModel(
+                    f"forward puts a tensor that requires grad into {self._output_name(index)}; detach it, or return it"
+                )
+            if requires_grad and held.role != "activation":
                 raise UnsupportedModel(
                     f"output {self._output_name(index)} is a view of {held.role} {held.name}; its gradient would bypass "
                     "the plan. Return a copy (.clone()) of it"
@@ -486,6 +493,7 @@ class _Builder:
                 if r.kind == "constant" and n in rooted
             },
             guards=guards,
+            reassigned=self.raw.reassigned,
             device=self.device,
         )
 

@@ -35,6 +35,10 @@ class ParameterStore:
         home, leaf = self._homes[name]
         return home[leaf]  # type: ignore[no-any-return]
 
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        home, leaf = self._homes[name]
+        home[leaf] = tensor
+
     def hand_over(self, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
         with torch.enable_grad():

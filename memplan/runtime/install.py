@@ -59,7 +59,11 @@ class PlannedForward:
             return self.original(*args, **kwargs)
         call = self._capture.reader.read(args, kwargs)
         self._key.check(call)
-        return self._capture.traced.template.fill(self._runner(call.tensors))
+        traced = self._capture.traced
+        outputs = self._runner(call.tensors)
+        for name, index in traced.reassigned.items():
+            self._runner.store[name] = outputs[index]
+        return traced.template.fill(outputs)
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -191,6 +191,10 @@ class _Lowering:
         source = self.traced.residents[node]
         if source.kind == "constant":
             return self.side.constant(source.name, self.traced.constants[source.name])
+        if source.name in self.traced.reassigned and self.side is not self.forward:  # backward reads the old tensor
+            if node not in self.forward.residents:
+                self.forward.residents[node] = self.forward.state(source.name)
+            return self._carry(self.forward.residents[node])
         if source.kind != "input":
             return self.side.state(source.name)
         if source.position not in self.inputs:
@@ -218,8 +222,9 @@ class _Lowering:
         else:
             run = self.side.call(kernel.target, args, kwargs, op.name)
         fresh = self._take_over(index)
+        wanted = fresh | {m.value for m in kernel.made if m.value not in self.live and m.value not in dead}
         for made in kernel.made:
-            if made.value in fresh or (made.value not in self.live and made.value not in dead):
+            if made.value in wanted:
                 tensor = run if made.index is None else self.side.call(operator.getitem, (run, made.index))
                 self.live.setdefault(made.value, {})[made.node] = tensor
 
