@@ -69,7 +69,7 @@ def capture(
                 )
         key = StepKey(model, call, autocast, planned_device.type)
     traced = build_traced(raw, call.tensors, call.names, planned_device)
-    key.guard(traced, tuple(dict(model.named_buffers())))
+    key.guard(traced)
     return Capture(traced, call, reader, key, settled)
 
 

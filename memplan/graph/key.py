@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph.call import Call
-from memplan.graph.trace import Autocast, evaluate
-from memplan.graph.traced import Guard, Traced
+from memplan.graph.guards import Guards
+from memplan.graph.trace import Autocast
+from memplan.graph.traced import Traced
 
 _PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
 # Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
@@ -61,9 +61,7 @@ class StepKey:
         self._plain_values = tuple(_plain(table) for _, table in attribute_tables(model))
         self._state_facts = tuple(_Tensor.of(home[leaf]) for _, home, leaf, _, _ in _state(model))
         self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
-        self._guards: tuple[Guard, ...] = ()
-        self._buffer_names: tuple[str, ...] = ()
-        self._constants: Any = None
+        self._guards: Guards | None = None
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
@@ -86,13 +84,9 @@ class StepKey:
         other._bind(model)
         return other
 
-    def guard(self, traced: Traced, buffer_names: tuple[str, ...]) -> None:
+    def guard(self, traced: Traced) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
-        self._guards, self._buffer_names = traced.guards, buffer_names
-        self._constants = SimpleNamespace(**traced.constants)
-        nodes = {(r.kind, r.name): n.name for n, r in traced.residents.items()}
-        self._buffer_nodes = [nodes.get(("buffer", name), "") for name in buffer_names]
-        self._input_nodes = [nodes.get(("input", name), "") for name in self._call.names]
+        self._guards = Guards(traced)
 
     def check(self, call: Call) -> None:
         """Raise PlanMismatch unless a call of the model now would run the captured step."""
@@ -100,9 +94,9 @@ class StepKey:
             self._arguments_changed(call)
             or self._model_changed()
             or self._environment_changed()
-            or self._data_changed(call)
+            or (self._guards is not None and self._guards.changed(call.tensors, self._model.get_buffer))
         )
-        if problem is not None:
+        if problem:
             raise PlanMismatch(
                 f"this call does not match the plan: {problem}. Plan it with memplan.apply on such a sample, or call "
                 "memplan.remove(model)"
@@ -176,20 +170,6 @@ class StepKey:
         for name, value in _switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
-        return None
-
-    # -- data that forward looked at --------------------------------------------------------------------------------
-
-    def _data_changed(self, call: Call) -> str | None:
-        if not self._guards:
-            return None
-        sources = dict(zip(self._input_nodes, call.tensors, strict=True))
-        buffers = dict(self._model.named_buffers())
-        sources.update((node, buffers[name]) for node, name in zip(self._buffer_nodes, self._buffer_names, strict=True))
-        for guard in self._guards:
-            value = evaluate(guard.nodes, guard.node, sources, self._constants).item()
-            if value != guard.value:
-                return f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
         return None
 
 

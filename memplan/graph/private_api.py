@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     set_proxy_slot,
 )
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -199,6 +200,13 @@ def quiet_profiler() -> Iterator[None]:
         os.dup2(kept, 2)
         os.close(kept)
         os.close(sink)
+
+
+def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward` less its checks of shapes, which take as long as the rest."""
+    _engine_run_backward(
+        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
 
 
 def backward_keeps_graph() -> bool:

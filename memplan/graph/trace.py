@@ -308,18 +308,19 @@ class _Watch(private.TorchDispatchMode):
 def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
     needed = {node}
-    storages = {_storage(node)}
+    storages = {storage_of(node)}
     found = []
     for candidate in reversed(nodes[: nodes.index(node) + 1]):
-        writes = candidate.op == "call_function" and any(_storage(w) in storages for w in written_nodes(candidate))
+        writes = candidate.op == "call_function" and any(storage_of(w) in storages for w in written_nodes(candidate))
         if candidate in needed or writes:
             found.append(candidate)
             needed.update(candidate.all_input_nodes)
-            storages.update(_storage(n) for n in candidate.all_input_nodes)
+            storages.update(storage_of(n) for n in candidate.all_input_nodes)
     return found[::-1]
 
 
-def _storage(node: fx.Node) -> object:
+def storage_of(node: fx.Node) -> object:
+    """What is equal for nodes that share memory."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
 
@@ -344,13 +345,13 @@ def evaluate(
     closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
 ) -> torch.Tensor:
     """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
-    written = {_storage(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
     results: dict[fx.Node, Any] = {}
     with private.outside_of_tracing(), torch.no_grad():
         for node in closure:
             if node.op == "placeholder":
                 real = sources[node.name]
-                results[node] = real.clone() if _storage(node) in written else real
+                results[node] = real.clone() if storage_of(node) in written else real
             elif node.op == "get_attr":
                 results[node] = getattr(constants, str(node.target))
             else:

@@ -254,7 +254,7 @@ class _Builder:
             tensor = like.meta["val"]
             stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
             kwargs["device"] = kwargs.get("device") or tensor.device
-            return node.target, (stand_in, *args[1:]), kwargs
+            return _plain_factory(node, kwargs) or (node.target, (stand_in, *args[1:]), kwargs)
         if node.target is aten.lift_fresh_copy.default:
             constant = args[0]
             assert isinstance(constant, fx.Node)
@@ -554,6 +554,20 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, (list, tuple)):
         return [t for t in result if isinstance(t, torch.Tensor)]
     return []
+
+
+def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]] | None:
+    """The common factories without a model tensor, for those over meta tensors run through slow Python kernels."""
+    made = node.meta["val"]
+    size, stride = list(made.shape), list(made.stride())
+    options = {"dtype": made.dtype, "device": kwargs["device"]}
+    if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
+        return aten.empty_strided.default, (size, stride), options
+    if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
+        return aten.zeros.default, (size,), options
+    if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
+        return aten.ones.default, (size,), options
+    return None
 
 
 def _nodes_in(arguments: Any) -> Iterable[fx.Node]:

@@ -44,7 +44,7 @@ class ParameterStore:
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
             leaves = [self[name].view_as(self[name]) for name in names]
-        torch.autograd.backward(leaves, list(gradients))
+        private.run_backward(leaves, gradients)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""What autograd does with gradients beside computing them: handing them over, copying some, summing in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from memplan.graph.draft import Draft, DraftOp
+from memplan.graph.layout import dense_layout, overlap, same_layout, strides_that_matter
+from memplan.graph.trace import RawTrace
+from memplan.graph.traced import Gradient, Made
+
+aten = torch.ops.aten
+
+Named = tuple[str, fx.Node]  # ("parameter transformer.wte.weight", node of its gradient)
+
+
+def gradient_copy(gradient: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The copy that AccumulateGrad makes of a gradient that it can't take over, in the parameter's own layout."""
+    return gradient.new_empty_strided(size, stride).copy_(gradient)
+
+
+def take_gradients(draft: Draft, raw: RawTrace) -> None:
+    """Mark gradients, and copy those that AccumulateGrad could not take over as they are."""
+    by_value: dict[int, list[Named]] = {}
+    for name, node in raw.gradients.items():
+        if node is not None:
+            by_value.setdefault(draft.present(node), []).append((name, node))
+    for value, nodes in by_value.items():
+        kept = _taken_over(draft, value, nodes)
+        for name, node in nodes:
+            if (name, node) not in kept:
+                _copy(draft, raw.module.graph, name, node, value)
+        if kept:
+            draft.values[value].role, draft.values[value].held = "gradient", True
+            draft.gradients.append(Gradient(value, tuple(kept)))
+            draft.values[value].name = "gradient of " + ", ".join(name for name, _ in kept)
+
+
+def _taken_over(draft: Draft, value: int, nodes: list[Named]) -> list[Named]:
+    """Those of the gradients in `value`'s memory that become `.grad` without a copy."""
+    producer = next((i for i, op in enumerate(draft.ops) if value in op.outputs), None)
+    if producer is None or draft.ops[producer].phase == "forward":
+        return []
+    read_later = any(value in op.reads.values() for op in draft.ops[producer + 1 :])
+    foreign = draft.values[value].role != "activation" or draft.values[value].held
+    if foreign or read_later or overlap([n.meta["val"] for _, n in nodes]):
+        return []
+    return [(name, node) for name, node in nodes if _obeys_layout(node.meta["val"], _leaf(draft, name))]
+
+
+def _leaf(draft: Draft, name: str) -> torch.Tensor:
+    """The fake parameter or input that a gradient belongs to."""
+    kind, _, leaf = name.partition(" ")
+    node = next(n for n, r in draft.residents.items() if r.kind == kind and r.name == leaf)
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    return strides_that_matter(gradient.shape, gradient.stride()) == strides_that_matter(*dense_layout(leaf))
+
+
+def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -> None:
+    """Add the op that copies a gradient, as soon as the gradient is there."""
+    size, stride = dense_layout(_leaf(draft, name))
+    fake = torch.empty_strided(size, stride, dtype=node.meta["val"].dtype, device="meta")
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+        copy = graph.call_function(gradient_copy, (node, size, stride))
+    copy.meta["val"] = fake
+    position = max((i for i, op in enumerate(draft.ops) if value in op.outputs), default=-1)
+    position = max(position, sum(op.phase == "forward" for op in draft.ops) - 1) + 1
+    made = draft.new_storage(copy, fake, "gradient", f"gradient of {name}")
+    draft.values[made].held = True
+    op = DraftOp(
+        node=copy, target=gradient_copy, args=(node, size, stride), kwargs={}, phase="backward", reads={node: value},
+        made=[Made(copy, None, made)], outputs=[made], effects=[], random=False, recomputable=True,
+        layer=name.partition(" ")[2].rpartition(".")[0],
+    )  # fmt: skip
+    draft.ops.insert(position, op)
+    draft.gradients.append(Gradient(made, ((name, copy),)))
+
+
+def accumulate_in_place(draft: Draft) -> None:
+    """Sum gradients into the first of them where nobody reads it afterwards, as autograd's engine does."""
+    last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
+    made_by = {v: op for op in draft.ops for v in op.outputs}
+    for position, op in enumerate(draft.ops):
+        if op.phase != "backward" or op.target is not aten.add.Tensor or op.kwargs:
+            continue
+        first, second = op.args
+        if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+            continue
+        old, new = op.reads[first], op.outputs[0]
+        producer = made_by.get(old)
+        free = (
+            producer is not None
+            and producer.phase == "backward"
+            and draft.values[old].role == "activation"
+            and not draft.values[old].held
+            and last_read[old] == position
+            and old != op.reads[second]
+            and first in draft.values[old].roots
+            and same_layout(first.meta["val"], op.node.meta["val"])
+        )
+        if free:
+            op.target = aten.add_.Tensor
+            draft.values[new].reuses = old

@@ -1,0 +1,77 @@
+"""How tensors lie in memory: which storage, how many bytes of it, in what strides. Pure functions, fake tensors included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+CUDA_BLOCK_BYTES = 512  # PyTorch's CUDA allocator rounds each request up to this
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that share a storage, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def tensors_of(result: Any) -> list[torch.Tensor]:
+    """The tensors among an op's results, in order."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [t for t in results if isinstance(t, torch.Tensor)]
+
+
+def allocated_bytes(size_bytes: int, device: torch.device) -> int:
+    """Bytes that the device's allocator sets aside for a storage."""
+    if device.type == "cuda":
+        return -(-size_bytes // CUDA_BLOCK_BYTES) * CUDA_BLOCK_BYTES
+    return size_bytes
+
+
+def generator_state_bytes(device: torch.device) -> int:
+    """Bytes on the planned device of one saved generator state. A CUDA state is kept on the host."""
+    return torch.Generator().get_state().numel() if device.type == "cpu" else 0
+
+
+def strides_that_matter(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """The strides of dimensions that have more than one element or none."""
+    return tuple(s for s, n in zip(stride, size, strict=True) if n != 1)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one stretch of memory without gaps or overlaps, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def dense_layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(size, stride) of a dense tensor like `tensor`: its own strides where it is dense, contiguous ones elsewhere."""
+    size = tuple(tensor.shape)
+    if is_dense(tensor):
+        return size, tuple(tensor.stride())
+    return size, tuple(torch.empty(size, device="meta").stride())
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `b`'s contents can be written over `a`, which must fill its storage."""
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.stride() == b.stride()
+        and a.untyped_storage().nbytes() == a.numel() * a.element_size()
+    )
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether views of one storage may share elements (conservative: their address ranges meet)."""
+    ranges = []
+    for t in tensors:
+        reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+        ranges.append((t.storage_offset(), t.storage_offset() + reach))
+    ranges.sort()
+    return any(later[0] <= earlier[1] for earlier, later in pairwise(ranges))

@@ -1,0 +1,31 @@
+"""Which calls are the same work: the kind of an op, and a hash of everything that its cost depends on."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import fx
+
+
+def op_kind(target: Any) -> str:
+    """The name of an aten overload ("aten.mm.default"), or of one of memplan's own functions."""
+    return str(target) if isinstance(target, torch._ops.OpOverload) else f"memplan.{target.__name__}"
+
+
+def signature(target: Any, args: Any, kwargs: Any) -> str:
+    """A short hash, equal for calls of one kernel with equal shapes, strides, dtypes, devices and settings."""
+
+    def shown(argument: Any) -> Any:
+        if isinstance(argument, fx.Node):
+            t = argument.meta.get("val")
+            if isinstance(t, torch.Tensor):
+                return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device}"
+            return argument.name
+        if isinstance(argument, (list, tuple)):
+            return [shown(a) for a in argument]
+        return repr(argument)
+
+    text = f"{op_kind(target)}|{[shown(a) for a in args]}|{sorted((k, str(shown(v))) for k, v in kwargs.items())}"
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
