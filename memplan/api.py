@@ -44,11 +44,12 @@ def apply(
     sample: a batch like those to come: a tensor, a tuple of arguments, or a dict of keyword arguments of forward.
     budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a fraction
         of the unplanned peak (0.5), or a `Budget`.
-    loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of the
-        step; the planned model is then called with those arguments and returns the loss.
+    loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
+        the step; the planned model is then called with those arguments and returns the loss.
     optimizer: counts its state and its `step()` into the budget.
     device: plan for a sample that is on another device than the model.
-    costs: "measure" times each distinct op on the model's device; "estimate" runs nothing.
+    costs: "measure" times each distinct op on the model's device; "estimate" runs nothing, and knows nothing of kernel
+        scratch, by which a step may then exceed the budget.
     accumulate: gradients of earlier micro-batches are held while the step runs.
     plan: run this plan (from `plan`, `explore` or a file) instead of making one.
 
@@ -103,7 +104,7 @@ def explore(
     costs: CostSource = "measure",
     accumulate: bool = False,
 ) -> tuple[Plan, ...]:
-    """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks rising, times falling.
+    """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
     Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`.
     """
@@ -117,7 +118,7 @@ def explore(
 def plan_of(model: nn.Module) -> Plan | None:
     """The plan that the model runs; None where it runs none."""
     planned = planned_forward(model)
-    return None if planned is None else planned.plan  # type: ignore[no-any-return]
+    return None if planned is None else planned.plan
 
 
 def remove(model: nn.Module) -> nn.Module:
@@ -184,9 +185,9 @@ def _choose(problem: Problem, front: Front, budget: BudgetLike) -> Plan:
         floor = front.floor
         overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
         raise BudgetInfeasible(
-            f"no schedule fits {format_bytes(budget_bytes)}; {format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is "
-            f"the least (at {overhead:+.0%} time), of which {format_bytes(problem.resident_bytes)} are resident. Raise the "
-            "budget, or use a smaller batch",
+            f"no schedule fits {format_bytes(budget_bytes)}; {format_bytes(floor.peak_bytes)} "
+            f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
+            f"{format_bytes(problem.resident_bytes)} are resident. Raise the budget, or use a smaller batch",
             floor.peak_bytes,
             overhead,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,8 +33,13 @@ _FORMAT = "memplan.plan"
 _VERSION = 1
 _GZIP_OVER_BYTES = 4 << 20
 _STEP_NAMES: dict[str, type[Any]] = {
-    "compute": Compute, "drop": Drop, "save_rng": SaveRng, "drop_rng": DropRng, "boundary": Boundary, "surface": SurfaceGrads,
-}  # fmt: skip
+    "compute": Compute,
+    "drop": Drop,
+    "save_rng": SaveRng,
+    "drop_rng": DropRng,
+    "boundary": Boundary,
+    "surface": SurfaceGrads,
+}
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 _T = TypeVar("_T")
 
@@ -216,7 +222,7 @@ class _Reader:
             raise InvalidPlanFile(f"{key!r} is {value}, expected a number of 0 or more")
         if isinstance(value, int) and value < 0:
             raise InvalidPlanFile(f"{key!r} is {value}, expected 0 or more")
-        return value  # type: ignore[no-any-return]
+        return value
 
     @classmethod
     def optional(cls, content: dict[str, Any], key: str, kind: type[_T]) -> _T | None:
@@ -343,7 +349,11 @@ def first_difference(planned: Graph, captured: Graph) -> str | None:
     """What differs between two graphs, in words; None where they are equal."""
     if planned == captured:
         return None
-    for what, mine, theirs in (("value", planned.values, captured.values), ("op", planned.ops, captured.ops)):
+    pairs: tuple[tuple[str, Sequence[Value | Op], Sequence[Value | Op]], ...] = (
+        ("value", planned.values, captured.values),
+        ("op", planned.ops, captured.ops),
+    )
+    for what, mine, theirs in pairs:
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a != b:
                 fields = [k for k, v in asdict(a).items() if asdict(b)[k] != v]

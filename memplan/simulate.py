@@ -1,4 +1,4 @@
-"""The accountant: replays a schedule, refuses an illegal one, and says what it holds at every step and how long it takes.
+"""The accountant: replays a schedule, refuses an illegal one, and says what it holds at every step and its seconds.
 
 Nobody else says what a schedule peaks at. Every solver's answer passes through here, and every measured step is
 compared with it: on a CPU the two agree to the byte.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-_FACTORS = {
+_FACTORS: dict[str, int] = {
     "": 1,
     "B": 1,
     **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},

@@ -5,14 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
 from memplan.errors import UnsupportedModel
+from memplan.graph.attributes import AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.key import NOT_READ, StepKey, attribute_tables, is_plain
+from memplan.graph.key import StepKey
 from memplan.graph.trace import Autocast, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
@@ -35,7 +37,7 @@ class Capture:
         """Set the attributes that the first eager forward would set."""
         tables = dict(attribute_tables(model))
         for name, key, value in self.settled:
-            tables[name][key] = value
+            tables[name][key] = value  # type: ignore[index]
 
 
 def capture(
@@ -54,18 +56,19 @@ def capture(
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
     reader = CallReader(run)
     call = reader.read_sample(sample)
+    _refuse_odd_arguments(call)
     _check_devices(call, planned_device, device is not None)
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None)
-    with _AttributesKept(model) as attributes:
+    with AttributesKept(model) as attributes:
         raw = trace_step(model, call, run, autocast, planned_device)
         settled = attributes.changes()
         if settled:
             raw = trace_step(model, call, run, autocast, planned_device)
             if attributes.changes() != settled:
                 raise UnsupportedModel(
-                    f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a planned step "
-                    "would not. Keep such state in a buffer, or change it outside of forward"
+                    f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
+                    "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
         key = StepKey(model, call, autocast, planned_device.type)
     traced = build_traced(raw, call.tensors, call.names, planned_device)
@@ -94,8 +97,18 @@ def _check_devices(call: Call, device: torch.device, given: bool) -> None:
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.device.type != device.type and not given:
             raise ValueError(
-                f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass device={str(device)!r} "
-                "to plan for that device"
+                f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass "
+                f"device={str(device)!r} to plan for that device"
+            )
+
+
+def _refuse_odd_arguments(call: Call) -> None:
+    """An object's attributes would be read at capture and never again."""
+    for name, thing in call.others:
+        if not is_plain(thing) and not isinstance(thing, Enum):
+            raise UnsupportedModel(
+                f"argument {name} is a {type(thing).__module__}.{type(thing).__qualname__}; a planned step takes "
+                "tensors, numbers, strings and containers of them"
             )
 
 
@@ -117,8 +130,8 @@ def _refuse_wrappers(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModel(
-                f"gradient checkpointing is on in {name or type(model).__name__}; memplan decides what to recompute. Call "
-                "model.gradient_checkpointing_disable() first"
+                f"gradient checkpointing is on in {name or type(model).__name__}; memplan decides what to recompute. "
+                "Call model.gradient_checkpointing_disable() first"
             )
         if module._compiled_call_impl is not None:
             raise UnsupportedModel(
@@ -134,39 +147,6 @@ def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
             if getattr(module, kind):
                 raise UnsupportedModel(
-                    f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step would not "
-                    "run. Remove them, or put what they do into forward"
+                    f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
+                    "would not run. Remove them, or put what they do into forward"
                 )
-
-
-class _AttributesKept:
-    """Puts the attributes of all modules back after a trace, and says which of them forward changed."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
-
-    def __enter__(self) -> _AttributesKept:
-        return self
-
-    def changes(self) -> tuple[tuple[str, str, Any], ...]:
-        """(table, key, value) of each attribute that is another now. Raises UnsupportedModel where it is no plain value."""
-        changed = []
-        for name, table, before in self._tables:
-            for key, value in table.items():
-                if key not in NOT_READ and before.get(key, _ABSENT) is not value:
-                    if not is_plain(value):
-                        raise UnsupportedModel(
-                            f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would not. "
-                            "Return it from forward instead"
-                        )
-                    changed.append((name, key, value))
-        return tuple(changed)
-
-    def __exit__(self, *error: object) -> None:
-        for _, table, before in self._tables:
-            for key in [k for k in table if k not in before]:
-                del table[key]
-            table.update(before)
-
-
-_ABSENT = object()

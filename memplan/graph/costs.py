@@ -1,9 +1,9 @@
 """Seconds and scratch bytes of every distinct op: measured on the model's device, or estimated by a roofline.
 
-Each distinct op (kind, shapes, strides, dtypes, settings) is run once with made-up data of the right layout: parameters,
-buffers and inputs are read where the op reads them, and never written; the generator is put back. Results are kept on
-disk by device, thread count and torch version. Real results are compared with the trace's, so a fake kernel that is
-wrong about a shape, a dtype or a size is found before anything is planned on it.
+Each distinct op (kind, shapes, strides, dtypes, settings) is run once with made-up data of the right layout:
+parameters, buffers and inputs are read where the op reads them, and never written; the generator is put back. Results
+are kept on disk by device, thread count and torch version. Real results are compared with the trace's, so a fake kernel
+that is wrong about a shape, a dtype or a size is found before anything is planned on it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import private_api as private
+from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.traced import Kernel, MetaTensor, Traced
 from memplan.problem import Costs
 from memplan.units import format_bytes
@@ -87,8 +88,8 @@ def _refuse_what_does_not_fit(traced: Traced, ops: Sequence[int], budget_bytes: 
         if needed > budget_bytes:
             raise BudgetInfeasible(
                 f"{op.kind} in {op.layer or 'the model'} needs {format_bytes(needed)} with its operands and everything "
-                f"resident, more than the budget of {format_bytes(budget_bytes)}, even alone. Raise the budget, or use a "
-                "smaller batch"
+                f"resident, more than the budget of {format_bytes(budget_bytes)}, even alone. Raise the budget, or use "
+                "a smaller batch"
             )
 
 
@@ -143,7 +144,7 @@ class _Bench:
                 times.append(self._first_run(index)[1])
                 if progress:
                     _show_progress(done + 1, len(indices))
-        events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())  # type: ignore[union-attr]
+        events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
         marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
         starts = [at for at, _ in memory]
@@ -209,7 +210,7 @@ class _Bench:
 
         Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
         """
-        key = fake.untyped_storage()._cdata
+        key = storage_key(fake)
         if key not in storages or storages[key].dtype != fake.dtype:
             device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
             count = fake.untyped_storage().nbytes() // fake.element_size()
@@ -228,7 +229,7 @@ class _Bench:
     def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
         """The real result against the traced one. Where it is an argument, written in place, bytes are not compared."""
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
-        own = {t.untyped_storage()._cdata for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
+        own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
         real, traced = _facts(result), _facts(kernel.node.meta["val"])
         in_place = [storage in own for storage in _storages(result)]
         differs = len(real) != len(traced) or any(
@@ -236,17 +237,13 @@ class _Bench:
         )
         if differs:
             raise UnsupportedModel(
-                f"{op.kind} in {op.layer or 'the model'} gives {real} (dtype, shape, strides, bytes), where the trace has "
-                f"{traced}: PyTorch's fake kernel for it is wrong, and a plan would be too"
+                f"{op.kind} in {op.layer or 'the model'} gives {real} (dtype, shape, strides, bytes), where the trace "
+                f"has {traced}: PyTorch's fake kernel for it is wrong, and a plan would be too"
             )
 
 
-def _tensors(result: Any) -> list[torch.Tensor]:
-    return [t for t in (result if isinstance(result, (list, tuple)) else [result]) if isinstance(t, torch.Tensor)]
-
-
 def _storages(result: Any) -> list[int]:
-    return [t.untyped_storage()._cdata for t in _tensors(result)]
+    return [storage_key(t) for t in tensors_of(result)]
 
 
 def _facts(result: Any) -> list[tuple[Any, ...]]:
@@ -254,7 +251,7 @@ def _facts(result: Any) -> list[tuple[Any, ...]]:
     storages = _storages(result)
     return [
         (t.dtype, tuple(t.shape), tuple(t.stride()), t.untyped_storage().nbytes(), storages.index(storage))
-        for t, storage in zip(_tensors(result), storages, strict=True)
+        for t, storage in zip(tensors_of(result), storages, strict=True)
     ]
 
 

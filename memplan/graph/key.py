@@ -1,4 +1,4 @@
-"""The key of a plan: everything that the trace depended on. Nothing is assumed, for a stale plan is a silent wrong answer.
+"""The key of a plan: everything that the trace depended on. Nothing is assumed: a stale plan is a silent wrong answer.
 
 `StepKey.check` runs before each planned call and raises PlanMismatch naming what changed.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,20 +14,12 @@ import torch
 from torch import nn
 
 from memplan.errors import PlanMismatch
+from memplan.graph.attributes import Snapshot, attribute_tables
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
+from memplan.graph.layout import storage_key
 from memplan.graph.trace import Autocast
 from memplan.graph.traced import Traced
-
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.dtype, torch.device)
-# Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
-NOT_READ = frozenset(
-    {
-        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
-        "forward", "call_super_init", "_is_hf_initialized",
-        "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
-    }
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +50,9 @@ class StepKey:
         self._autocast = autocast
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
-        self._plain_values = tuple(_plain(table) for _, table in attribute_tables(model))
-        self._state_facts = tuple(_Tensor.of(home[leaf]) for _, home, leaf, _, _ in _state(model))
+        self._snapshot = Snapshot(attribute_tables(model), vars(model))
+        tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
+        self._state_facts = tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
         self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._bind(model)
@@ -69,18 +62,15 @@ class StepKey:
         self._model = model
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
-        self._plain = tuple(
-            (name, table, expected)
-            for (name, table), expected in zip(attribute_tables(model), self._plain_values, strict=True)
-            if expected
-        )
-        self._tensors_held = tuple(_tensor_attributes(model))
+        self._tables = attribute_tables(model)
+        self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
 
     def rebound(self, model: nn.Module) -> StepKey:
         """The same key for a copy of the model."""
         other = copy.copy(self)
+        other._snapshot = self._snapshot.adapted(attribute_tables(model))
         other._bind(model)
         return other
 
@@ -139,16 +129,19 @@ class StepKey:
                 a is not b for a, b in zip(children, module._modules.values(), strict=True)
             ):
                 return f"submodules of {name or 'the model'} were exchanged"
-        for name, attributes, expected in self._plain:
-            if not expected.items() <= attributes.items():
-                key = next(k for k, v in expected.items() if k not in attributes or attributes[k] != v)
-                return f"{name}.{key} is {attributes.get(key)!r}, planned for {expected[key]!r}"
-        for name, attributes, key, tensor in self._tensors_held:
-            if attributes.get(key) is not tensor:
-                return f"tensor attribute {name}.{key} was replaced"
+        problem = self._snapshot.difference(self._tables)
+        if problem is not None:
+            return problem
+        for name, home, count in self._homes:
+            if len(home) != count:
+                return f"parameters or buffers were added to {name or 'the model'}, or removed"
         for (name, home, leaf, first_home, first_leaf), facts in self._state:
             tensor = home.get(leaf)
-            if tensor is None or tensor is not first_home.get(first_leaf):
+            if facts is None:
+                if tensor is not None:
+                    return f"{name} was None and is a tensor now"
+                continue
+            if tensor is not first_home.get(first_leaf) or tensor is None:
                 return f"{name} is gone, or no longer shared as it was"
             if (
                 tensor.shape != facts.shape
@@ -185,59 +178,23 @@ def _same(a: Any, b: Any) -> bool:
 def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
     """For each tensor the first one that shares its storage."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(t.untyped_storage()._cdata, i) for i, t in enumerate(tensors))
-
-
-def attribute_tables(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """(name, attributes) of every submodule and of plain objects that submodules refer to, such as configs."""
-    found = []
-    seen: set[int] = set()
-    for name, module in model.named_modules():
-        found.append((name or type(model).__name__, vars(module)))
-        for attribute, thing in vars(module).items():
-            table = getattr(thing, "__dict__", None)
-            if attribute in NOT_READ or not isinstance(table, dict) or id(thing) in seen:
-                continue
-            if not isinstance(thing, (nn.Module, type, torch.Tensor)) and not callable(thing):
-                seen.add(id(thing))
-                found.append((f"{name}.{attribute}".lstrip("."), table))
-    return found
-
-
-def is_plain(value: Any) -> bool:
-    """Whether a value can be compared and says all of itself by being equal."""
-    if isinstance(value, (tuple, list)):
-        return all(is_plain(v) for v in value)
-    return isinstance(value, _PLAIN) and value == value  # a NaN equals nothing
-
-
-def _plain(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The attributes that are plain values; lists are copied, for they may change in place."""
-    plain = {k: v for k, v in attributes.items() if k not in NOT_READ and is_plain(v)}
-    return {k: list(v) if isinstance(v, list) else v for k, v in plain.items()}
-
-
-def _tensor_attributes(model: nn.Module) -> list[tuple[str, dict[str, Any], str, torch.Tensor]]:
-    """Tensors that are plain attributes, neither parameters nor buffers."""
-    return [
-        (name, vars(module), key, value)
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, torch.Tensor)
-    ]
+    return tuple(first.setdefault(storage_key(t), i) for i, t in enumerate(tensors))
 
 
 def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:
-    """Every parameter and buffer under every name: (name, home, leaf, and home and leaf of the tensor's first name)."""
+    """Every parameter and buffer, None ones too, under every name, with home and leaf of the tensor's first name."""
     first: dict[int, tuple[dict[str, Any], str]] = {}
     found = []
     for path, module in model.named_modules():
         for home in (module._parameters, module._buffers):
             for leaf, tensor in home.items():
-                if tensor is not None:
-                    origin = first.setdefault(id(tensor), (home, leaf))
-                    found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
+                origin = (home, leaf) if tensor is None else first.setdefault(id(tensor), (home, leaf))
+                found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
     return found
+
+
+def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, home) for name, m in model.named_modules() for home in (m._parameters, m._buffers)]
 
 
 def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory: which storage, how many bytes of it, in what strides. Pure functions, fake tensors included."""
+"""How tensors lie in memory: which storage, how many bytes of it, in what strides. Pure functions, fake tensors too."""
 
 from __future__ import annotations
 

@@ -7,11 +7,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from memplan.errors import UnsupportedModel
-from memplan.graph.values import allocated_bytes
+from memplan.graph import private_api as private
+from memplan.graph.layout import allocated_bytes, storage_key
 
 
 def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
@@ -19,7 +18,7 @@ def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> t
 
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         memo: dict[int, Any] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -37,8 +36,8 @@ def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> t
                 type(optimizer).step(twin)  # not optimizer.step: schedulers replace that on the instance
         except Exception as error:
             raise UnsupportedModel(
-                f"the memory of {type(optimizer).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, and "
-                "allow for its state in the budget"
+                f"the memory of {type(optimizer).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
+                "and allow for its state in the budget"
             ) from error
         state_bytes = _state_bytes(twin, device)
         grown = state_bytes - _state_bytes(optimizer, device)
@@ -55,32 +54,32 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
     tensors = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
-    storages = {t.untyped_storage()._cdata: t for t in tensors if t.device.type == device.type}
+    storages = {storage_key(t): t for t in tensors if t.device.type == device.type}
     return sum(allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values())
 
 
-class _AllocationMeter(TorchDispatchMode):
+class _AllocationMeter(private.TorchDispatchMode):
     """Bytes of new storages that are alive, and the most there were."""
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._device = device
         self._known: dict[int, int] = {}
         self._live_bytes = self.peak_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
-        given = {t.untyped_storage()._cdata for t in inputs if isinstance(t, torch.Tensor)}
+        given = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in given and storage._cdata not in self._known:
-                    self._add(storage)
+                if storage_key(tensor) not in given and storage_key(tensor) not in self._known:
+                    self._add(tensor)
         return result
 
-    def _add(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, allocated_bytes(storage.nbytes(), self._device)
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        size = allocated_bytes(storage.nbytes(), self._device)
         self._known[key] = size
         self._live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)

@@ -17,14 +17,17 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
     make_fx,
     set_proxy_slot,
 )
-from torch.autograd.graph import _engine_run_backward
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -35,7 +38,7 @@ DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeExcepti
 UNSUPPORTED_FAKE_ERRORS = (UnsupportedFakeTensorException,)
 READ_SCALAR = aten._local_scalar_dense.default
 
-# Ops that write to arguments though their schema does not say so: op -> (argument indices, index of the `training` flag).
+# Ops that write to arguments though their schema does not say so: op -> (argument indices, index of `training`).
 HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.native_batch_norm.default: ((3, 4), 5),
     aten.cudnn_batch_norm.default: ((3, 4), 5),
@@ -45,8 +48,9 @@ HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
 # Ops that can't be traced exactly: op -> why, and what to do.
 UNPLANNABLE: dict[Any, str] = {
     aten.mkldnn_rnn_layer.default: (
-        "its fake kernel does not know the size of the workspace that backward reads, and the kernel leaves it out under "
-        "no_grad. Set torch.backends.mkldnn.enabled = False: recurrent layers then run as plain ops, which can be planned"
+        "its fake kernel does not know the size of the workspace that backward reads, and the kernel leaves it out "
+        "under no_grad. Set torch.backends.mkldnn.enabled = False: recurrent layers then run as plain ops, which can "
+        "be planned"
     ),
 }
 
@@ -68,7 +72,10 @@ _DROPOUT_P_ARGUMENT = {
 
 
 def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an aten op advances the generator. Fused attention without dropout is tagged random and is not."""
+    """Whether a call of an aten op advances the generator.
+
+    Fused attention is tagged random, but draws nothing without dropout.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return False
     name = _DROPOUT_P_ARGUMENT.get(target._schema.name)
@@ -132,6 +139,7 @@ def tracer_constants() -> Any:
     """The object whose attributes are the constants of the trace in progress."""
     mode = get_proxy_mode()
     assert mode is not None, "no trace in progress"
+    assert isinstance(mode.tracer, PythonKeyTracer)
     return mode.tracer.root
 
 
@@ -154,8 +162,8 @@ _STATISTICS: dict[Any, tuple[int, ...]] = {
 def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     """The outputs of a fake op, with the dtypes that the real CPU kernel gives them.
 
-    Corrected, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and the
-    gradient of group norm's input.
+    Corrected, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and
+    the gradient of group norm's input.
     """
     if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
         first = outputs[0]
@@ -181,6 +189,8 @@ def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         node = slot.proxy.node
         node.meta["val"] = fixed.detach()
         several, index = node.args
+        assert isinstance(several, torch.fx.Node)
+        assert isinstance(index, int)
         results = list(several.meta["val"])
         results[index] = node.meta["val"]
         several.meta["val"] = tuple(results)
@@ -207,6 +217,11 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     _engine_run_backward(
         tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
+
+
+def engine_reaches(node: Any) -> bool:
+    """Whether the backward pass in progress will run this autograd node: autograd.grad for other inputs does not."""
+    return bool(torch._C._will_engine_execute_node(node))
 
 
 def backward_keeps_graph() -> bool:

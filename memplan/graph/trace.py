@@ -1,24 +1,27 @@
 """Trace one eager training step on fake tensors: the aten ops of the forward and of `torch.autograd.grad`, in order.
 
-What eager runs is what is in the graph. AOTAutograd's joint graph is not: it traces the backward under autocast, rewrites
-dropout, casts a shared weight once per use and sums tied gradients in another order.
+What eager runs is what is in the graph. AOTAutograd's joint graph is not: it traces the backward under autocast,
+rewrites dropout, casts a shared weight once per use and sums tied gradients in another order.
 """
 
 from __future__ import annotations
 
 import contextlib
+import random
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, OutputTemplate
+from memplan.graph.layout import storage_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,8 @@ class _Step(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
         """What `run` returns, and the buffers that it put other tensors into (`self.average = ...`)."""
-        homes = [(f"{path}.{leaf}".lstrip("."), m, leaf) for path, m in self.model.named_modules() for leaf in m._buffers]
+        modules = self.model.named_modules()
+        homes = [(f"{path}.{leaf}".lstrip("."), m, leaf) for path, m in modules for leaf in m._buffers]
         before = [m._buffers[leaf] for _, m, leaf in homes]
         output = self._run(*args, **kwargs)
         after = [(name, m._buffers[leaf]) for name, m, leaf in homes]
@@ -238,8 +242,21 @@ def _differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bo
 @contextlib.contextmanager
 def _generator_kept(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(devices=devices):
         yield
+    moved = random.getstate() != python_state or not _same_state(np.random.get_state(), numpy_state)
+    random.setstate(python_state)
+    np.random.set_state(numpy_state)
+    if moved:
+        raise UnsupportedModel(
+            "forward draws from Python's random or numpy.random; a planned step would take the same number each time. "
+            "Draw it outside of forward and pass it in, or use torch's generator"
+        )
+
+
+def _same_state(a: Any, b: Any) -> bool:
+    return a[0] == b[0] and bool((a[1] == b[1]).all()) and a[2:] == b[2:]
 
 
 @contextlib.contextmanager
@@ -275,11 +292,16 @@ class _Watch(private.TorchDispatchMode):
     """
 
     def __init__(self, session: _Session) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._session = session
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node = private.tracer_node(args[0]) if func is private.READ_SCALAR else None
+        if func is private.READ_SCALAR and node is None and not isinstance(args[0], private.FakeTensor):
+            raise UnsupportedModel(
+                f"forward reads a number from a tensor that is neither an argument nor a buffer: module "
+                f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Register the tensor as a buffer"
+            )
         if node is None:
             return private.corrected_outputs(func, args, func(*args, **(kwargs or {})))
         return self._read(node)
@@ -290,9 +312,9 @@ class _Watch(private.TorchDispatchMode):
         for n in closure:
             if n.op == "placeholder" and n.name not in self._session.sources:
                 raise UnsupportedModel(
-                    f"control flow depends on computed data: module {self._session.where or '(the model itself)'} reads "
-                    f"a number that depends on parameters, at {source}. Compute it outside of the model and pass it "
-                    "in, or use tensor operations such as torch.where"
+                    f"control flow depends on computed data: module {self._session.where or '(the model itself)'} "
+                    f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
+                    "it in, or use tensor operations such as torch.where"
                 )
             if n.op == "call_function" and private.draws_random_numbers(n.target, n.args, n.kwargs):
                 raise UnsupportedModel(
@@ -322,7 +344,7 @@ def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 def storage_of(node: fx.Node) -> object:
     """What is equal for nodes that share memory."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else node
+    return storage_key(value) if isinstance(value, torch.Tensor) else node
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
@@ -398,15 +420,15 @@ def _finish(
 
 def _layers(names: Sequence[str], spans: Sequence[tuple[int, str]]) -> dict[str, str]:
     """Module path of each node, from the node counts at which a module was entered or left."""
-    ends = [start for start, _ in spans[1:]] + [len(names)]
-    return {name: path for (start, path), end in zip(spans, ends, strict=True) for name in names[start:end] if path}
+    ends = [*(start for start, _ in spans[1:]), len(names)]
+    return {name: path for (start, path), end in zip(spans, ends) for name in names[start:end] if path}
 
 
 def _data_dependent(session: _Session, error: BaseException) -> str:
     return (
         f"the shape or value of a result depends on data ({_first_line(error)}): module "
-        f"{session.where or '(the model itself)'}, {_source_line(error)}. Compute it outside of the model and pass it in, "
-        "or use operations whose result shapes are fixed, such as torch.where"
+        f"{session.where or '(the model itself)'}, {_source_line(error)}. Compute it outside of the model and pass it "
+        "in, or use operations whose result shapes are fixed, such as torch.where"
     )
 
 

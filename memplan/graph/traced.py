@@ -64,7 +64,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor that forward returns. `node` is what the trace returned; `value` holds its contents at the boundary."""
+    """One tensor that forward returns: `node` in the trace; `value` holds its contents at the boundary."""
 
     node: fx.Node
     value: int
@@ -94,9 +94,9 @@ class Guard:
 class Traced:
     """A captured training step.
 
-    kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived). reassigned: buffers that
-    forward puts other tensors into, with the position of the output that holds the new one.
+    kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived).
     parents: for a node that only looks at another node's memory, that other node. residents: by root node.
+    reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
     """
 
     graph: Graph

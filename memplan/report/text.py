@@ -22,14 +22,16 @@ def report_text(plan: Plan) -> str:
 def _headline(plan: Plan) -> list[str]:
     problem = plan.problem
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
+    baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
     return [
         f"budget            {budget}",
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
-        f"  resident        {format_bytes(problem.resident_bytes)}  parameters, buffers, inputs, declared optimizer state",
+        f"  resident        {format_bytes(problem.resident_bytes)}"
+        "  parameters, buffers, inputs, declared optimizer state",
         f"  activations     {format_bytes(plan.activation_peak_bytes)}  with gradients and kernel scratch",
-        f"time a step       {format_seconds(plan.time_s)}  ({plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)};"
-        f" costs {problem.costs.source})",
-        f"lower bound       {format_seconds(plan.lower_bound_s)}  (at most {plan.gap:.1%} faster is possible in this budget)",
+        f"time a step       {format_seconds(plan.time_s)}  ({baseline}; costs {problem.costs.source})",
+        f"lower bound       {format_seconds(plan.lower_bound_s)}"
+        f"  (at most {plan.gap:.1%} faster is possible in this budget)",
         f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
         f"found by          {plan.solver}",
     ]

@@ -21,7 +21,7 @@ from memplan.runtime.lower import Program
 
 
 class ParameterStore:
-    """Parameters and buffers of a model by name, looked up at each use: `load_state_dict` and `.data` swaps just work."""
+    """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
@@ -57,21 +57,51 @@ class TangentLayout:
     dtype: torch.dtype
 
 
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    """A tensor that backward reads, as it was when forward ended."""
+
+    what: str
+    tensor: torch.Tensor
+    version: int
+    address: int
+
+    @staticmethod
+    def of(what: str, tensor: torch.Tensor) -> _Watched:
+        return _Watched(what, tensor, tensor._version, tensor.data_ptr())
+
+    def check(self) -> None:
+        if self.tensor._version != self.version or self.tensor.data_ptr() != self.address:
+            raise RuntimeError(
+                f"{self.what}, which backward needs, has been modified by an inplace operation between forward and "
+                f"backward: it is at version {self.tensor._version}, expected version {self.version}"
+            )
+
+
 @dataclass(slots=True)
 class _InFlight:
-    """One forward that waits for its backward. versions: (what, tensor, its version when forward ended)."""
+    """One forward that waits for its backward.
+
+    watched: inputs and outputs. parameters: parameters and buffers by name.
+    """
 
     saved: list[Any]
-    versions: list[tuple[str, torch.Tensor, int]]
+    watched: list[_Watched]
+    parameters: list[_Watched]
 
 
 class Runner:
     """A program with the model whose parameters it reads."""
 
     def __init__(
-        self, program: Program, store: ParameterStore, layouts: dict[int, TangentLayout], requires_grad: tuple[bool, ...],
-        output_names: tuple[str, ...], device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        program: Program,
+        store: ParameterStore,
+        layouts: dict[int, TangentLayout],
+        requires_grad: tuple[bool, ...],
+        output_names: tuple[str, ...],
+        device: torch.device,
+    ) -> None:
         self.program = program
         self.store = store
         self.anchor = torch.empty(0, requires_grad=True, device=device)
@@ -82,7 +112,9 @@ class Runner:
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd."""
-        return _Step.apply(self.anchor, self, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+        outputs = _Step.apply(self.anchor, self, *inputs)  # type: ignore[no-untyped-call]
+        same = self.program.input_outputs
+        return tuple(inputs[same[i]] if i in same else t for i, t in enumerate(outputs))
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _InFlight]:
         program = self.program
@@ -90,10 +122,12 @@ class Runner:
             results = program.forward.forward([self.store, *(inputs[i] for i in program.forward_inputs)])
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
-        watched = [(f"parameter or buffer {n}", self.store[n]) for n in program.backward_state]
-        watched += [(f"input {i}", inputs[i]) for i in program.backward_inputs]
-        watched += [(f"output {self._output_names[i]}", outputs[i]) for i in program.backward_outputs]
-        return outputs, _InFlight(saved, [(what, t, t._version) for what, t in watched])
+        # A view among the outputs must not look like one, or the caller could not edit it in place.
+        outputs = [t if i in program.input_outputs else t.data for i, t in enumerate(outputs)]
+        watched = [_Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
+        watched += [_Watched.of(f"output {self._output_names[i]}", outputs[i]) for i in program.backward_outputs]
+        state = [_Watched.of(name, self.store[name]) for name in program.backward_state]
+        return outputs, _InFlight(saved, watched, state)
 
     def backward(self, state: _InFlight, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         arguments = [self.store, self.store.hand_over, *self._checked_tangents(tangents), *state.saved]
@@ -109,7 +143,8 @@ class Runner:
                 if tangent is not None:
                     raise PlanMismatch(
                         f"backward reached output {self._output_names[index]}, but the plan starts backward from "
-                        f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
+                        f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside "
+                        "with loss_fn="
                     )
                 continue
             if tangent is None:
@@ -124,19 +159,21 @@ class Runner:
             ):
                 raise PlanMismatch(
                     f"the gradient of output {layout.output} arrives with strides {tuple(tangent.stride())} and dtype "
-                    f"{tangent.dtype}, but was planned with strides {layout.stride} and {layout.dtype}; eager would run "
-                    "other kernels on it. Put the loss inside with loss_fn="
+                    f"{tangent.dtype}, but was planned with strides {layout.stride} and {layout.dtype}; eager would "
+                    "run other kernels on it. Put the loss inside with loss_fn="
                 )
             chosen.append(tangent)
         return chosen
 
-    def check_versions(self, state: _InFlight) -> None:
-        for what, tensor, version in state.versions:
-            if tensor._version != version:
+    def check_unchanged(self, state: _InFlight) -> None:
+        """Raise as autograd does where something that backward reads has been written to since forward."""
+        for watched in state.parameters:
+            if self.store[watched.what] is not watched.tensor:
                 raise RuntimeError(
-                    f"{what}, which backward needs, has been modified by an inplace operation between forward and "
-                    f"backward: it is at version {tensor._version}, expected version {version}"
+                    f"memplan: {watched.what} is another tensor than it was in forward; run forward again"
                 )
+        for watched in (*state.watched, *state.parameters):
+            watched.check()
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:
@@ -174,7 +211,12 @@ class _Step(torch.autograd.Function):
                 "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
                 "Run the forward again"
             )
-        runner.check_versions(state)
+        if not private.engine_reaches(ctx.next_functions[0][0]):
+            raise RuntimeError(
+                "memplan: torch.autograd.grad and backward(inputs=...) are not supported by a planned step, which puts "
+                "every gradient into .grad. Call loss.backward(), or memplan.remove(model)"
+            )
+        runner.check_unchanged(state)
         ctx.state = None
         gradients: list[torch.Tensor | None] = [None] * ctx.input_count
         results = runner.backward(state, tangents)

@@ -81,12 +81,12 @@ class PlannedForward:
 
     def install(self) -> None:
         self._capture.settle(self.model)
-        self.model.forward = self  # type: ignore[assignment]
+        self.model.forward = self
 
     def uninstall(self) -> None:
         """Put the original forward back."""
         if self._own_attribute:
-            self.model.forward = self.original  # type: ignore[assignment]
+            self.model.forward = self.original
         else:
             del self.model.forward
 
@@ -99,7 +99,7 @@ class PlannedForward:
 
     def __reduce__(self) -> Any:
         """Pickling a model leaves the plan out: what is loaded is the plain model."""
-        return MethodType, (type(self.model).forward, self.model)
+        return _class_forward, (self.model,)
 
     def bound_to(self, model: nn.Module) -> PlannedForward:
         """The same plan for a copy of the model."""
@@ -112,6 +112,10 @@ class PlannedForward:
         other._runner = other._make_runner()
         functools.update_wrapper(other, original)
         return other
+
+
+def _class_forward(model: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(model).forward, model)
 
 
 class _Unbound:

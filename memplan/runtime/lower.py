@@ -18,9 +18,13 @@ from torch import fx
 from memplan.graph import private_api as private
 from memplan.graph.trace import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
-from memplan.graph.values import SAME_TENSOR
 from memplan.runtime.rng import replay, save_rng
 from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, SurfaceGrads
+
+aten = torch.ops.aten
+
+# Views that are the very tensor that they look at, as far as a program without autograd can tell.
+SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 
 Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
 
@@ -41,9 +45,10 @@ class Program:
 
     forward takes [store, *inputs] and returns [*outputs, *saved]; backward takes [store, sink, *tangents, *saved] and
     returns the gradients of the inputs that require grad. forward_inputs: positions of the inputs that forward takes.
-    backward_inputs, backward_outputs: positions of the inputs and outputs that backward reads. backward_state:
-    parameters and buffers that it reads. tangents: output index of each tangent. input_gradients: position of the
-    input that each result of backward belongs to.
+    backward_inputs: positions of the inputs that backward reads. backward_outputs: positions of the outputs whose
+    memory it reads. backward_state: parameters and buffers that it reads or gives gradients to. input_outputs: outputs
+    that are inputs themselves. tangents: output index of each tangent. input_gradients: position of the input that each
+    result of backward belongs to.
     """
 
     forward: fx.GraphModule
@@ -52,6 +57,7 @@ class Program:
     backward_inputs: tuple[int, ...]
     backward_state: tuple[str, ...]
     backward_outputs: tuple[int, ...]
+    input_outputs: dict[int, int]
     output_count: int
     tangents: tuple[int, ...]
     input_gradients: tuple[int, ...]
@@ -113,6 +119,7 @@ class _Lowering:
         self.ran: set[int] = set()
         self.inputs: dict[int, fx.Node] = {}  # by position, in the forward program
         self.carried: dict[fx.Node, fx.Node] = {}  # node of the forward program -> its placeholder in the backward one
+        self.carried_values: set[int] = set()
         self.tangents: tuple[int, ...] = ()
         self.outputs: list[fx.Node] = []
 
@@ -153,7 +160,9 @@ class _Lowering:
 
     def _look(self, node: fx.Node, instance: Instance, value: int) -> fx.Node:
         if node in instance:
-            instance[node] = self._carry(instance[node])
+            if instance[node].graph is not self.side.graph:
+                self.carried_values.add(value)
+                instance[node] = self._carry(instance[node])
             return instance[node]
         if node in self.traced.residents:
             instance[node] = self._resident(node)
@@ -184,7 +193,7 @@ class _Lowering:
             return None
         base = self._look(root, instance, value)
         return self.side.call(
-            torch.ops.aten.as_strided.default, (base, list(seen.shape), list(seen.stride()), seen.storage_offset())
+            aten.as_strided.default, (base, list(seen.shape), list(seen.stride()), seen.storage_offset())
         )
 
     def _resident(self, node: fx.Node) -> fx.Node:
@@ -294,12 +303,17 @@ class _Lowering:
             backward=self.backward.module(results, "Backward"),
             forward_inputs=tuple(self.inputs),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
-            backward_state=tuple(self.backward.state_names),
-            backward_outputs=tuple(i for i, n in enumerate(self.outputs) if n in self.carried),
+            backward_state=tuple(dict.fromkeys([*self.backward.state_names, *self._parameters_with_gradient()])),
+            backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),
+            input_outputs={i: p for i, n in enumerate(self.outputs) for p, node in self.inputs.items() if n is node},
             output_count=len(self.outputs),
             tangents=self.tangents,
             input_gradients=tuple(positions),
         )
+
+    def _parameters_with_gradient(self) -> list[str]:
+        names = [name.partition(" ") for gradient in self.traced.gradients for name, _ in gradient.nodes]
+        return [leaf for kind, _, leaf in names if kind == "parameter"]
 
     def _input_position(self, name: str) -> int:
         return next(r.position for r in self.traced.residents.values() if r.kind == "input" and r.name == name)

@@ -1,0 +1,271 @@
+"""Python attributes that forward may read or write: what they were, whether they still are, and how to put them back.
+
+Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), and
+of the classes of both. Plain values and containers are compared by value, everything else (functions, tensors, objects)
+by identity. Module-level globals are not looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memplan.errors import UnsupportedModel
+
+Table = Mapping[str, Any]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+# Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
+_CHECKED_ELSEWHERE = frozenset(
+    {
+        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+        "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
+    }
+)  # fmt: skip
+_DEEPEST = 5
+_ABSENT = object()
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can't change in place and says all of itself by being equal."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(is_plain(v) for v in value)
+    return isinstance(value, _PLAIN)
+
+
+def attribute_tables(model: nn.Module) -> list[tuple[str, Table]]:
+    """(name, attributes) of every submodule, of plain objects behind them, and of their classes. Names are unique."""
+    found: list[tuple[str, Table]] = []
+    seen: set[int] = set()
+    classes: dict[type, None] = {}
+    for name, module in model.named_modules():
+        found.append((name or type(model).__name__, vars(module)))
+        classes.update(dict.fromkeys(type(module).__mro__))
+        for attribute, value in vars(module).items():
+            if attribute not in _CHECKED_ELSEWHERE:
+                for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
+                    found.append((path, vars(thing)))
+                    classes.update(dict.fromkeys(type(thing).__mro__))
+    found += [
+        (f"class {c.__module__}.{c.__qualname__}", vars(c))
+        for c in classes
+        if not c.__module__.startswith(("torch.", "builtins", "collections", "abc", "typing"))
+    ]
+    return found
+
+
+def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Objects with attributes of their own that hang on an attribute, through containers too."""
+    if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type, torch.Tensor, np.ndarray)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        children = [(f"{path}[{k!r}]", v) for k, v in value.items()]
+    elif isinstance(value, (list, tuple, deque)):
+        children = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+    elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
+        yield path, value
+        children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
+    else:
+        return
+    for name, child in children:
+        yield from _objects(child, name, seen, depth - 1)
+
+
+class Snapshot:
+    """What the attributes in some tables were."""
+
+    def __init__(self, tables: list[tuple[str, Table]], root: Table) -> None:
+        self._entries = [_Entry(table, table is root) for _, table in tables]
+
+    def difference(self, tables: list[tuple[str, Table]]) -> str | None:
+        """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
+        for (name, table), entry in zip(tables, self._entries, strict=True):
+            key = entry.changed_key(table)
+            if key is not None:
+                return f"{name}.{key} is {_shown(table.get(key, _ABSENT))}, planned for {_shown(entry.value(key))}"
+        return None
+
+    def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
+        """The snapshot for a copy of the model: its own objects, and plain values as they were."""
+        other = copy.copy(self)
+        other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
+        return other
+
+
+class _Entry:
+    """What one table was: values that compare in one go, containers, and the number of attributes."""
+
+    def __init__(self, table: Table, is_root: bool) -> None:
+        # The model's own `forward` is what a plan replaces.
+        self._ignored = _CHECKED_ELSEWHERE | {"forward"} if is_root else _CHECKED_ELSEWHERE
+        self._exchanged = ("forward",) if is_root else ()
+        kept = {k: v for k, v in table.items() if k not in self._ignored}
+        self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
+        self._simple = {k: v for k, v in kept.items() if k not in self._containers}
+        self._count = self._size(table)
+
+    def adapted(self, table: Table) -> _Entry:
+        other = copy.copy(self)
+        other._simple = {k: v if is_plain(v) else table.get(k, _ABSENT) for k, v in self._simple.items()}
+        other._containers = {k: _adapted(v, table.get(k)) for k, v in self._containers.items()}
+        return other
+
+    def _size(self, table: Table) -> int | None:
+        if isinstance(table, MappingProxyType):
+            return None  # classes gain attributes of no concern, such as caches of abstract classes
+        return len(table) - sum(k in table for k in self._exchanged)
+
+    def changed_key(self, table: Table) -> str | None:
+        if self._same_simple(table) and self._size(table) == self._count:
+            for key, frozen in self._containers.items():
+                if key not in table or not _same(frozen, table[key]):
+                    return key
+            return None
+        for key, value in self._simple.items():
+            if key not in table or not _same(value, table[key]):
+                return key
+        known = self._simple.keys() | self._containers.keys() | self._ignored
+        return next((k for k in table if k not in known), None) if self._count is not None else None
+
+    def _same_simple(self, table: Table) -> bool:
+        try:
+            return self._simple.items() <= table.items()
+        except Exception:  # comparing tensors or arrays that are not the same object: look at each
+            return False
+
+    def value(self, key: str) -> Any:
+        return self._simple.get(key, self._containers.get(key, _ABSENT))
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a container and of the containers in it."""
+    if isinstance(value, dict):
+        return {k: _frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_frozen(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _adapted(frozen: Any, value: Any) -> Any:
+    """A frozen container with the objects of a copy of it."""
+    if isinstance(frozen, dict) and isinstance(value, dict):
+        return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
+    if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
+        return [_adapted(v, w) for v, w in zip(frozen, value, strict=True)]
+    if isinstance(frozen, (dict, list, set, np.ndarray)) or is_plain(frozen):
+        return frozen
+    return value
+
+
+def _same(frozen: Any, value: Any) -> bool:
+    """Whether a value is what it was when it was frozen."""
+    if frozen is value:
+        return True
+    if isinstance(value, dict):
+        return (
+            isinstance(frozen, dict)
+            and frozen.keys() == value.keys()
+            and all(_same(v, value[k]) for k, v in frozen.items())
+        )
+    if isinstance(value, (list, tuple, deque)):
+        return isinstance(frozen, (list, tuple)) and len(frozen) == len(value) and all(map(_same, frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return bool(frozen == value)
+    if isinstance(value, np.ndarray):
+        same_kind = isinstance(frozen, np.ndarray) and (frozen.dtype, frozen.shape) == (value.dtype, value.shape)
+        return same_kind and bool(frozen.tobytes() == value.tobytes())
+    return isinstance(value, _PLAIN) and type(frozen) is type(value) and bool(frozen == value)
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+class AttributesKept:
+    """Puts attributes back after a trace, and says which of them forward changed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
+        self._containers = {id(c): (c, _copied(c)) for _, table, _ in self._tables for c in _containers(table)}
+
+    def __enter__(self) -> AttributesKept:
+        return self
+
+    def changes(self) -> tuple[tuple[str, str, Any], ...]:
+        """(table, key, value) of each attribute that is another plain value now.
+
+        Raises UnsupportedModel where anything else changed: a planned step would not change it.
+        """
+        for container, before in self._containers.values():
+            if not _same(before, container) and not self._is_recurrent(container):
+                raise UnsupportedModel(
+                    f"forward changes a {type(container).__name__} that the model holds ({_shown(before)}); a planned "
+                    "step would not. Return it from forward, or keep such state in a buffer"
+                )
+        changed = []
+        for name, table, before in self._tables:
+            for key, value in table.items():
+                old = before.get(key, _ABSENT)
+                if key in _CHECKED_ELSEWHERE or old is value or (old is not _ABSENT and _same(old, value)):
+                    continue
+                if not is_plain(value) or isinstance(table, MappingProxyType):
+                    raise UnsupportedModel(
+                        f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
+                        "not. Return it from forward, or keep such state in a buffer"
+                    )
+                changed.append((name, key, value))
+        return tuple(changed)
+
+    def _is_recurrent(self, container: Any) -> bool:
+        names = ("_flat_weights", "_flat_weight_refs")
+        return any(table.get(name) is container for _, table, _ in self._tables for name in names)
+
+    def __exit__(self, *error: object) -> None:
+        for _, table, before in self._tables:
+            if isinstance(table, dict):
+                for key in [k for k in table if k not in before]:
+                    del table[key]
+                table.update(before)
+        for container, before in self._containers.values():
+            if isinstance(container, np.ndarray):
+                container[...] = before
+            elif isinstance(container, (dict, set)):
+                container.clear()
+                container.update(before)
+            elif isinstance(container, (list, deque)):
+                container.clear()
+                container.extend(before)
+
+
+def _containers(table: Table) -> Iterator[Any]:
+    """Containers that can change in place among attributes, and inside such containers."""
+    pending = [v for k, v in table.items() if k not in _CHECKED_ELSEWHERE]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, (dict, list, set, deque, np.ndarray)):
+            yield value
+        if isinstance(value, dict):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple, deque)):
+            pending.extend(v for v in value if isinstance(v, _CONTAINERS))
+
+
+def _copied(container: Any) -> Any:
+    return list(container) if isinstance(container, (list, deque)) else container.copy()
