@@ -42,9 +42,7 @@ class Tower(nn.Module):
 
     def __init__(self, middle: Callable[[], nn.Module], depth: int = 4, width: int = 16) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(width, width), nn.Tanh(), middle()) for _ in range(depth)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.Tanh(), middle()) for _ in range(depth))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -134,7 +132,12 @@ def test_several_forwards_before_their_backwards(order: tuple[int, ...]) -> None
         for index in order:
             losses[index].backward()
         results.append(
-            ([loss.detach() for loss in losses], [p.grad for p in each.parameters()], each.state_dict(), torch.get_rng_state())
+            (
+                [loss.detach() for loss in losses],
+                [p.grad for p in each.parameters()],
+                each.state_dict(),
+                torch.get_rng_state(),
+            )
         )
     assert_same_bits(*results)
 
@@ -207,7 +210,13 @@ def plain_sequential() -> tuple[nn.Module, Any]:
 
 @pytest.mark.parametrize(
     "build",
-    [lambda: MODELS["gpt2"](0), lambda: MODELS["llama"](0), lambda: MODELS["bert"](0), in_place_resnet, plain_sequential],
+    [
+        lambda: MODELS["gpt2"](0),
+        lambda: MODELS["llama"](0),
+        lambda: MODELS["bert"](0),
+        in_place_resnet,
+        plain_sequential,
+    ],
     ids=["gpt2", "llama", "bert", "in-place-resnet", "sequential"],
 )
 def test_models_that_rivals_cannot_build(build: Callable[[], tuple[nn.Module, Any]]) -> None:
@@ -289,7 +298,9 @@ class Smooth(nn.Module):
         return torch.tanh(self.outer(hidden)).exp().mean()
 
 
-def directional_derivatives(net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tuple[float, float]:
+def directional_derivatives(
+    net: nn.Module, run: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> tuple[float, float]:
     """(from backward, from central differences) along one random direction; each forward draws the same masks."""
 
     def forward() -> torch.Tensor:

@@ -203,7 +203,9 @@ class AttributesKept:
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
-        self._containers = {id(c): (c, _copied(c)) for _, table, _ in self._tables for c in _containers(table)}
+        self._containers = {
+            id(c): (path, c, _copied(c)) for name, table, _ in self._tables for path, c in _containers(name, table)
+        }
 
     def __enter__(self) -> AttributesKept:
         return self
@@ -213,11 +215,11 @@ class AttributesKept:
 
         Raises UnsupportedModel where anything else changed: a planned step would not change it.
         """
-        for container, before in self._containers.values():
-            if not _same(before, container) and not self._is_recurrent(container):
+        for path, container, before in self._containers.values():
+            if not _same(before, container):
                 raise UnsupportedModel(
-                    f"forward changes a {type(container).__name__} that the model holds ({_shown(before)}); a planned "
-                    "step would not. Return it from forward, or keep such state in a buffer"
+                    f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
+                    "forward, or keep such state in a buffer"
                 )
         changed = []
         for name, table, before in self._tables:
@@ -233,39 +235,46 @@ class AttributesKept:
                 changed.append((name, key, value))
         return tuple(changed)
 
-    def _is_recurrent(self, container: Any) -> bool:
-        names = ("_flat_weights", "_flat_weight_refs")
-        return any(table.get(name) is container for _, table, _ in self._tables for name in names)
-
     def __exit__(self, *error: object) -> None:
         for _, table, before in self._tables:
             if isinstance(table, dict):
                 for key in [k for k in table if k not in before]:
                     del table[key]
                 table.update(before)
-        for container, before in self._containers.values():
-            if isinstance(container, np.ndarray):
-                container[...] = before
-            elif isinstance(container, (dict, set)):
-                container.clear()
-                container.update(before)
-            elif isinstance(container, (list, deque)):
-                container.clear()
-                container.extend(before)
+        for _, container, before in self._containers.values():
+            if not _same(before, container):
+                _restore(container, before)
 
 
-def _containers(table: Table) -> Iterator[Any]:
-    """Containers that can change in place among attributes, and inside such containers."""
-    pending = [v for k, v in table.items() if k not in _CHECKED_ELSEWHERE]
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = before
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    else:
+        container.clear()
+        container.extend(before)
+
+
+def _containers(name: str, table: Table) -> Iterator[tuple[str, Any]]:
+    """(path, container) of containers that can change in place among attributes, and inside such containers."""
+    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in _CHECKED_ELSEWHERE]
+    seen: set[int] = set()
     while pending:
-        value = pending.pop()
+        path, value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
         if isinstance(value, (dict, list, set, deque, np.ndarray)):
-            yield value
-        if isinstance(value, dict):
-            pending.extend(value.values())
-        elif isinstance(value, (list, tuple, deque)):
-            pending.extend(v for v in value if isinstance(v, _CONTAINERS))
+            yield path, value
+        if isinstance(value, (dict, list, tuple, deque)):
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            pending.extend((f"{path}[{k!r}]", v) for k, v in children if isinstance(v, _CONTAINERS))
 
 
 def _copied(container: Any) -> Any:
-    return list(container) if isinstance(container, (list, deque)) else container.copy()
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
+    return kind(container)

@@ -72,7 +72,7 @@ def capture(
                 )
         key = StepKey(model, call, autocast, planned_device.type)
     traced = build_traced(raw, call.tensors, call.names, planned_device)
-    key.guard(traced)
+    key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, reader, key, settled)
 
 

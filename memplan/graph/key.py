@@ -18,7 +18,7 @@ from memplan.graph.attributes import Snapshot, attribute_tables
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
 from memplan.graph.layout import storage_key
-from memplan.graph.trace import Autocast
+from memplan.graph.trace import AttributeRead, Autocast
 from memplan.graph.traced import Traced
 
 
@@ -55,6 +55,7 @@ class StepKey:
         self._state_facts = tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
         self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
+        self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
@@ -74,9 +75,9 @@ class StepKey:
         other._bind(model)
         return other
 
-    def guard(self, traced: Traced) -> None:
+    def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
-        self._guards = Guards(traced)
+        self._guards, self._attribute_reads = Guards(traced), attribute_reads
 
     def check(self, call: Call) -> None:
         """Raise PlanMismatch unless a call of the model now would run the captured step."""
@@ -84,7 +85,7 @@ class StepKey:
             self._arguments_changed(call)
             or self._model_changed()
             or self._environment_changed()
-            or (self._guards is not None and self._guards.changed(call.tensors, self._model.get_buffer))
+            or self._data_changed(call)
         )
         if problem:
             raise PlanMismatch(
@@ -164,6 +165,14 @@ class StepKey:
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
         return None
+
+
+    def _data_changed(self, call: Call) -> str | None:
+        for read in self._attribute_reads:
+            value = getattr(self._model.get_submodule(read.module), read.key).item()
+            if value != read.value:
+                return f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
+        return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -199,6 +199,25 @@ def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @contextlib.contextmanager
+def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
+    """Call `refuse` where somebody seeds the default generators or sets their state."""
+    homes = [
+        (module, name)
+        for module in (torch, torch.random)
+        for name in ("manual_seed", "seed", "set_rng_state")
+        if hasattr(module, name)
+    ]
+    originals = [getattr(module, name) for module, name in homes]
+    for module, name in homes:
+        setattr(module, name, refuse)
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(homes, originals, strict=True):
+            setattr(module, name, original)
+
+
+@contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
     """Keep the profiler's start and stop lines, which its C++ part writes to standard error, off the terminal."""
     sys.stderr.flush()

@@ -57,6 +57,16 @@ class ScalarRead:
     where: str
 
 
+@dataclass(frozen=True, slots=True)
+class AttributeRead:
+    """A number that forward read from a tensor attribute (neither parameter nor buffer) of a module."""
+
+    module: str
+    key: str
+    value: Any
+    where: str
+
+
 @dataclass(slots=True)
 class RawTrace:
     """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
@@ -78,6 +88,7 @@ class RawTrace:
     gradients: dict[str, fx.Node | None]
     layers: dict[str, str]
     scalar_reads: tuple[ScalarRead, ...]
+    attribute_reads: tuple[AttributeRead, ...]
     reassigned: dict[str, int]
 
 
@@ -91,6 +102,7 @@ class _Session:
     stack: list[str] = field(default_factory=list)
     spans: list[tuple[int, str]] = field(default_factory=list)
     reads: list[ScalarRead] = field(default_factory=list)
+    attribute_reads: list[AttributeRead] = field(default_factory=list)
     boundary: fx.Node | None = None
     template: OutputTemplate | None = None
     requires_grad: tuple[bool, ...] = ()
@@ -134,7 +146,7 @@ def trace_step(
         ]
         args, kwargs = call.with_tensors(given)
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
-        with autocast.context():
+        with autocast.context(), private.seeding_refused(_seeds_itself):
             output, buffers_set = torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)
         template = OutputTemplate(output, _shared_objects(model))
         session.reassigned = {name: template.add(tensor, f"buffer {name}") for name, tensor in buffers_set}
@@ -255,6 +267,13 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
         )
 
 
+def _seeds_itself(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedModel(
+        f"forward sets the state of the generator, at {_caller_line()}; a planned step would not. Draw the numbers outside "
+        "of forward and pass them in. Where it is torch.utils.checkpoint that does so, leave that out"
+    )
+
+
 def _same_state(a: Any, b: Any) -> bool:
     return a[0] == b[0] and bool((a[1] == b[1]).all()) and a[2:] == b[2:]
 
@@ -298,13 +317,30 @@ class _Watch(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         node = private.tracer_node(args[0]) if func is private.READ_SCALAR else None
         if func is private.READ_SCALAR and node is None and not isinstance(args[0], private.FakeTensor):
+            return self._read_attribute(args[0])
+        if torch.Tag.dynamic_output_shape in func.tags:
             raise UnsupportedModel(
-                f"forward reads a number from a tensor that is neither an argument nor a buffer: module "
-                f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Register the tensor as a buffer"
+                f"the shape of a result depends on data: {func} in module {self._session.where or '(the model itself)'}, "
+                f"at {_caller_line()}. Compute it outside of the model and pass it in, or use operations whose result "
+                "shapes are fixed, such as torch.where"
             )
         if node is None:
             return private.corrected_outputs(func, args, func(*args, **(kwargs or {})))
         return self._read(node)
+
+    def _read_attribute(self, tensor: torch.Tensor) -> Any:
+        """A number read from a tensor that is a plain attribute of a module."""
+        where = f"{self._session.where} at {_caller_line()}"
+        for module, path in self._session.names.items():
+            for key, held in vars(module).items():
+                if held is tensor:
+                    value = tensor.item()
+                    self._session.attribute_reads.append(AttributeRead(path, key, value, where))
+                    return value
+        raise UnsupportedModel(
+            f"forward reads a number from a tensor that is neither an argument, nor a buffer, nor an attribute: module "
+            f"{where}. Register the tensor as a buffer"
+        )
 
     def _read(self, node: fx.Node) -> Any:
         closure = nodes_behind(node, list(private.tracer_graph().nodes))
@@ -414,6 +450,7 @@ def _finish(
         gradients=dict(zip(names, gradients, strict=True)),
         layers=_layers(session.node_names, session.spans),
         scalar_reads=tuple(session.reads),
+        attribute_reads=tuple(session.attribute_reads),
         reassigned=session.reassigned,
     )
 

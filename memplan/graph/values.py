@@ -142,6 +142,11 @@ class _Builder:
             self._add_getitem(node)
             return
         tensors = tensors_of(node.meta.get("val"))
+        if any(t.layout is not torch.strided for t in tensors):
+            raise UnsupportedModel(
+                f"{node.target} gives a tensor of layout {tensors[0].layout}; only strided tensors can be planned. "
+                "Sparse gradients: set sparse=False"
+            )
         writes = written_nodes(node)
         if not tensors and not writes:
             return  # an assertion on sizes or dtypes: it held at capture, and the key holds it
