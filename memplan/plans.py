@@ -255,7 +255,7 @@ def _from_json(content: Any) -> Plan:
         raise InvalidPlanFile(
             f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
         )
-    return Plan(
+    plan = Plan(
         problem,
         schedule,
         timeline,
@@ -264,6 +264,10 @@ def _from_json(content: Any) -> Plan:
         _Reader.typed(content, "floor_bytes", int),
         _Reader.typed(content, "floor_time_s", float),
     )
+    if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:
+        raise InvalidPlanFile("the plan beats its own lower bound or floor")
+    _ = plan.baseline_peak_bytes  # replays the unplanned step, which must be legal too
+    return plan
 
 
 def _read_costs(content: dict[str, Any], op_count: int) -> Costs:
@@ -292,6 +296,9 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     written = [v for op in graph.ops for v in (*op.outputs, *(e.new for e in op.effects))]
     if len(set(written)) != len(written):
         raise InvalidPlanFile("a value is written by two ops")
+    taken = [v.reuses for v in graph.values if v.reuses is not None]
+    if len(set(taken)) != len(taken):
+        raise InvalidPlanFile("two values take over the memory of one")
     return graph
 
 

@@ -107,9 +107,10 @@ def setting(path: str, value: Any) -> Change:
         thing = net
         for name in parents:
             thing = getattr(thing, name)
-        present = leaf in vars(thing) or (
-            isinstance(thing, nn.Module) and hasattr(thing, leaf) and leaf != "scale" and leaf != "adjust"
-        )
+        tables = [vars(thing)]
+        if isinstance(thing, nn.Module):
+            tables += [thing._parameters, thing._buffers, thing._modules]
+        present = any(leaf in table for table in tables)
         old = getattr(thing, leaf, None)
         setattr(thing, leaf, value() if isinstance(value, _Made) else value)
         try:
@@ -235,7 +236,7 @@ MODEL_CHANGES: dict[str, tuple[Change, str]] = {
     "config-inside": (setting("config.inner.scale", 2.0), "config"),
     "config-dict": (item(lambda n: n.config.table, "scale", 2.0), "config"),
     "config-object": (setting("config", _Made(another_config)), "config"),
-    "tensor-attribute": (setting("held", _Made(lambda: torch.ones(8) * 2)), "held was replaced"),
+    "tensor-attribute": (setting("held", _Made(lambda: torch.ones(8) * 2)), "held"),
     "tensor-in-a-list": (item(lambda n: n.tensors, 0, torch.ones(8) * 2), "tensors"),
     "buffer-shape": (setting("mask", _Made(lambda: torch.ones(1))), "mask is"),
 }  # fmt: skip

@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,7 @@ _CHECKED_ELSEWHERE = frozenset(
         "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
     }
 )  # fmt: skip
+_NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
 _DEEPEST = 5
 _ABSENT = object()
 
@@ -86,8 +88,10 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
 class Snapshot:
     """What the attributes in some tables were."""
 
-    def __init__(self, tables: list[tuple[str, Table]], root: Table) -> None:
-        self._entries = [_Entry(table, table is root) for _, table in tables]
+    def __init__(self, tables: list[tuple[str, Table]], model: nn.Module) -> None:
+        # A new attribute matters where it hides one of a class.
+        hiding = frozenset(n for kind in {type(m) for m in model.modules()} for n in dir(kind))
+        self._entries = [_Entry(table, table is vars(model), hiding) for _, table in tables]
 
     def difference(self, tables: list[tuple[str, Table]]) -> str | None:
         """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
@@ -107,18 +111,20 @@ class Snapshot:
 class _Entry:
     """What one table was: values that compare in one go, containers, and the number of attributes."""
 
-    def __init__(self, table: Table, is_root: bool) -> None:
+    def __init__(self, table: Table, is_root: bool, hiding: frozenset[str]) -> None:
+        self._hiding = hiding
         # The model's own `forward` is what a plan replaces.
         self._ignored = _CHECKED_ELSEWHERE | {"forward"} if is_root else _CHECKED_ELSEWHERE
         self._exchanged = ("forward",) if is_root else ()
         kept = {k: v for k, v in table.items() if k not in self._ignored}
         self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
         self._simple = {k: v for k, v in kept.items() if k not in self._containers}
+        self._numbers = [(k, type(v)) for k, v in self._simple.items() if isinstance(v, (bool, int, float))]
         self._count = self._size(table)
 
     def adapted(self, table: Table) -> _Entry:
         other = copy.copy(self)
-        other._simple = {k: v if is_plain(v) else table.get(k, _ABSENT) for k, v in self._simple.items()}
+        other._simple = {k: _adapted(v, table.get(k, _ABSENT)) for k, v in self._simple.items()}
         other._containers = {k: _adapted(v, table.get(k)) for k, v in self._containers.items()}
         return other
 
@@ -137,11 +143,12 @@ class _Entry:
             if key not in table or not _same(value, table[key]):
                 return key
         known = self._simple.keys() | self._containers.keys() | self._ignored
-        return next((k for k in table if k not in known), None) if self._count is not None else None
+        return next((k for k in table if k in self._hiding and k not in known), None) if self._count is not None else None
 
     def _same_simple(self, table: Table) -> bool:
         try:
-            return self._simple.items() <= table.items()
+            # 1, 1.0 and True are equal, and not the same to a kernel.
+            return self._simple.items() <= table.items() and all(type(table[k]) is kind for k, kind in self._numbers)
         except Exception:  # comparing tensors or arrays that are not the same object: look at each
             return False
 
@@ -166,9 +173,12 @@ def _adapted(frozen: Any, value: Any) -> Any:
         return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
     if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
         return [_adapted(v, w) for v, w in zip(frozen, value, strict=True)]
-    if isinstance(frozen, (dict, list, set, np.ndarray)) or is_plain(frozen):
+    if isinstance(frozen, torch.Tensor):
+        equal = isinstance(value, torch.Tensor) and value.shape == frozen.shape and value.dtype == frozen.dtype
+        return value if equal and torch.equal(value, frozen) else frozen
+    if is_plain(frozen) or isinstance(frozen, (dict, list, set, np.ndarray, Enum, *_NEVER_COPIED)):
         return frozen
-    return value
+    return value if type(value) is type(frozen) else frozen
 
 
 def _same(frozen: Any, value: Any) -> bool:

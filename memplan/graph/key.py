@@ -50,7 +50,8 @@ class StepKey:
         self._autocast = autocast
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
-        self._snapshot = Snapshot(attribute_tables(model), vars(model))
+        self._structure = _structure(model)
+        self._snapshot = Snapshot(attribute_tables(model), model)
         tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
         self._state_facts = tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
         self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
@@ -70,6 +71,8 @@ class StepKey:
 
     def rebound(self, model: nn.Module) -> StepKey:
         """The same key for a copy of the model."""
+        if _structure(model) != self._structure:
+            raise PlanMismatch("the copy's modules, or the parameters that they share, are others than the original's")
         other = copy.copy(self)
         other._snapshot = self._snapshot.adapted(attribute_tables(model))
         other._bind(model)
@@ -184,10 +187,10 @@ def _same(a: Any, b: Any) -> bool:
         return False
 
 
-def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """For each tensor the first one that shares its storage."""
+def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """For each tensor the first one that shares its storage, and where in it the tensor starts."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(storage_key(t), i) for i, t in enumerate(tensors))
+    return tuple((first.setdefault(storage_key(t), i), t.storage_offset()) for i, t in enumerate(tensors))
 
 
 def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:
@@ -200,6 +203,17 @@ def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, A
                 origin = (home, leaf) if tensor is None else first.setdefault(id(tensor), (home, leaf))
                 found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
     return found
+
+
+def _structure(model: nn.Module) -> tuple[Any, ...]:
+    """Types of modules by name, and for each parameter and buffer the first name of the same tensor."""
+    first: dict[int, str] = {}
+    shared = [
+        first.setdefault(id(tensor), name) if tensor is not None else ""
+        for name, home, leaf, _, _ in _state(model)
+        for tensor in (home[leaf],)
+    ]
+    return tuple((name, type(m)) for name, m in model.named_modules()), tuple(shared)
 
 
 def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:

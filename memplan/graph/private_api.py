@@ -198,6 +198,12 @@ def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fixed
 
 
+def has_symbolic_shape(outputs: Any) -> bool:
+    """Whether the size of a fake result is not known until it is computed."""
+    tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return any(isinstance(n, torch.SymInt) for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
+
+
 @contextlib.contextmanager
 def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
     """Call `refuse` where somebody seeds the default generators or sets their state."""

@@ -110,6 +110,15 @@ class _Session:
     node_names: tuple[str, ...] = ()
     reassigned: dict[str, int] = field(default_factory=dict)
 
+    def end_forward(self, template: OutputTemplate) -> None:
+        """Note where the trace stands when forward has returned."""
+        nodes = private.tracer_graph().nodes
+        self.template = template
+        self.requires_grad = tuple(t.requires_grad for t in template.tensors)
+        self.boundary = next(iter(reversed(nodes)))
+        self.node_names = tuple(n.name for n in nodes)
+        self.stack.clear()
+
     @property
     def where(self) -> str:
         return self.stack[-1] if self.stack else ""
@@ -129,7 +138,6 @@ def trace_step(
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     inputs = call.tensors
-    step_module = _Step(model, run)
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
     session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
 
@@ -144,28 +152,26 @@ def trace_step(
         given = [
             t.detach().requires_grad_() if real.requires_grad else t for t, real in zip(tensors, inputs, strict=True)
         ]
+        wanted = [leaves[n] for n in differentiated] + [t for t in given if t.requires_grad]
+
+        def forward_and_backward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            buffers_before = dict(model.named_buffers())
+            with autocast.context():
+                output = run(*args, **kwargs)
+            template = OutputTemplate(output, _shared_objects(model))
+            for name, tensor in model.named_buffers():
+                if tensor is not buffers_before.get(name):
+                    session.reassigned[name] = template.add(tensor, f"buffer {name}")
+            session.end_forward(template)
+            chosen, tangents = _tangents(session)
+            grads = torch.autograd.grad([template.tensors[i] for i in chosen], wanted, tangents, allow_unused=True)
+            return list(template.tensors), list(grads)
+
         args, kwargs = call.with_tensors(given)
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
-        with autocast.context(), private.seeding_refused(_seeds_itself):
-            output, buffers_set = torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)
-        template = OutputTemplate(output, _shared_objects(model))
-        session.reassigned = {name: template.add(tensor, f"buffer {name}") for name, tensor in buffers_set}
-        session.template = template
-        session.requires_grad = tuple(t.requires_grad for t in template.tensors)
-        graph = private.tracer_graph()
-        session.boundary = next(iter(reversed(graph.nodes)))
-        session.node_names = tuple(n.name for n in graph.nodes)
-        session.stack.clear()
-        chosen = _differentiated_outputs(template, session.requires_grad)
-        tangents = []
-        for index in chosen:
-            tangents.append(torch.empty_like(template.tensors[index].detach()))
-            node = private.tracer_node(tangents[-1])
-            assert node is not None
-            session.tangent_nodes[index] = node
-        wanted = [leaves[n] for n in differentiated] + [t for t in given if t.requires_grad]
-        grads = torch.autograd.grad([template.tensors[i] for i in chosen], wanted, tangents, allow_unused=True)
-        return list(template.tensors), list(grads)
+        step_module = _Step(model, forward_and_backward)
+        with private.seeding_refused(_seeds_itself):
+            return torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)  # type: ignore[no-any-return]
 
     fake_inputs = [_stand_in(t, device) for t in inputs]
     args = ([p.detach() for p in parameters.values()], [b.detach() for b in buffers.values()], fake_inputs)
@@ -199,14 +205,21 @@ class _Step(nn.Module):
         self.model = model
         self._run = run
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
-        """What `run` returns, and the buffers that it put other tensors into (`self.average = ...`)."""
-        modules = self.model.named_modules()
-        homes = [(f"{path}.{leaf}".lstrip("."), m, leaf) for path, m in modules for leaf in m._buffers]
-        before = [m._buffers[leaf] for _, m, leaf in homes]
-        output = self._run(*args, **kwargs)
-        after = [(name, m._buffers[leaf]) for name, m, leaf in homes]
-        return output, [(n, t) for (n, t), old in zip(after, before, strict=True) if t is not old and t is not None]
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _tangents(session: _Session) -> tuple[list[int], list[torch.Tensor]]:
+    """The outputs that backward starts from, and a stand-in for the gradient of each that the caller will hand in."""
+    assert session.template is not None
+    chosen = _differentiated_outputs(session.template, session.requires_grad)
+    tangents = []
+    for index in chosen:
+        tangents.append(torch.empty_like(session.template.tensors[index].detach()))
+        node = private.tracer_node(tangents[-1])
+        assert node is not None
+        session.tangent_nodes[index] = node
+    return chosen, tangents
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -269,7 +282,7 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
 
 def _seeds_itself(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedModel(
-        f"forward sets the state of the generator, at {_caller_line()}; a planned step would not. Draw the numbers outside "
+        f"forward seeds the generator or sets its state, at {_caller_line()}; a planned step would not. Draw the numbers outside "
         "of forward and pass them in. Where it is torch.utils.checkpoint that does so, leave that out"
     )
 
@@ -318,14 +331,15 @@ class _Watch(private.TorchDispatchMode):
         node = private.tracer_node(args[0]) if func is private.READ_SCALAR else None
         if func is private.READ_SCALAR and node is None and not isinstance(args[0], private.FakeTensor):
             return self._read_attribute(args[0])
-        if torch.Tag.dynamic_output_shape in func.tags:
-            raise UnsupportedModel(
-                f"the shape of a result depends on data: {func} in module {self._session.where or '(the model itself)'}, "
-                f"at {_caller_line()}. Compute it outside of the model and pass it in, or use operations whose result "
-                "shapes are fixed, such as torch.where"
-            )
         if node is None:
-            return private.corrected_outputs(func, args, func(*args, **(kwargs or {})))
+            outputs = func(*args, **(kwargs or {}))
+            if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
+                raise UnsupportedModel(
+                    f"the shape of a result depends on data: {func} in module "
+                    f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Compute it outside of the model "
+                    "and pass it in, or use operations whose result shapes are fixed, such as torch.where"
+                )
+            return private.corrected_outputs(func, args, outputs)
         return self._read(node)
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
