@@ -15,9 +15,9 @@ from memplan.errors import BudgetInfeasible, PlanMismatch
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Sample
 from memplan.graph.optimizer import optimizer_needs
-from memplan.plans import Plan, first_difference
+from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Problem
-from memplan.runtime import PlannedForward, lower, planned_forward
+from memplan.runtime import PlannedForward, Program, lower, planned_forward
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front, solve_front
 from memplan.units import format_bytes, parse_bytes
@@ -67,8 +67,8 @@ def apply(
             _refuse_other_step(plan, captured)
             if budget is not None:
                 raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
-        program = lower(plan.schedule, captured.traced)
-        planned = PlannedForward(model, original, captured, program, plan)
+        programs = _programs(captured, plan)
+        planned = PlannedForward(model, original, captured, programs, plan)
     previous = planned_forward(model)
     if previous is not None:
         previous.uninstall()
@@ -142,6 +142,17 @@ def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
     finally:
         if planned is not None:
             planned.install()
+
+
+def _programs(captured: Capture, plan: Plan) -> tuple[Program, ...]:
+    """The plan as a program, and once more for `out.sum().backward()` where the same schedule serves it."""
+    program = lower(plan.schedule, captured.traced)
+    if captured.expanded is None or not same_structure(captured.expanded.graph, captured.traced.graph):
+        return (program,)
+    problem = dataclasses.replace(plan.problem, graph=captured.expanded.graph)
+    other = lower(plan.schedule, captured.expanded)
+    fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
+    return (program, other) if fits and other.forward.code == program.forward.code else (program,)
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:

@@ -352,6 +352,16 @@ def _read_step(content: Any, graph: Graph) -> Step:
     return _STEP_NAMES[name](index)  # type: ignore[no-any-return]
 
 
+def same_structure(a: Graph, b: Graph) -> bool:
+    """Whether one schedule means the same for both: equal but for sizes and layouts."""
+
+    def shape(graph: Graph) -> tuple[object, ...]:
+        ops = tuple((op.kind, op.phase, op.inputs, op.outputs, op.effects, op.random) for op in graph.ops)
+        return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
+
+    return shape(a) == shape(b)
+
+
 def first_difference(planned: Graph, captured: Graph) -> str | None:
     """What differs between two graphs, in words; None where they are equal."""
     if planned == captured:

@@ -29,7 +29,7 @@ Logged = tuple[Any, list[Any], list[Any]]  # op, what went in, what came out
 
 
 def facts(tree: Any) -> list[Any]:
-    """(dtype, shape, strides) of each tensor, other leaves as they are; None, which may be given or left out, is not."""
+    """(dtype, shape, strides) of each tensor, other leaves as they are, without None, which may be left out."""
     return [
         (t.dtype, tuple(t.shape), tuple(t.stride())) if isinstance(t, torch.Tensor) else t
         for t in tree_leaves(tree)
@@ -87,7 +87,9 @@ def step_of(model: nn.Module, sample: Sample, run: Callable[..., Any], autocast:
 
 def plain_log(model: nn.Module, sample: Sample, run: Callable[..., Any], autocast: bool) -> tuple[list[Logged], int]:
     """The log of a plain step, and how many of its ops belong to the forward pass."""
-    args, kwargs = ((), sample) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})
+    args, kwargs = (
+        ((), sample) if isinstance(sample, dict) else (sample if isinstance(sample, tuple) else (sample,), {})
+    )
     with DispatchLog() as log:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = run(*args, **kwargs)
@@ -124,9 +126,6 @@ def test_the_captured_ops_are_those_of_the_plain_step(name: str, autocast: bool)
             copies += entry[0] is not aten.new_empty_strided.default
     assert position == len(captured)
     assert copies == sum(op.kind == "memplan.gradient_copy" for op in traced.graph.ops)
-
-
-
 
 
 WIDTH = 8

@@ -295,6 +295,7 @@ def test_smaller_sizes_do_not_smuggle_a_plan_past_the_model() -> None:
     content = json.loads(saved_bytes())
     for value in content["graph"]["values"]:
         value["size_bytes"] //= 2
+    content["floor_bytes"] //= 4
     plan = plan_from_bytes(json.dumps(content).encode())
     net, sample = built()
     with pytest.raises(memplan.PlanMismatch, match="size_bytes"):

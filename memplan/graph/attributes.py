@@ -143,7 +143,9 @@ class _Entry:
             if key not in table or not _same(value, table[key]):
                 return key
         known = self._simple.keys() | self._containers.keys() | self._ignored
-        return next((k for k in table if k in self._hiding and k not in known), None) if self._count is not None else None
+        return (
+            next((k for k in table if k in self._hiding and k not in known), None) if self._count is not None else None
+        )
 
     def _same_simple(self, table: Table) -> bool:
         try:

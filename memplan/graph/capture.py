@@ -24,6 +24,7 @@ from memplan.graph.values import build_traced
 class Capture:
     """A captured step of one model. reader: takes later calls apart as the sample was.
 
+    expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
     """
 
@@ -31,6 +32,7 @@ class Capture:
     call: Call
     reader: CallReader
     key: StepKey
+    expanded: Traced | None
     settled: tuple[tuple[str, str, Any], ...]
 
     def settle(self, model: nn.Module) -> None:
@@ -71,9 +73,12 @@ def capture(
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
         key = StepKey(model, call, autocast, planned_device.type)
+        loss_outside = any(raw.template.tensors[i].dim() for i in raw.tangents)
+        other = trace_step(model, call, run, autocast, planned_device, expanded=True) if loss_outside else None
     traced = build_traced(raw, call.tensors, call.names, planned_device)
+    expanded = None if other is None else build_traced(other, call.tensors, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, reader, key, settled)
+    return Capture(traced, call, reader, key, expanded, settled)
 
 
 def model_device(model: nn.Module) -> torch.device:

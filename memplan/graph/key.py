@@ -169,7 +169,6 @@ class StepKey:
                 return f"{name} is {value}, planned for {self._switches[name]}"
         return None
 
-
     def _data_changed(self, call: Call) -> str | None:
         for read in self._attribute_reads:
             value = getattr(self._model.get_submodule(read.module), read.key).item()
@@ -190,7 +189,7 @@ def _same(a: Any, b: Any) -> bool:
 def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """For each tensor the first one that shares its storage, and where in it the tensor starts."""
     first: dict[int, int] = {}
-    return tuple((first.setdefault(storage_key(t), i), t.storage_offset()) for i, t in enumerate(tensors))
+    return tuple((first.setdefault(storage_key(t), i), int(t.storage_offset())) for i, t in enumerate(tensors))
 
 
 def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:

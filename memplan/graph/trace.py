@@ -130,8 +130,11 @@ def trace_step(
     run: Callable[..., Any],
     autocast: Autocast,
     device: torch.device,
+    expanded: bool = False,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
+
+    expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -163,7 +166,7 @@ def trace_step(
                 if tensor is not buffers_before.get(name):
                     session.reassigned[name] = template.add(tensor, f"buffer {name}")
             session.end_forward(template)
-            chosen, tangents = _tangents(session)
+            chosen, tangents = _tangents(session, expanded)
             grads = torch.autograd.grad([template.tensors[i] for i in chosen], wanted, tangents, allow_unused=True)
             return list(template.tensors), list(grads)
 
@@ -209,13 +212,17 @@ class _Step(nn.Module):
         return self._run(*args, **kwargs)
 
 
-def _tangents(session: _Session) -> tuple[list[int], list[torch.Tensor]]:
+def _tangents(session: _Session, expanded: bool) -> tuple[list[int], list[torch.Tensor]]:
     """The outputs that backward starts from, and a stand-in for the gradient of each that the caller will hand in."""
     assert session.template is not None
     chosen = _differentiated_outputs(session.template, session.requires_grad)
     tangents = []
     for index in chosen:
-        tangents.append(torch.empty_like(session.template.tensors[index].detach()))
+        output = session.template.tensors[index].detach()
+        if expanded:
+            tangents.append(output.new_empty_strided(output.shape, [0] * output.dim()))
+        else:
+            tangents.append(torch.empty_like(output))
         node = private.tracer_node(tangents[-1])
         assert node is not None
         session.tangent_nodes[index] = node
@@ -282,8 +289,8 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
 
 def _seeds_itself(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedModel(
-        f"forward seeds the generator or sets its state, at {_caller_line()}; a planned step would not. Draw the numbers outside "
-        "of forward and pass them in. Where it is torch.utils.checkpoint that does so, leave that out"
+        f"forward seeds the generator or sets its state, at {_caller_line()}; a planned step would not. Draw the "
+        "numbers outside of forward and pass them in. Where it is torch.utils.checkpoint that does so, leave that out"
     )
 
 
@@ -336,8 +343,8 @@ class _Watch(private.TorchDispatchMode):
             if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
                 raise UnsupportedModel(
                     f"the shape of a result depends on data: {func} in module "
-                    f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Compute it outside of the model "
-                    "and pass it in, or use operations whose result shapes are fixed, such as torch.where"
+                    f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Compute it outside of the "
+                    "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
                 )
             return private.corrected_outputs(func, args, outputs)
         return self._read(node)
@@ -487,7 +494,7 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0]
 
 
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
+_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
 
 
 def _source_line(error: BaseException) -> str:

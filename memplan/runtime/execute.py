@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
@@ -56,6 +56,10 @@ class TangentLayout:
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @staticmethod
+    def of(output: str, tangent: torch.Tensor) -> TangentLayout:
+        return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
@@ -97,7 +101,7 @@ class Runner:
         self,
         program: Program,
         store: ParameterStore,
-        layouts: dict[int, TangentLayout],
+        backwards: tuple[tuple[dict[int, TangentLayout], fx.GraphModule], ...],
         requires_grad: tuple[bool, ...],
         output_names: tuple[str, ...],
         device: torch.device,
@@ -105,7 +109,8 @@ class Runner:
         self.program = program
         self.store = store
         self.anchor = torch.empty(0, requires_grad=True, device=device)
-        self._layouts = layouts
+        self._backwards = backwards
+        self._layouts = backwards[0][0]
         self._requires_grad = requires_grad
         self._output_names = output_names
         self._device_type = device.type
@@ -130,40 +135,40 @@ class Runner:
         return outputs, _InFlight(saved, watched, state)
 
     def backward(self, state: _InFlight, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        arguments = [self.store, self.store.hand_over, *self._checked_tangents(tangents), *state.saved]
+        given = self._checked_tangents(tangents)
+        run = self._backward_for(given)
+        arguments = [self.store, self.store.hand_over, *given.values(), *state.saved]
         state.saved.clear()
         with self._without_autocast():
-            return self.program.backward.forward(arguments)  # type: ignore[no-any-return]
+            return run.forward(arguments)  # type: ignore[no-any-return]
 
-    def _checked_tangents(self, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        chosen = []
-        for index, tangent in enumerate(tangents):
-            layout = self._layouts.get(index)
-            if layout is None:
-                if tangent is not None:
-                    raise PlanMismatch(
-                        f"backward reached output {self._output_names[index]}, but the plan starts backward from "
-                        f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside "
-                        "with loss_fn="
-                    )
-                continue
-            if tangent is None:
-                raise PlanMismatch(
-                    f"backward did not reach output {layout.output}, but the plan starts backward from it. Put the "
-                    "loss inside with loss_fn="
-                )
-            if (tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype) != (
-                layout.shape,
-                layout.stride,
-                layout.dtype,
-            ):
-                raise PlanMismatch(
-                    f"the gradient of output {layout.output} arrives with strides {tuple(tangent.stride())} and dtype "
-                    f"{tangent.dtype}, but was planned with strides {layout.stride} and {layout.dtype}; eager would "
-                    "run other kernels on it. Put the loss inside with loss_fn="
-                )
-            chosen.append(tangent)
-        return chosen
+    def _checked_tangents(self, tangents: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
+        """The gradients handed in, by output."""
+        given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
+        for index in given.keys() - self._layouts.keys():
+            raise PlanMismatch(
+                f"backward reached output {self._output_names[index]}, but the plan starts backward from "
+                f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
+            )
+        for index in self._layouts.keys() - given.keys():
+            raise PlanMismatch(
+                f"backward did not reach output {self._layouts[index].output}, but the plan starts backward from it. "
+                "Put the loss inside with loss_fn="
+            )
+        return {index: given[index] for index in self._layouts}
+
+    def _backward_for(self, given: dict[int, torch.Tensor]) -> fx.GraphModule:
+        """The backward program for gradients of this layout."""
+        layouts = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in given.items()}
+        for expected, program in self._backwards:
+            if layouts == expected:
+                return program
+        index = next(i for i in layouts if layouts[i] != self._layouts[i])
+        raise PlanMismatch(
+            f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
+            f"{layouts[index].dtype}, but was planned with strides {self._layouts[index].stride} and "
+            f"{self._layouts[index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
+        )
 
     def check_unchanged(self, state: _InFlight) -> None:
         """Raise as autograd does where something that backward reads has been written to since forward."""

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from memplan.graph.capture import Capture
+from memplan.graph.traced import Traced
 from memplan.runtime.execute import ParameterStore, Runner, TangentLayout
 from memplan.runtime.lower import Program
 
@@ -23,10 +24,15 @@ class PlannedForward:
     """
 
     def __init__(
-        self, model: nn.Module, original: Callable[..., Any], capture: Capture, program: Program, plan: Any
+        self,
+        model: nn.Module,
+        original: Callable[..., Any],
+        capture: Capture,
+        programs: tuple[Program, ...],
+        plan: Any,
     ) -> None:
         self.model, self.original, self.plan = model, original, plan
-        self._capture, self._program = capture, program
+        self._capture, self._programs = capture, programs
         self._key = capture.key
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
@@ -35,21 +41,24 @@ class PlannedForward:
 
     def _make_runner(self) -> Runner:
         traced = self._capture.traced
-        layouts = {
-            index: TangentLayout(self._name(index), tuple(t.shape), tuple(t.stride()), t.dtype)
-            for index, output in enumerate(traced.outputs)
-            if output.tangent is not None and (t := traced.tangent_nodes[output.tangent].meta["val"]) is not None
-        }
+        variants = [v for v in (traced, self._capture.expanded) if v is not None]
         return Runner(
-            program=self._program,
+            program=self._programs[0],
             store=ParameterStore(
                 self.model, [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
             ),
-            layouts=layouts,
+            backwards=tuple((self._layouts(v), p.backward) for v, p in zip(variants, self._programs)),
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
             output_names=tuple(self._name(i) for i in range(len(traced.outputs))),
             device=traced.device,
         )
+
+    def _layouts(self, traced: Traced) -> dict[int, TangentLayout]:
+        return {
+            index: TangentLayout.of(self._name(index), traced.tangent_nodes[output.tangent].meta["val"])
+            for index, output in enumerate(traced.outputs)
+            if output.tangent is not None
+        }
 
     def _name(self, index: int) -> str:
         return self._capture.traced.template.names[index] or "output"
@@ -72,7 +81,7 @@ class PlannedForward:
     @property
     def program(self) -> Program:
         """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
-        return self._program
+        return self._programs[0]
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
@@ -106,7 +115,7 @@ class PlannedForward:
         original = MethodType(getattr(self.original, "__func__", type(model).forward), model)
         other = PlannedForward.__new__(PlannedForward)
         other.model, other.original, other.plan = model, original, self.plan
-        other._capture, other._program = self._capture, self._program
+        other._capture, other._programs = self._capture, self._programs
         other._key = self._key.rebound(model)
         other._training, other._own_attribute = self._training, False
         other._runner = other._make_runner()

@@ -1,0 +1,160 @@
+"""Planning itself: it stays in the budget, leaves no trace, keeps what it measured, and counts the optimizer."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.graph import capture, measure
+from memplan.graph.optimizer import optimizer_needs
+from tests.meter import LiveMeter, profiler_peak, storage_bytes
+from tests.zoo import MODELS, assert_same_bits, copied, loss_of, tensors_of
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50", "unet"])
+def test_capture_takes_no_memory_and_timing_stays_in_the_budget(name: str, cost_cache: Path) -> None:
+    net, sample = MODELS[name](0)
+    resident = [*net.parameters(), *net.buffers(), *tensors_of([sample])]
+    resident_bytes = storage_bytes(resident)
+    # Costs an allocator may be asked for while fakes are made: numbers, generator states, no tensors of the model.
+    assert profiler_peak(lambda: capture(net, net.forward, sample), 0) < max(100_000, resident_bytes // 10)
+    captured = capture(net, net.forward, sample)
+    floor_bytes = memplan.plan(net, sample, 1.0).floor_bytes
+    tensors = dict([*net.named_parameters(), *net.named_buffers()])
+    inputs = captured.call.tensors
+    meter = LiveMeter()
+    meter.register(resident)
+    with meter:
+        measure(
+            captured.traced,
+            lambda kind, name, position: inputs[position] if kind == "input" else tensors[name],
+            budget_bytes=floor_bytes,
+            use_cache=False,
+        )
+    assert meter.peak_bytes <= floor_bytes
+
+
+def test_an_op_that_does_not_fit_alone_is_named(cost_cache: Path) -> None:
+    net, sample = MODELS["gpt2"](0)
+    resident_bytes = memplan.plan(net, sample, 1.0, costs="estimate").problem.resident_bytes
+    with pytest.raises(memplan.BudgetInfeasible, match=r"aten\..* in .* needs .* even alone"):
+        memplan.plan(net, sample, resident_bytes + 1000)
+
+
+def test_planning_changes_nothing() -> None:
+    net, sample = MODELS["resnet50"](0)
+    torch.manual_seed(3)
+    before = copied(dict(net.state_dict())), torch.get_rng_state(), set(vars(net))
+    memplan.plan(net, sample, 0.9)
+    memplan.explore(net, sample)
+    assert_same_bits(before[0], dict(net.state_dict()))
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert before[2] == set(vars(net))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_measured_costs_are_kept_on_disk(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS["vit"](0)
+    first = memplan.plan(net, sample, 0.8)
+    (file,) = cost_cache.glob("costs-*.json")
+    monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: pytest.fail("measured again"))
+    assert memplan.plan(net, sample, 0.8).problem.costs == first.problem.costs
+    monkeypatch.undo()
+    monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(cost_cache))
+    file.write_text('{"format": 1, "facts": {"damaged')
+    memplan.plan(net, sample, 0.8)  # measures again
+    assert len(file.read_text()) > 1000
+
+
+OPTIMIZERS = {
+    "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1),
+    "momentum": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9),
+    "adamw": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    "adamw-foreach": lambda ps: torch.optim.AdamW(ps, lr=1e-3, foreach=True),
+    "rmsprop": lambda ps: torch.optim.RMSprop(ps, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_declared_optimizer_is_counted(name: str) -> None:
+    """From the second step on, when its state is there, the whole of forward, backward and update is in the plan."""
+    net, sample = MODELS["gpt2"](0)
+    optimizer = OPTIMIZERS[name](net.parameters())
+    memplan.apply(net, sample, 0.8, optimizer=optimizer, costs="measure")
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    net(**sample).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    meter = LiveMeter()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    meter.register([*net.parameters(), *net.buffers(), *tensors_of([sample]), *state])
+    with meter:
+        output = net(**sample)
+        output.loss.backward()
+        optimizer.step()
+    assert meter.peak_bytes <= plan.live_peak_bytes
+    assert storage_bytes(state) == plan.problem.extra_resident_bytes
+
+
+def test_foreseeing_the_optimizer_leaves_it_alone() -> None:
+    net, sample = MODELS["gpt2"](0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = copied(dict(net.state_dict()))
+    state_bytes, _ = optimizer_needs(optimizer, torch.device("cpu"))
+    assert not optimizer.state
+    assert_same_bits(before, dict(net.state_dict()))
+    loss_of(net(**sample)).backward()
+    optimizer.step()
+    scheduler.step()
+    state = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    assert state_bytes == storage_bytes(state)
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused() -> None:
+    net, sample = MODELS["handmade"](0)
+    with pytest.raises(memplan.UnsupportedModel, match="LBFGS"):
+        memplan.plan(net, sample, 1.0, optimizer=torch.optim.LBFGS(net.parameters()), costs="estimate")
+
+
+def test_budgets_in_parts() -> None:
+    net, sample = MODELS["gpt2"](0)
+    whole = memplan.plan(net, sample, 1.0, costs="estimate")
+    limit = whole.activation_peak_bytes // 2
+    plan = memplan.plan(net, sample, memplan.Budget(activations=limit), costs="estimate")
+    assert plan.activation_peak_bytes <= limit
+    both = memplan.Budget(device=plan.floor_bytes + 1000, activations=limit)
+    assert memplan.plan(net, sample, both, costs="estimate").peak_bytes <= plan.floor_bytes + 1000
+    with pytest.raises(ValueError, match="no limit"):
+        memplan.plan(net, sample, memplan.Budget(), costs="estimate")
+
+
+def test_accumulated_gradients_are_counted() -> None:
+    """With accumulate= the gradients of earlier micro-batches are there while the step runs."""
+    net, sample = MODELS["gpt2"](0)
+    memplan.apply(net, sample, 0.8, accumulate=True)
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    net(**sample).loss.backward()
+    meter = LiveMeter()
+    meter.register([*net.parameters(), *net.buffers(), *tensors_of([sample]), *(p.grad for p in net.parameters())])
+    with meter:
+        output = net(**sample)
+        output.loss.backward()
+    assert meter.peak_bytes <= plan.live_peak_bytes
+    assert meter.live_bytes == plan.timeline.live_bytes[-1]
+
+
+def test_the_report_says_what_a_user_asks() -> None:
+    net, sample = MODELS["gpt2"](0)
+    plan = memplan.plan(net, sample, 0.5)
+    text = plan.report()
+    for words in ("budget", "unplanned", "lower bound", "smallest budget", "recomputed:", "transformer.h.", "AdamW"):
+        assert words in text
+    assert isinstance(copy.deepcopy(net), nn.Module)
