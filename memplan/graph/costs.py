@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -99,6 +99,7 @@ class _Bench:
     def __init__(self, traced: Traced, resident: StateOf) -> None:
         self.traced, self.resident = traced, resident
         self._pool: list[torch.Tensor] = []  # arguments of the latest op
+        self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
 
     def time_s(self, index: int) -> float:
         """Median seconds of some runs."""
@@ -172,23 +173,14 @@ class _Bench:
     def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
         written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
+        wanted = {_count_and_dtype(n.meta["val"]) for n in kernel.reads}
+        self._spare, self._pool = [t for t in self._pool if (t.numel(), t.dtype) in wanted], []
         storages: dict[int, torch.Tensor] = {}
-        spare, self._pool = self._pool, []
+        real = {node: self._tensor(node, value in written, storages) for node, value in kernel.reads.items()}
+        self._spare = []
+        return _substituted(kernel.args, real), dict(zip(kernel.kwargs, _substituted(kernel.kwargs.values(), real)))
 
-        def argument(thing: Any) -> Any:
-            if isinstance(thing, fx.Node):
-                return self._tensor(thing, kernel.reads.get(thing) in written, storages, spare)
-            if isinstance(thing, MetaTensor):
-                return thing.build()
-            if isinstance(thing, (list, tuple)):
-                return type(thing)(argument(t) for t in thing)
-            return thing
-
-        return tuple(argument(a) for a in kernel.args), {k: argument(v) for k, v in kernel.kwargs.items()}
-
-    def _tensor(
-        self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor], spare: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         fake = node.meta["val"]
         root = node
         while root in self.traced.parents:
@@ -201,11 +193,9 @@ class _Bench:
                 real = self.resident(source.kind, source.name, source.position)
             if real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
-        return self._made_up(fake, storages, spare)
+        return self._made_up(fake, storages)
 
-    def _made_up(
-        self, fake: torch.Tensor, storages: dict[int, torch.Tensor], spare: list[torch.Tensor]
-    ) -> torch.Tensor:
+    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         """A tensor with the layout of `fake`; what shares a storage in the trace shares one here.
 
         Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
@@ -213,14 +203,9 @@ class _Bench:
         key = storage_key(fake)
         if key not in storages or storages[key].dtype != fake.dtype:
             device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
-            count = fake.untyped_storage().nbytes() // fake.element_size()
-            fitting = [t for t in spare if t.numel() == count and t.dtype == fake.dtype and t.device == device]
-            if fitting:
-                spare[:] = [t for t in spare if t is not fitting[0]]
-                flat = fitting[0]
-            else:
-                spare.clear()
-                flat = torch.empty(count, dtype=fake.dtype, device=device)
+            count, dtype = _count_and_dtype(fake)
+            fitting = [i for i, t in enumerate(self._spare) if (t.numel(), t.dtype, t.device) == (count, dtype, device)]
+            flat = self._spare.pop(fitting[0]) if fitting else torch.empty(count, dtype=dtype, device=device)
             flat.fill_(0.5 if fake.dtype.is_floating_point else 0)  # indices of 0 are valid everywhere
             storages[key] = flat
             self._pool.append(flat)
@@ -240,6 +225,26 @@ class _Bench:
                 f"{op.kind} in {op.layer or 'the model'} gives {real} (dtype, shape, strides, bytes), where the trace "
                 f"has {traced}: PyTorch's fake kernel for it is wrong, and a plan would be too"
             )
+
+
+def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments of a kernel with real tensors in place of the trace's nodes."""
+    found: list[Any] = []
+    for thing in arguments:
+        if isinstance(thing, fx.Node):
+            found.append(real[thing])
+        elif isinstance(thing, MetaTensor):
+            found.append(thing.build())
+        elif isinstance(thing, (list, tuple)):
+            found.append(type(thing)(_substituted(thing, real)))
+        else:
+            found.append(thing)
+    return tuple(found)
+
+
+def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
+    """What it takes to make the storage behind a tensor."""
+    return fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype
 
 
 def _storages(result: Any) -> list[int]:
