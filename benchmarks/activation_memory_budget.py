@@ -19,14 +19,11 @@ import copy
 import gc
 import itertools
 import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +31,7 @@ import torch
 from torch import nn
 
 import memplan
+from benchmarks.environment import environment
 from tests.meter import profiler_peak, storage_bytes
 from tests.zoo import bits_of
 
@@ -58,7 +56,7 @@ class LossOnly(nn.Module):
         return self.inner(**sample).loss
 
 
-def _gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> nn.Module:
+def build_gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -75,7 +73,7 @@ def _gpt2(layers: int, width: int, heads: int, vocabulary: int, length: int) -> 
     return model
 
 
-def _llama(layers: int, width: int, heads: int, vocabulary: int) -> nn.Module:
+def build_llama(layers: int, width: int, heads: int, vocabulary: int) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -104,9 +102,9 @@ class Config:
 
 
 CONFIGS = {
-    "gpt2": Config(lambda: _gpt2(4, 128, 4, 1000, 128), 1000, batch=8, length=128),
-    "llama": Config(lambda: _llama(4, 128, 4, 1000), 1000, batch=8, length=128),
-    "gpt2-large": Config(lambda: _gpt2(12, 768, 12, 50257, 512), 50257, batch=4, length=512),
+    "gpt2": Config(lambda: build_gpt2(4, 128, 4, 1000, 128), 1000, batch=8, length=128),
+    "llama": Config(lambda: build_llama(4, 128, 4, 1000), 1000, batch=8, length=128),
+    "gpt2-large": Config(lambda: build_gpt2(12, 768, 12, 50257, 512), 50257, batch=4, length=512),
 }
 
 
@@ -379,28 +377,6 @@ def print_summary(name: str, result: dict[str, Any]) -> None:
             f"  at the rival's peaks memplan's step takes {min(pairs):.2f} to {max(pairs):.2f} of the rival's, "
             f"median {statistics.median(pairs):.2f}"
         )
-
-
-def environment() -> dict[str, Any]:
-    """The hardware and the versions that the figures hold for."""
-    versions = {name: metadata.version(name) for name in ("torch", "transformers", "numpy", "numba", "networkx")}
-    return {
-        "processor": _processor(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
-def _processor() -> str:
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or "unknown"
 
 
 def parsed() -> argparse.Namespace:

@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memplan.graph import to_networkx
 from memplan.graph.call import CallReader
 from memplan.graph.private_api import READ_SCALAR
 from memplan.graph.trace import Autocast, RawTrace, trace_step
@@ -155,3 +157,15 @@ def test_fake_kernels_of_norms_are_corrected(kind: str) -> None:
     raw, _ = step_of(model, x, model.forward, False)
     logged, _ = plain_log(copy.deepcopy(model), x, copy.deepcopy(model).forward, False)
     assert [entry for entry in logged if entry[0] not in COPIES] == [e for e in logged_trace(raw) if e[0] not in COPIES]
+
+
+def test_the_networkx_view_is_a_dag_in_the_order_of_execution() -> None:
+    model, sample = MODELS["handmade"](0)
+    _, traced = step_of(model, sample, model.forward, False)
+    view = to_networkx(traced.graph)
+    assert nx.is_directed_acyclic_graph(view)
+    assert view.number_of_nodes() == len(traced.graph.ops) + len(traced.graph.values)
+    for (kind, index), (other_kind, other) in view.edges:
+        if kind == "value" and other_kind == "op":
+            assert index in traced.graph.ops[other].inputs
+    assert any(data.get("reuses") for _, _, data in view.edges(data=True)), "the model writes in place"

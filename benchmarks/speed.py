@@ -1,0 +1,168 @@
+"""What memplan costs: seconds to plan, seconds that a planned step adds, and how well its overhead was predicted.
+
+    python -m benchmarks.speed [--only planning solving unlimited prediction] [--output FILE]
+
+planning: capture, costs and solve of a 12-layer GPT-2, with an empty cost cache and with a full one.
+solving: the front of a 32-layer Llama whose costs are known.
+unlimited: plain eager against the same step under a budget that needs no recomputation, in alternation.
+prediction: measured against predicted overhead at three budgets, in alternation with the plain step; a row counts where
+the plain step's own spread is under 3%.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from benchmarks.activation_memory_budget import build_gpt2, build_llama
+from benchmarks.environment import environment
+from memplan.graph import capture, estimate
+from memplan.problem import Problem
+from memplan.solvers import solve_front
+
+Sample = dict[str, Any]
+
+
+def language_sample(vocabulary: int, batch: int, length: int) -> Sample:
+    ids = torch.randint(0, vocabulary, (batch, length))
+    return {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+
+def gpt2(layers: int, width: int, vocabulary: int, batch: int, length: int) -> tuple[nn.Module, Sample]:
+    torch.manual_seed(0)
+    model = build_gpt2(layers, width, max(4, width // 64), vocabulary, length)
+    return model.train(), language_sample(vocabulary, batch, length)
+
+
+def seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def planning() -> dict[str, Any]:
+    small, small_sample = gpt2(1, 32, 50, 2, 16)
+    first_s = seconds(lambda: memplan.plan(small, small_sample, 0.7))  # compiles the solvers' kernels where need be
+    model, sample = gpt2(12, 768, 50257, 4, 512)
+    cold_s = seconds(lambda: memplan.plan(model, sample, 0.5))
+    warm_s = seconds(lambda: memplan.plan(model, sample, 0.5))
+    return {"first_ever_s": first_s, "gpt2_12_cold_costs_s": cold_s, "gpt2_12_warm_costs_s": warm_s}
+
+
+def solving() -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, sample = build_llama(32, 64, 4, 100).train(), language_sample(100, 1, 64)
+    traced = capture(model, model.forward, sample).traced
+    problem = Problem(traced.graph, estimate(traced))
+    times = [seconds(lambda: solve_front(problem)) for _ in range(4)]
+    return {"llama_32_ops": len(traced.graph.ops), "llama_32_solve_s": min(times[1:]), "first_solve_s": times[0]}
+
+
+class CountOps(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def step(model: nn.Module, sample: Sample) -> None:
+    model(**sample).loss.backward()
+    model.zero_grad()
+
+
+def alternating(models: list[nn.Module], sample: Sample, repeats: int) -> list[list[float]]:
+    """Seconds of steps of each model, taken in turn after two steps of each to warm up."""
+    for model in models * 2:
+        step(model, sample)
+    times: list[list[float]] = [[] for _ in models]
+    for _ in range(repeats):
+        for index, model in enumerate(models):
+            times[index].append(seconds(lambda m=model: step(m, sample)))  # type: ignore[misc]
+    return times
+
+
+def unlimited() -> dict[str, Any]:
+    rows = {}
+    for name, arguments, repeats in (
+        ("gpt2 3x64", (3, 64, 100, 2, 64), 60),
+        ("gpt2 4x128", (4, 128, 1000, 8, 128), 30),
+        ("gpt2 4x256", (4, 256, 1000, 8, 256), 12),
+        ("gpt2 12x256", (12, 256, 1000, 4, 256), 12),
+    ):
+        model, sample = gpt2(*arguments)
+        planned = copy.deepcopy(model)
+        memplan.apply(planned, sample, 1.0)
+        counter = CountOps()
+        with counter:
+            step(model, sample)
+        plain_s, planned_s = (statistics.median(t) for t in alternating([model, planned], sample, repeats))
+        rows[name] = {
+            "plain_s": plain_s,
+            "ratio": planned_s / plain_s,
+            "extra_us_per_op": (planned_s - plain_s) / counter.count * 1e6,
+            "dispatched_ops": counter.count,
+        }
+    return rows
+
+
+def prediction() -> dict[str, Any]:
+    model, sample = gpt2(6, 256, 1000, 8, 256)
+    points = memplan.explore(model, sample)
+    low, high = points[0].peak_bytes, points[-1].peak_bytes
+    rows = {}
+    for fraction in (0.0, 0.2, 0.5):
+        budget = low + int((high - low) * fraction)
+        point = [p for p in points if p.peak_bytes <= budget][-1]
+        planned = memplan.apply(copy.deepcopy(model), sample, plan=point)
+        plain, ours = alternating([model, planned], sample, 9)
+        ordered = sorted(plain)
+        rows[f"{fraction:.1f} between floor and unplanned"] = {
+            "predicted_overhead": point.overhead,
+            "measured_overhead": statistics.median(ours) / statistics.median(plain) - 1,
+            "plain_spread": (ordered[-2] - ordered[1]) / statistics.median(plain),
+        }
+    return rows
+
+
+PARTS: dict[str, Callable[[], dict[str, Any]]] = {
+    "planning": planning,
+    "solving": solving,
+    "unlimited": unlimited,
+    "prediction": prediction,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "speed.json")
+    args = parser.parse_args()
+    result: dict[str, Any] = {"environment": environment()}
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MEMPLAN_CACHE_DIR"] = folder
+        for name in args.only:
+            result[name] = PARTS[name]()
+            print(name, json.dumps(result[name], indent=1), flush=True)
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
