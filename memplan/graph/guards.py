@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
-from memplan.graph.trace import storage_of, written_nodes
+from memplan.graph.dataflow import storage_of, written_nodes
 from memplan.graph.traced import Resident, Traced
 
 

@@ -15,7 +15,6 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    UnsupportedFakeTensorException,
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -35,7 +34,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 aten = torch.ops.aten
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
-UNSUPPORTED_FAKE_ERRORS = (UnsupportedFakeTensorException,)
 READ_SCALAR = aten._local_scalar_dense.default
 
 # Ops that write to arguments though their schema does not say so: op -> (argument indices, index of `training`).

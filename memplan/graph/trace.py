@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +19,8 @@ from torch import fx, nn
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, OutputTemplate
-from memplan.graph.layout import storage_key
+from memplan.graph.dataflow import evaluate, nodes_behind
+from memplan.graph.source_lines import caller_line, first_line, line_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +193,8 @@ def trace_step(
             raise
         except Exception as error:
             raise UnsupportedModel(
-                f"the training step can't be traced: {type(error).__name__}: {_first_line(error)}\n"
-                f"  in module {session.where or '(the model itself)'!s}, {_source_line(error)}"
+                f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
+                f"  in module {session.where or '(the model itself)'!s}, {line_of(error)}"
             ) from error
     return _finish(graph_module, session, parameters, buffers, call, differentiated)
 
@@ -289,7 +288,7 @@ def _generator_kept(device: torch.device) -> Iterator[None]:
 
 def _seeds_itself(*args: Any, **kwargs: Any) -> None:
     raise UnsupportedModel(
-        f"forward seeds the generator or sets its state, at {_caller_line()}; a planned step would not. Draw the "
+        f"forward seeds the generator or sets its state, at {caller_line()}; a planned step would not. Draw the "
         "numbers outside of forward and pass them in. Where it is torch.utils.checkpoint that does so, leave that out"
     )
 
@@ -343,7 +342,7 @@ class _Watch(private.TorchDispatchMode):
             if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
                 raise UnsupportedModel(
                     f"the shape of a result depends on data: {func} in module "
-                    f"{self._session.where or '(the model itself)'}, at {_caller_line()}. Compute it outside of the "
+                    f"{self._session.where or '(the model itself)'}, at {caller_line()}. Compute it outside of the "
                     "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
                 )
             return private.corrected_outputs(func, args, outputs)
@@ -351,7 +350,7 @@ class _Watch(private.TorchDispatchMode):
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""
-        where = f"{self._session.where} at {_caller_line()}"
+        where = f"{self._session.where} at {caller_line()}"
         for module, path in self._session.names.items():
             for key, held in vars(module).items():
                 if held is tensor:
@@ -365,7 +364,7 @@ class _Watch(private.TorchDispatchMode):
 
     def _read(self, node: fx.Node) -> Any:
         closure = nodes_behind(node, list(private.tracer_graph().nodes))
-        source = _caller_line()
+        source = caller_line()
         for n in closure:
             if n.op == "placeholder" and n.name not in self._session.sources:
                 raise UnsupportedModel(
@@ -382,64 +381,6 @@ class _Watch(private.TorchDispatchMode):
         value = evaluate(closure, node, self._session.sources, attributes).item()
         self._session.reads.append(ScalarRead(node, value, f"{self._session.where} at {source}"))
         return value
-
-
-def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
-    needed = {node}
-    storages = {storage_of(node)}
-    found = []
-    for candidate in reversed(nodes[: nodes.index(node) + 1]):
-        writes = candidate.op == "call_function" and any(storage_of(w) in storages for w in written_nodes(candidate))
-        if candidate in needed or writes:
-            found.append(candidate)
-            needed.update(candidate.all_input_nodes)
-            storages.update(storage_of(n) for n in candidate.all_input_nodes)
-    return found[::-1]
-
-
-def storage_of(node: fx.Node) -> object:
-    """What is equal for nodes that share memory."""
-    value = node.meta.get("val")
-    return storage_key(value) if isinstance(value, torch.Tensor) else node
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """Argument nodes that the op writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
-    found: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
-    hidden = private.HIDDEN_WRITES.get(node.target)
-    if hidden is not None and node.args[hidden[1]]:
-        found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
-    return found
-
-
-def evaluate(
-    closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
-) -> torch.Tensor:
-    """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
-    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
-    results: dict[fx.Node, Any] = {}
-    with private.outside_of_tracing(), torch.no_grad():
-        for node in closure:
-            if node.op == "placeholder":
-                real = sources[node.name]
-                results[node] = real.clone() if storage_of(node) in written else real
-            elif node.op == "get_attr":
-                results[node] = getattr(constants, str(node.target))
-            else:
-                args = fx.map_arg(node.args, results.__getitem__)
-                kwargs = fx.map_arg(node.kwargs, results.__getitem__)
-                results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    value = results[wanted]
-    assert isinstance(value, torch.Tensor)
-    return value
 
 
 def _finish(
@@ -484,28 +425,7 @@ def _layers(names: Sequence[str], spans: Sequence[tuple[int, str]]) -> dict[str,
 
 def _data_dependent(session: _Session, error: BaseException) -> str:
     return (
-        f"the shape or value of a result depends on data ({_first_line(error)}): module "
-        f"{session.where or '(the model itself)'}, {_source_line(error)}. Compute it outside of the model and pass it "
+        f"the shape or value of a result depends on data ({first_line(error)}): module "
+        f"{session.where or '(the model itself)'}, {line_of(error)}. Compute it outside of the model and pass it "
         "in, or use operations whose result shapes are fixed, such as torch.where"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [""])[0]
-
-
-_LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent), contextlib.__file__)
-
-
-def _source_line(error: BaseException) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
-    return _frame_name(frames[-1]) if frames else "source line unknown"
-
-
-def _caller_line() -> str:
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_LIBRARIES)]
-    return _frame_name(frames[-1]) if frames else "source line unknown"
-
-
-def _frame_name(frame: traceback.FrameSummary) -> str:
-    return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"

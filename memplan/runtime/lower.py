@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from memplan.graph import private_api as private
-from memplan.graph.trace import written_nodes
+from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.rng import replay, save_rng
 from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, SurfaceGrads

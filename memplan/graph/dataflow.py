@@ -1,0 +1,70 @@
+"""What the data of a node in a trace depends on, and how to compute it for real."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.graph import private_api as private
+from memplan.graph.layout import storage_key
+
+
+def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
+    needed = {node}
+    storages = {storage_of(node)}
+    found = []
+    for candidate in reversed(nodes[: nodes.index(node) + 1]):
+        writes = candidate.op == "call_function" and any(storage_of(w) in storages for w in written_nodes(candidate))
+        if candidate in needed or writes:
+            found.append(candidate)
+            needed.update(candidate.all_input_nodes)
+            storages.update(storage_of(n) for n in candidate.all_input_nodes)
+    return found[::-1]
+
+
+def storage_of(node: fx.Node) -> object:
+    """What is equal for nodes that share memory."""
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, torch.Tensor) else node
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Argument nodes that the op writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    found: list[fx.Node] = []
+    for position, argument in enumerate(schema.arguments):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+    hidden = private.HIDDEN_WRITES.get(node.target)
+    if hidden is not None and node.args[hidden[1]]:
+        found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
+    return found
+
+
+def evaluate(
+    closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
+) -> torch.Tensor:
+    """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
+    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    results: dict[fx.Node, Any] = {}
+    with private.outside_of_tracing(), torch.no_grad():
+        for node in closure:
+            if node.op == "placeholder":
+                real = sources[node.name]
+                results[node] = real.clone() if storage_of(node) in written else real
+            elif node.op == "get_attr":
+                results[node] = getattr(constants, str(node.target))
+            else:
+                args = fx.map_arg(node.args, results.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, results.__getitem__)
+                results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = results[wanted]
+    assert isinstance(value, torch.Tensor)
+    return value
