@@ -101,15 +101,14 @@ class OutputTemplate:
         self.names: list[str] = []
         paths = _leaf_names(output, len(leaves))
         self._shared = {id(thing): thing for thing in shared}
-        self._plain: list[Any] = []
+        self._leaves: list[Any] = []  # slots, objects with tensors inside, and what stays as it is
         for path, leaf in zip(paths, leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                self._plain.append(_Slot((self.add(leaf, path),)))
+                self._leaves.append(_Slot(self.add(leaf, path)))
                 continue
             inner = _tensors_inside(leaf, set(self._shared))
-            for number, tensor in enumerate(inner):
-                self.add(tensor, f"{path}.{number}")
-            self._plain.append(_Object(leaf, tuple(inner)) if inner else leaf)
+            indices = tuple(self.add(tensor, f"{path}.{number}") for number, tensor in enumerate(inner))
+            self._leaves.append(_Object(leaf, tuple(inner), indices) if inner else leaf)
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
         """The position of a tensor among `tensors`, where it is entered if it is new."""
@@ -120,24 +119,15 @@ class OutputTemplate:
         self.names.append(name)
         return len(self.tensors) - 1
 
-    def seal(self) -> None:
-        """Remember tensors by position only."""
-        index = {id(t): i for i, t in enumerate(self.tensors)}
-        self._plain = [
-            _Object(leaf.template, leaf.tensors, tuple(index[id(t)] for t in leaf.tensors))
-            if isinstance(leaf, _Object)
-            else leaf
-            for leaf in self._plain
-        ]
-
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """The output with other tensors, one for each of `self.tensors`."""
         leaves = []
-        for leaf in self._plain:
+        for leaf in self._leaves:
             if isinstance(leaf, _Slot):
-                leaves.append(tensors[leaf.index[0]])
+                leaves.append(tensors[leaf.index])
             elif isinstance(leaf, _Object):
                 memo = dict(self._shared)
-                memo.update((id(old), tensors[i]) for old, i in zip(leaf.tensors, leaf.index, strict=True))
+                memo.update((id(old), tensors[i]) for old, i in zip(leaf.tensors, leaf.indices, strict=True))
                 leaves.append(copy.deepcopy(leaf.template, memo))
             else:
                 leaves.append(leaf)
@@ -157,14 +147,18 @@ def _leaf_names(output: Any, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    index: tuple[int]
+    """A tensor of the output, by its position among all."""
+
+    index: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
+    """An object with tensors inside; `indices` are their positions among all."""
+
     template: Any
     tensors: tuple[torch.Tensor, ...]
-    index: tuple[int, ...] = ()
+    indices: tuple[int, ...]
 
 
 def _tensors_inside(thing: Any, seen: set[int]) -> list[torch.Tensor]:

@@ -399,7 +399,6 @@ def _finish(
     assert session.boundary in graph_module.graph.nodes
     input_names = [n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad]
     names = [f"parameter {n}" for n in differentiated] + [f"input {n}" for n in input_names]
-    session.template.seal()
     return RawTrace(
         module=graph_module,
         parameter_names=tuple(parameters),
