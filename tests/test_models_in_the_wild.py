@@ -447,3 +447,47 @@ def test_an_lstm_is_planned_without_onednn_and_refused_with_it() -> None:
     if torch.backends.mkldnn.is_available():
         with pytest.raises(memplan.UnsupportedModel, match=r"in body .*torch\.backends\.mkldnn\.enabled = False"):
             applied(net, sample, None)
+
+
+def library_models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
+    """Families beyond the zoo: what they brought up once is in their names."""
+    import transformers as hf
+
+    def convnext_with_size_one_strides() -> tuple[nn.Module, Any]:
+        config = hf.ConvNextConfig(hidden_sizes=[8, 16, 32, 64], depths=[1, 1, 2, 1])
+        sample = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+        return hf.ConvNextForImageClassification(config), sample
+
+    def segformer_with_hooks_of_its_own() -> tuple[nn.Module, Any]:
+        config = hf.SegformerConfig(
+            num_encoder_blocks=4,
+            depths=[1, 1, 1, 1],
+            hidden_sizes=[8, 16, 32, 64],
+            decoder_hidden_size=32,
+            num_labels=4,
+        )
+        sample = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.randint(0, 4, (2, 64, 64))}
+        return hf.SegformerForSemanticSegmentation(config), sample
+
+    def mamba() -> tuple[nn.Module, Any]:
+        config = hf.MambaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, state_size=4)
+        ids = torch.randint(0, 100, (2, 20))
+        return hf.MambaForCausalLM(config), {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+    return {f.__name__: f for f in (convnext_with_size_one_strides, segformer_with_hooks_of_its_own, mamba)}
+
+
+@pytest.mark.parametrize("name", library_models())
+def test_library_models_beyond_the_zoo(name: str) -> None:
+    torch.manual_seed(0)
+    net, sample = library_models()[name]()
+    net.train()
+    plain = copy.deepcopy(net)
+    planned = memplan.apply(net, sample, memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes, costs="estimate")
+    for steps in (2, 1):  # with an evaluation in between
+        assert_same_bits(run_steps(plain, sample, steps), run_steps(planned, sample, steps))
+        for model in (plain, planned):
+            model.eval()
+            with torch.no_grad():
+                model(**sample)
+            model.train()

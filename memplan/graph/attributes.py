@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -210,11 +210,29 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
+class AddedHook(NamedTuple):
+    """A hook that forward itself put on a submodule."""
+
+    module: str
+    table: str
+    key: int
+    hook: Any
+
+
 class AttributesKept:
-    """Puts attributes back after a trace, and says which of them forward changed."""
+    """Puts attributes and hooks back after a trace, and says which of them forward changed.
+
+    added_hooks: those that forward added, once the trace is over.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
+        self._hooks = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        self.added_hooks: tuple[AddedHook, ...] = ()
         self._containers = {
             id(c): (path, c, _copied(c)) for name, table, _ in self._tables for path, c in _containers(name, table)
         }
@@ -248,6 +266,14 @@ class AttributesKept:
         return tuple(changed)
 
     def __exit__(self, *error: object) -> None:
+        self.added_hooks = tuple(
+            AddedHook(name, kind, key, hook)
+            for name, kind, table, before in self._hooks
+            for key, hook in table.items()
+            if key not in before
+        )
+        for added in self.added_hooks:
+            next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
         for _, table, before in self._tables:
             if isinstance(table, dict):
                 for key in [k for k in table if k not in before]:

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from memplan.errors import UnsupportedModel
-from memplan.graph.attributes import AttributesKept, attribute_tables, is_plain
+from memplan.graph import private_api as private
+from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.key import StepKey
 from memplan.graph.trace import Autocast, trace_step
@@ -25,6 +26,7 @@ class Capture:
     """A captured step of one model. reader: takes later calls apart as the sample was.
 
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
+    hooks: those that the first eager forward adds to submodules.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
     """
 
@@ -34,12 +36,15 @@ class Capture:
     key: StepKey
     expanded: Traced | None
     settled: tuple[tuple[str, str, Any], ...]
+    hooks: tuple[AddedHook, ...]
 
     def settle(self, model: nn.Module) -> None:
-        """Set the attributes that the first eager forward would set."""
+        """Set the attributes, and add the hooks, that the first eager forward would."""
         tables = dict(attribute_tables(model))
         for name, key, value in self.settled:
             tables[name][key] = value  # type: ignore[index]
+        for hook in self.hooks:
+            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
 def capture(
@@ -78,7 +83,7 @@ def capture(
     traced = build_traced(raw, call.tensors, call.names, planned_device)
     expanded = None if other is None else build_traced(other, call.tensors, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, reader, key, expanded, settled)
+    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -150,7 +155,7 @@ def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
         if module is model and not with_loss:
             continue  # the model's own hooks run around the planned forward
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if getattr(module, kind):
+            if private.foreign_hooks(getattr(module, kind)):
                 raise UnsupportedModel(
                     f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
                     "would not run. Remove them, or put what they do into forward"

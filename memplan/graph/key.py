@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memplan.errors import PlanMismatch
+from memplan.graph import private_api as private
 from memplan.graph.attributes import Snapshot, attribute_tables
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
@@ -54,7 +55,7 @@ class StepKey:
         self._snapshot = Snapshot(attribute_tables(model), model)
         tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
         self._state_facts = tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
-        self._hook_counts = tuple(len(table) for _, table in _hook_tables(model))
+        self._hook_counts = tuple(private.foreign_hooks(table) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
@@ -156,7 +157,7 @@ class StepKey:
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
         for (name, table), count in self._hooks:
-            if len(table) != count:
+            if (len(table) or count) and private.foreign_hooks(table) != count:
                 return f"hooks were added to module {name}, or removed"
         return None
 

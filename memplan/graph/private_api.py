@@ -127,6 +127,15 @@ def not_tracing_for_transformers() -> Iterator[None]:
         module.is_fake_tensor = original  # type: ignore[union-attr]
 
 
+def foreign_hooks(table: dict[int, Any]) -> int:
+    """Number of hooks in a module's table that are not part of the model's own forward.
+
+    transformers installs hooks in a model's first forward that collect hidden states for its output; a trace has what
+    they do in it.
+    """
+    return sum(getattr(h, "__module__", "") != "transformers.utils.output_capturing" for h in table.values())
+
+
 def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
     """Let the graph's code take one list and empty it, so that the caller keeps nothing alive."""
     graph.set_codegen(_BoxedCodeGen())

@@ -43,8 +43,27 @@ class ParameterStore:
         """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
-            leaves = [self[name].view_as(self[name]) for name in names]
+            leaves = [
+                _same_gradient(self[name]) if 1 in gradient.shape else self[name].view_as(self[name])
+                for name, gradient in zip(names, gradients, strict=True)
+            ]
         private.run_backward(leaves, gradients)
+
+
+class _SameGradient(torch.autograd.Function):
+    """Hands a gradient on with its strides; a view's backward would tidy up those of dimensions of size 1."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
+
+
+def _same_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
