@@ -35,7 +35,7 @@ from memplan.problem import Costs
 from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
-_FEWEST_RUNS, _MOST_RUNS = 3, 7
+_FEWEST_RUNS, _MOST_RUNS = 2, 7
 _LONG_S = 0.1  # the first run of an op that takes longer is all the timing that it gets
 _MARK = "memplan op "
 _FORMAT = 1  # of the cache file
@@ -108,7 +108,7 @@ class _Bench:
         times: list[float] = []
         while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _ENOUGH_S):
             times.append(_timed(target, args, kwargs, self.traced.device))
-        return sorted(times)[len(times) // 2]
+        return sorted(times)[(len(times) - 1) // 2]
 
     def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
         """Run each op once: its result is compared with the trace's.
