@@ -84,7 +84,7 @@ def step_of(model: nn.Module, sample: Sample, run: Callable[..., Any], autocast:
     call = CallReader(run).read_sample(sample)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         raw = trace_step(model, call, run, Autocast.ambient("cpu"), CPU)
-    return raw, build_traced(raw, call.tensors, call.names, CPU)
+    return raw, build_traced(raw, call.names, CPU)
 
 
 def plain_log(model: nn.Module, sample: Sample, run: Callable[..., Any], autocast: bool) -> tuple[list[Logged], int]:

@@ -80,8 +80,8 @@ def capture(
         key = StepKey(model, call, autocast, planned_device.type)
         loss_outside = any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = trace_step(model, call, run, autocast, planned_device, expanded=True) if loss_outside else None
-    traced = build_traced(raw, call.tensors, call.names, planned_device)
-    expanded = None if other is None else build_traced(other, call.tensors, call.names, planned_device)
+    traced = build_traced(raw, call.names, planned_device)
+    expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -112,4 +112,3 @@ class Traced:
     guards: tuple[Guard, ...]
     reassigned: dict[str, int]
     device: torch.device
-    notes: list[str] = field(default_factory=list)

@@ -29,9 +29,7 @@ aten = torch.ops.aten
 CallParts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 
-def build_traced(
-    raw: RawTrace, inputs: Sequence[torch.Tensor], input_names: Sequence[str], device: torch.device
-) -> Traced:
+def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device) -> Traced:
     """Analyse a raw trace. Raises UnsupportedModel where the program can't be represented exactly."""
     builder = _Builder(raw, input_names, device)
     outputs = builder.hold_outputs(builder.read_nodes())
