@@ -50,8 +50,8 @@ class Plan:
 
     problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
     timeline: what `simulate` says of `schedule`. solver: where the schedule came from.
-    lower_bound_s: no schedule within the budget takes less. floor_bytes: the smallest budget that could have been met, and
-    floor_time_s the seconds of a step there.
+    lower_bound_s: no schedule within the budget takes less. floor_bytes: the smallest budget that could have been met.
+    floor_time_s: the seconds of a step there.
     """
 
     problem: Problem
