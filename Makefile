@@ -8,7 +8,7 @@ VENV ?= .venv
 TORCH_PIP_ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := memplan tests benchmarks examples
+SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test lint test-slow bench format clean
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memplan.api import explore as explore
     from memplan.api import plan as plan
     from memplan.api import plan_of as plan_of
+    from memplan.api import prepare as prepare
     from memplan.api import remove as remove
     from memplan.errors import BudgetInfeasible as BudgetInfeasible
     from memplan.errors import IllegalSchedule as IllegalSchedule
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "apply": "api", "explore": "api", "plan": "api", "plan_of": "api", "remove": "api",
+    "apply": "api", "explore": "api", "plan": "api", "plan_of": "api",
+    "prepare": "api", "remove": "api",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
     "Plan": "plans", "Budget": "problem",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from functools import partial
+from itertools import permutations
 from typing import Any
 
 import networkx as nx
@@ -14,7 +15,7 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memplan.graph import to_networkx
+from memplan.graph import measure, to_networkx
 from memplan.graph.call import CallReader
 from memplan.graph.private_api import READ_SCALAR
 from memplan.graph.trace import Autocast, RawTrace, trace_step
@@ -157,6 +158,110 @@ def test_fake_kernels_of_norms_are_corrected(kind: str) -> None:
     raw, _ = step_of(model, x, model.forward, False)
     logged, _ = plain_log(copy.deepcopy(model), x, copy.deepcopy(model).forward, False)
     assert [entry for entry in logged if entry[0] not in COPIES] == [e for e in logged_trace(raw) if e[0] not in COPIES]
+
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+LAID_OUT: dict[str, tuple[int, Elementwise]] = {  # number of dimensions, and an op whose layout fake kernels get wrong
+    "layer norm": (3, lambda x: nn.functional.layer_norm(x, x.shape[-1:])),
+    "batch norm": (4, lambda x: nn.functional.batch_norm(x, None, None, training=True)),
+    "log softmax": (3, lambda x: nn.functional.log_softmax(x, 1)),
+    "roll": (4, lambda x: torch.roll(x, (1, 1), (1, 2))),
+    "reflected padding": (4, lambda x: nn.functional.pad(x, (1, 1, 1, 1), mode="reflect")),
+    "replicated padding": (4, lambda x: nn.functional.pad(x, (1, 1, 1, 1), mode="replicate")),
+    "elu": (3, nn.functional.elu),
+    "softplus": (3, nn.functional.softplus),
+    "hardswish": (3, nn.functional.hardswish),
+    "hardsigmoid": (3, nn.functional.hardsigmoid),
+    "gelu": (3, nn.functional.gelu),
+    "silu": (3, nn.functional.silu),
+    "mish": (3, nn.functional.mish),
+    "tanh": (3, torch.tanh),
+    "log sigmoid": (3, nn.functional.logsigmoid),
+    "random leaky relu": (3, lambda x: nn.functional.rrelu(x, training=True)),
+    "square distance": (3, lambda x: nn.functional.mse_loss(x, x * 2, reduction="none")),
+    "smooth distance": (3, lambda x: nn.functional.smooth_l1_loss(x, x * 2, reduction="none")),
+    "huber distance": (3, lambda x: nn.functional.huber_loss(x, x * 2, reduction="none")),
+    "divergence": (3, lambda x: nn.functional.kl_div(x, x.softmax(-1), reduction="none")),
+}
+
+
+class Permuted(nn.Module):
+    """An op between two permutations: what goes into it and its gradient lie in one order of dimensions or another."""
+
+    def __init__(self, function: Elementwise, order: tuple[int, ...], dtype: torch.dtype) -> None:
+        super().__init__()
+        self.function, self.order, self.dtype = function, order, dtype
+        self.inverse = tuple(order.index(i) for i in range(len(order)))
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def laid(self, x: torch.Tensor) -> torch.Tensor:
+        return x.permute(self.order).contiguous().permute(self.inverse)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = (x * self.scale).to(self.dtype)
+        permuted_input, permuted_gradient = self.function(self.laid(hidden)), self.laid(self.function(hidden))
+        expanded_gradient = self.function(self.laid(hidden)).sum()
+        return (permuted_input.float() * 2).sum() + permuted_gradient.float().pow(2).sum() + expanded_gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(LAID_OUT))
+def test_layouts_of_fake_kernels_are_corrected(name: str, dtype: torch.dtype) -> None:
+    dimensions, function = LAID_OUT[name]
+    x = torch.randn((2, 4, 5, 6)[:dimensions])
+    for order in permutations(range(dimensions)):
+        model = Permuted(function, order, dtype)
+        raw, _ = step_of(model, x, model.forward, False)
+        logged, _ = plain_log(copy.deepcopy(model), x, copy.deepcopy(model).forward, False)
+        assert [e for e in logged if e[0] not in COPIES] == [e for e in logged_trace(raw) if e[0] not in COPIES]
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "square distance": nn.functional.mse_loss,
+    "smooth distance": nn.functional.smooth_l1_loss,
+    "cross entropy of probabilities": lambda x, y: nn.functional.binary_cross_entropy(x.sigmoid(), y),
+    "soft margin": nn.functional.soft_margin_loss,
+    "sums of patches": lambda x, y: nn.functional.fold(nn.functional.unfold(x, 2), x.shape[-2:], 2).mean(),
+}
+
+
+class Loss(nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.function(x * self.scale, y)
+
+
+@pytest.mark.parametrize("name", list(LOSSES))
+def test_results_that_kernels_shrink_count_with_all_of_their_memory(name: str) -> None:
+    model, sample = Loss(LOSSES[name]), (torch.randn(2, 4, 6, 6), torch.ones(2, 4, 6, 6))
+    _, traced = step_of(model, sample, model.forward, False)
+    tensors = dict(model.named_parameters())
+    measure(traced, lambda kind, key, i: sample[i] if kind == "input" else tensors[key], use_cache=False)
+
+
+class Experts(nn.Module):
+    """A grouped product, as mixtures of experts run them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 8).to(dtype))
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        product = nn.functional.grouped_mm(x.to(self.weight.dtype), self.weight.mT, offs=ends)
+        return product.relu().float().pow(2).sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_grouped_products_of_any_dtype_are_captured(dtype: torch.dtype) -> None:
+    model, sample = Experts(dtype), (torch.randn(10, 8), torch.tensor([2, 6, 10], dtype=torch.int32))
+    raw, _ = step_of(model, sample, model.forward, False)
+    twin = copy.deepcopy(model)
+    logged, _ = plain_log(twin, sample, twin.forward, False)
+    assert [e for e in logged if e[0] not in COPIES] == [e for e in logged_trace(raw) if e[0] not in COPIES]
 
 
 def test_the_networkx_view_is_a_dag_in_the_order_of_execution() -> None:

@@ -178,10 +178,11 @@ def test_outputs_keep_their_types_and_inner_autocast_is_exact(shape: str) -> Non
 def test_another_batch_size_is_never_run_with_the_first_calls_plan() -> None:
     net, sample = tower(lambda: nn.Dropout(0.2))
     plain = copy.deepcopy(net)
-    at_floor(net, sample)
+    floor_bytes = memplan.explore(net, sample, costs="estimate")[0].floor_bytes
+    memplan.apply(net, sample, floor_bytes, costs="estimate", on_mismatch="raise")
     with pytest.raises(memplan.PlanMismatch, match=r"x is .*\(64, 16\).*planned for.*\(256, 16\)"):
         net(sample[:64])
-    at_floor(net, sample[:64])
+    memplan.apply(net, sample, floor_bytes, costs="estimate")
     assert_same_bits(run_steps(plain, sample[:64]), run_steps(net, sample[:64]))
 
 

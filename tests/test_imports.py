@@ -12,9 +12,10 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "memplan"
+INTEGRATIONS = ROOT / "integrations"  # imported as memplan.integrations
 
 PLAIN = {"units", "errors", "config", "problem", "schedule", "simulate"}
-ANYTHING = {"__init__", "__main__", "api", "cli"}
+ANYTHING = {"__init__", "__main__", "api", "cli", "partial", "parts", "planner"}
 # What each layer may import of memplan, itself always included.
 OURS: dict[str, set[str]] = {
     "units": set(),
@@ -30,7 +31,7 @@ OURS: dict[str, set[str]] = {
     "plans": PLAIN | {"report"},
 }
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
-ANNOTATIONS = {"report": {"plans"}}
+ANNOTATIONS = {"report": {"plans", "partial"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
@@ -128,6 +129,52 @@ def test_the_check_itself(
     assert forbidden(path) == bad
 
 
+def public_names() -> set[str]:
+    """The names in `memplan.__all__`, read from the source."""
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    (homes,) = [n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "_HOMES"]
+    return set(ast.literal_eval(homes)) | {"__version__"}
+
+
+def private_names(path: Path) -> list[str]:
+    """What a module takes from memplan that is not one of its public names."""
+    public = public_names()
+    bad = [
+        name
+        for name, _ in imported_names(path)
+        if name.split(".")[0] == "memplan" and name != "memplan" and name.partition(".")[2] not in public
+    ]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "memplan":
+            if node.attr not in public:
+                bad.append(f"memplan.{node.attr}")
+    return bad
+
+
+@pytest.mark.parametrize("path", sorted(INTEGRATIONS.rglob("*.py")), ids=lambda p: str(p.relative_to(INTEGRATIONS)))
+def test_integrations_use_public_names_only(path: Path) -> None:
+    assert private_names(path) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "bad"),
+    [
+        ("import memplan\nmemplan.apply, memplan.__version__", []),
+        ("from memplan import Plan, plan_of", []),
+        ("import memplan.planner", ["memplan.planner"]),
+        ("from memplan.units import format_bytes", ["memplan.units", "memplan.units.format_bytes"]),
+        ("import memplan\nmemplan.planner.Planner", ["memplan.planner"]),
+    ],
+)
+def test_the_check_of_integrations_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, bad: list[str]
+) -> None:
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    path = tmp_path / "x.py"
+    path.write_text(line)
+    assert private_names(path) == bad
+
+
 def run_python(source: str) -> str:
     done = subprocess.run([sys.executable, "-c", source], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -140,6 +187,23 @@ def test_importing_the_solvers_does_not_import_torch() -> None:
     )
     assert "memplan" in names.split()
     assert "torch" not in names.split()
+
+
+def test_importing_memplan_imports_no_integration() -> None:
+    names = run_python("""
+import sys, memplan
+for name in memplan.__all__:
+    getattr(memplan, name)
+print(*sys.modules)
+""").split()
+    assert "memplan.api" in names
+    assert not [n for n in names if n.startswith(("memplan.integrations", "transformers"))]
+
+
+def test_integrations_are_found_beside_the_package() -> None:
+    """They lie in another folder than their package; an editable install knows, as `make` makes it."""
+    found = run_python("import memplan.integrations as i; print(*i.__path__)").strip()
+    assert Path(found) == INTEGRATIONS
 
 
 def test_public_names_do_not_depend_on_the_order_of_use() -> None:

@@ -76,7 +76,7 @@ def keyed() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     torch.manual_seed(0)
     net, sample = Keyed().train(), torch.randn(64, 8)
     floor_bytes = memplan.explore(net, sample, costs="estimate")[0].floor_bytes
-    memplan.apply(net, sample, floor_bytes, costs="estimate")
+    memplan.apply(net, sample, floor_bytes, costs="estimate", on_mismatch="raise")
     assert memplan.plan_of(net).recomputed
     yield net, sample
     memplan.remove(net)
@@ -303,7 +303,7 @@ def test_a_plan_made_under_autocast_is_for_that_dtype() -> None:
     torch.manual_seed(0)
     net, sample = Keyed(), torch.randn(64, 8)
     with torch.autocast("cpu", torch.bfloat16):
-        memplan.apply(net, sample, 1.0, costs="estimate")
+        memplan.apply(net, sample, 1.0, costs="estimate", on_mismatch="raise")
         net(sample).backward()
     with torch.autocast("cpu", torch.float16), pytest.raises(memplan.PlanMismatch, match=r"autocast is torch\.float16"):
         net(sample)
@@ -355,7 +355,7 @@ def test_python_arguments_are_compared_by_type_and_value(planned: Any, given: An
             return self.layer(x).pow(2).mean()
 
     net, sample = Takes(), torch.randn(4, 8)
-    memplan.apply(net, (sample, planned), 1.0, costs="estimate")
+    memplan.apply(net, (sample, planned), 1.0, costs="estimate", on_mismatch="raise")
     net(sample, planned).backward()
     with pytest.raises(memplan.PlanMismatch, match="setting"):
         net(sample, given)
@@ -390,7 +390,7 @@ def test_an_argument_that_changes_inside_is_noticed(kind: str) -> None:
     }[kind]()
     net, sample = Takes(), torch.randn(4, 8)
     try:
-        memplan.apply(net, (sample, thing), 1.0, costs="estimate")
+        memplan.apply(net, (sample, thing), 1.0, costs="estimate", on_mismatch="raise")
     except memplan.UnsupportedModel as error:
         refusal = str(error)
     else:
@@ -420,12 +420,12 @@ def test_inputs_that_share_memory() -> None:
     torch.manual_seed(0)
     net, plain = Writes(), Writes()
     plain.load_state_dict(net.state_dict())
-    memplan.apply(net, (torch.randn(4, 8), torch.randn(4, 8)), 1.0, costs="estimate")
+    memplan.apply(net, (torch.randn(4, 8), torch.randn(4, 8)), 1.0, costs="estimate", on_mismatch="raise")
     same = torch.randn(4, 8)
     with pytest.raises(memplan.PlanMismatch, match="share memory"):
         net(same, same)
     base = torch.randn(8, 8)
-    memplan.apply(net, (base[:4], base[4:]), 1.0, costs="estimate")
+    memplan.apply(net, (base[:4], base[4:]), 1.0, costs="estimate", on_mismatch="raise")
     for first, second in ((base[:4], base[4:]), (base[:4], base[:4]), (base[:4], base[2:6])):
         copies = copied(base)
         views = [copies.as_strided(v.shape, v.stride(), v.storage_offset()) for v in (first, second)]
@@ -447,7 +447,7 @@ def test_a_padded_mask_is_another_step_than_a_full_one(name: str) -> None:
     padded[1, 40:] = 0
     plain = copy.deepcopy(net)
     for planned_for, other in ((full, padded), (padded, full)):
-        memplan.apply(net, {**sample, "attention_mask": planned_for}, 1.0, costs="estimate")
+        memplan.apply(net, {**sample, "attention_mask": planned_for}, 1.0, costs="estimate", on_mismatch="raise")
         expected = outcome(plain, lambda mask=planned_for: plain(**sample, attention_mask=mask).loss)
         assert_same_bits(expected, outcome(net, lambda mask=planned_for: net(**sample, attention_mask=mask).loss))
         expected = outcome(plain, lambda mask=other: plain(**sample, attention_mask=mask).loss)
@@ -459,13 +459,13 @@ def test_a_padded_mask_is_another_step_than_a_full_one(name: str) -> None:
     more = padded.clone()
     more[0, 60:] = 0
     expected = outcome(plain, lambda: plain(**sample, attention_mask=more).loss)
-    memplan.apply(net, {**sample, "attention_mask": padded}, 1.0, costs="estimate")
+    memplan.apply(net, {**sample, "attention_mask": padded}, 1.0, costs="estimate", on_mismatch="raise")
     assert_same_bits(expected, outcome(net, lambda: net(**sample, attention_mask=more).loss), "another padding")
 
 
 def test_a_changed_config_of_a_library_model() -> None:
     net, sample = MODELS["gpt2"](0)
-    memplan.apply(net, sample, 1.0, costs="estimate")
+    memplan.apply(net, sample, 1.0, costs="estimate", on_mismatch="raise")
     before = outcome(net, lambda: net(**sample).loss)
     net.config.return_dict = False
     with pytest.raises(memplan.PlanMismatch, match="config"):

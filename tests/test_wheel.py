@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+PLACES = {"memplan": "memplan", "memplan/integrations": "integrations"}  # in the wheel, in the tree
 
 
 def test_the_wheel_holds_the_tree(tmp_path: Path) -> None:
@@ -16,7 +17,8 @@ def test_the_wheel_holds_the_tree(tmp_path: Path) -> None:
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "memplan", source / "memplan", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in PLACES.values():
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(wheels), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -24,8 +26,12 @@ def test_the_wheel_holds_the_tree(tmp_path: Path) -> None:
     (wheel,) = wheels.glob("memplan-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}
-        for name in packed:
-            assert archive.read(name) == (ROOT / name).read_bytes(), name
-    tree = {str(p.relative_to(ROOT)) for p in (ROOT / "memplan").rglob("*.py")} | {"memplan/py.typed"}
-    assert packed == tree
-    assert len(tree) > 5
+        contents = {name: archive.read(name) for name in packed}
+    tree = {
+        f"{package}/{path.relative_to(ROOT / folder)}": path.read_bytes()
+        for package, folder in PLACES.items()
+        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("py.typed")]
+    }
+    assert sorted(packed) == sorted(tree)
+    assert contents == tree
+    assert {"memplan/api.py", "memplan/py.typed", "memplan/integrations/huggingface.py"} <= packed

@@ -40,6 +40,15 @@ class Call:
         pairs = zip(self.paths, self.leaves, strict=True)
         return tuple((p, leaf) for p, leaf in pairs if not isinstance(leaf, torch.Tensor))
 
+    def filled(self, tensors: Sequence[torch.Tensor]) -> Call:
+        """The same call with other tensors."""
+        args, kwargs = self.with_tensors(tensors)
+        return Call(kwargs, args, tuple(pytree.tree_leaves((args, kwargs))), self.spec, self.paths)
+
+    def without_tensors(self) -> Call:
+        """The same with empty tensors in their place, which a plan may keep without holding a batch."""
+        return self.filled([torch.empty(0) for _ in self.tensors])
+
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` of the same call with other tensors."""
         left = iter(tensors)

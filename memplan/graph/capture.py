@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -16,7 +16,7 @@ from memplan.graph import private_api as private
 from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.key import StepKey
-from memplan.graph.trace import Autocast, trace_step
+from memplan.graph.trace import Autocast, Layout, Surroundings, input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
 
@@ -50,40 +50,86 @@ class Capture:
 def capture(
     model: nn.Module,
     forward: Callable[..., Any],
-    sample: Sample,
+    sample: Sample | Call,
     loss_fn: Callable[..., Any] | None = None,
     device: torch.device | None = None,
+    tangents: Mapping[int, Layout] | None = None,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
+    tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
+    there is one, else every output that requires grad.
+
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
     """
-    _refuse_wrappers(model)
+    refuse_wrappers(model)
     planned_device = device or model_device(model)
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
     reader = CallReader(run)
-    call = reader.read_sample(sample)
+    call = sample if isinstance(sample, Call) else reader.read_sample(sample)
     _refuse_odd_arguments(call)
     _check_devices(call, planned_device, device is not None)
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None)
+    around = None if tangents is None else Surroundings(tangents, whole=True)
     with AttributesKept(model) as attributes:
-        raw = trace_step(model, call, run, autocast, planned_device)
+        raw = trace_step(model, call, run, autocast, planned_device, around=around)
         settled = attributes.changes()
         if settled:
-            raw = trace_step(model, call, run, autocast, planned_device)
+            raw = trace_step(model, call, run, autocast, planned_device, around=around)
             if attributes.changes() != settled:
                 raise UnsupportedModel(
                     f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
         key = StepKey(model, call, autocast, planned_device.type)
-        loss_outside = any(raw.template.tensors[i].dim() for i in raw.tangents)
+        loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = trace_step(model, call, run, autocast, planned_device, expanded=True) if loss_outside else None
     traced = build_traced(raw, call.names, planned_device)
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
+
+
+def capture_part(
+    module: nn.Module, forward: Callable[..., Any], call: Call, around: Surroundings | None = None
+) -> Capture:
+    """Capture one call of a submodule, for the step of which it is a part.
+
+    around: what is known of that step; without it, whether the call can be captured at all. Arguments must require
+    grad where they do in the step. Raises UnsupportedModel.
+    """
+    refuse_wrappers(module)
+    device = model_device(module)
+    if any(t.device.type != device.type for t in call.tensors):
+        raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
+    _refuse_odd_arguments(call)
+    _refuse_hooks(module, False)
+    if private.collects_outputs():
+        _refuse_collectors(module)
+    autocast = Autocast.ambient(device.type)
+    with AttributesKept(module) as attributes:
+        raw = trace_step(module, call, forward, autocast, device, around=around)
+        if attributes.changes():
+            raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
+        key = StepKey(module, call, autocast, device.type)
+    traced = build_traced(raw, input_names(call, around), device)
+    _refuse_writes_to_inputs(traced)
+    key.guard(traced, raw.attribute_reads)
+    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks)
+
+
+def _refuse_writes_to_inputs(traced: Traced) -> None:
+    for value in traced.graph.values:
+        if value.role == "input" and value.reuses is not None:
+            raise UnsupportedModel(f"forward writes to its argument {value.name.split('@')[0]}")
+
+
+def _refuse_collectors(module: nn.Module) -> None:
+    """A hook that collects outputs for a caller outside would run at capture and never again."""
+    for name, inner in module.named_modules():
+        if inner is not module and inner._forward_hooks:
+            raise UnsupportedModel(f"outputs of module {name} are collected by the model around it")
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -122,7 +168,8 @@ def _refuse_odd_arguments(call: Call) -> None:
             )
 
 
-def _refuse_wrappers(model: nn.Module) -> None:
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse models that others have wrapped, compiled or told to recompute, with the fix."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     for kind in (
         "DataParallel",

@@ -29,7 +29,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.layout import storage_key, tensors_of
+from memplan.graph.layout import storage_key, strides_that_matter, tensors_of
 from memplan.graph.traced import Kernel, MetaTensor, Traced
 from memplan.problem import Costs
 from memplan.units import format_bytes
@@ -52,9 +52,16 @@ class OpFacts:
 
 
 def measure(
-    traced: Traced, resident: StateOf, budget_bytes: int | None = None, progress: bool = False, use_cache: bool = True
+    traced: Traced,
+    resident: StateOf,
+    budget_bytes: int | None = None,
+    progress: bool = False,
+    use_cache: bool = True,
+    quick: bool = False,
 ) -> Costs:
     """Run each distinct op and time it. `resident` gives the real parameters, buffers and inputs.
+
+    quick: ops that are not in the cache run once, and are not entered: seconds are rough then, scratch is not.
 
     Raises BudgetInfeasible where one op with its operands alone exceeds `budget_bytes`, UnsupportedModel where a real
     result differs from the traced one.
@@ -67,10 +74,12 @@ def measure(
         bench = _Bench(traced, resident)
         with _generator_and_grad_mode_kept(traced.device):
             scratch, first_s = bench.first_runs(missing, progress)
-            times = [t if t > _LONG_S else bench.time_s(i) for i, t in zip(missing, first_s, strict=True)]
+            enough = 0.0 if quick else _LONG_S
+            times = [t if t > enough else bench.time_s(i) for i, t in zip(missing, first_s, strict=True)]
         for index, time_s, scratch_bytes in zip(missing, times, scratch, strict=True):
             cache.facts[traced.graph.ops[index].key] = OpFacts(time_s, scratch_bytes)
-        cache.save()
+        if not quick:
+            cache.save()
     facts = [cache.facts[op.key] for op in traced.graph.ops]
     return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), "measured")
 
@@ -98,6 +107,7 @@ class _Bench:
 
     def __init__(self, traced: Traced, resident: StateOf) -> None:
         self.traced, self.resident = traced, resident
+        self._read = {v for op in traced.graph.ops for v in op.inputs}
         self._pool: list[torch.Tensor] = []  # arguments of the latest op
         self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
 
@@ -212,10 +222,15 @@ class _Bench:
         return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
-        """The real result against the traced one. Where it is an argument, written in place, bytes are not compared."""
+        """The real result against the traced one.
+
+        Where it is an argument, written in place, bytes are not compared. Where no op reads it, as with most gradients
+        of parameters, strides of dimensions of one element are not: nothing depends on them.
+        """
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
-        real, traced = _facts(result), _facts(kernel.node.meta["val"])
+        last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
+        real, traced = _facts(result, last), _facts(kernel.node.meta["val"], last)
         in_place = [storage in own for storage in _storages(result)]
         differs = len(real) != len(traced) or any(
             a[:3] != b[:3] or (a != b and not here) for a, b, here in zip(real, traced, in_place, strict=True)
@@ -251,12 +266,23 @@ def _storages(result: Any) -> list[int]:
     return [storage_key(t) for t in tensors_of(result)]
 
 
-def _facts(result: Any) -> list[tuple[Any, ...]]:
-    """(dtype, shape, strides, bytes, number of the storage) of each tensor."""
+def _facts(result: Any, last: Sequence[int] = ()) -> list[tuple[Any, ...]]:
+    """(dtype, shape, strides, bytes, number of the storage) of each tensor.
+
+    Of the results at the positions `last`, only strides that matter.
+    """
     storages = _storages(result)
+    results = result if isinstance(result, (list, tuple)) else [result]
+    places = [i for i, t in enumerate(results) if isinstance(t, torch.Tensor)]
     return [
-        (t.dtype, tuple(t.shape), tuple(t.stride()), t.untyped_storage().nbytes(), storages.index(storage))
-        for t, storage in zip(tensors_of(result), storages, strict=True)
+        (
+            t.dtype,
+            tuple(t.shape),
+            strides_that_matter(t.shape, t.stride()) if place in last else tuple(t.stride()),
+            t.untyped_storage().nbytes(),
+            storages.index(storage),
+        )
+        for place, t, storage in zip(places, tensors_of(result), storages, strict=True)
     ]
 
 
@@ -297,7 +323,7 @@ class _Cache:
 
     @staticmethod
     def open(device: torch.device) -> _Cache:
-        path = cache_dir() / f"costs-{_device_name(device)}.json"
+        path = cache_dir() / f"costs-{device_name(device)}.json"
         try:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:
@@ -326,7 +352,8 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memplan"
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
+    """Names the hardware, the thread count and the torch version: what measured figures hold for."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:

@@ -1,6 +1,6 @@
 """The key of a plan: everything that the trace depended on. Nothing is assumed: a stale plan is a silent wrong answer.
 
-`StepKey.check` runs before each planned call and raises PlanMismatch naming what changed.
+`StepKey.mismatch` runs before each planned call and says what changed.
 """
 
 from __future__ import annotations
@@ -40,15 +40,66 @@ class _Tensor:
         return f"{self.dtype} {tuple(self.shape)} with strides {self.stride} on {self.device}{grad}"
 
 
-class StepKey:
-    """What a capture depended on, and whether a call still matches it. Costs some tens of microseconds a call."""
+class ArgumentsKey:
+    """What the arguments of a call were, all but the data in its tensors, and whether those of another are alike."""
 
-    def __init__(self, model: nn.Module, call: Call, autocast: Autocast, device_type: str) -> None:
-        self._call = call
+    def __init__(self, call: Call, device_type: str) -> None:
+        self._call = call.without_tensors()
         self._device_type = device_type
         self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
         self._aliases = _aliases(call.tensors)
-        self._autocast = autocast
+
+    def mismatch(self, call: Call) -> str | None:
+        """What differs, in words; None where nothing does."""
+        if call.spec != self._call.spec or call.paths != self._call.paths:
+            return (
+                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
+            )
+        for path, now, then in zip(call.paths, call.leaves, self._call.leaves, strict=True):
+            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
+        tensors = call.tensors
+        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
+            if (
+                tensor.shape != expected.shape
+                or tensor.dtype != expected.dtype
+                or tensor.stride() != expected.stride
+                or tensor.device.type != self._device_type
+                or tensor.requires_grad != expected.requires_grad
+            ):
+                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        if _aliases(tensors) != self._aliases:
+            return "other arguments share memory than in the sample"
+        return None
+
+
+class ModesKey:
+    """Which submodules there are, which train, and how many hooks each has."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._facts = self._now()
+
+    def _now(self) -> tuple[Any, ...]:
+        hooks = tuple(private.foreign_hooks(table) for _, table in _hook_tables(self._model))
+        return tuple((name, id(m), m.training) for name, m in self._model.named_modules()), hooks
+
+    def mismatch(self) -> str | None:
+        """That something differs, in words; None where nothing does."""
+        return None if self._now() == self._facts else "submodules, their hooks or their modes were changed"
+
+
+class StepKey:
+    """What a capture depended on, and whether a call still matches it. Costs some tens of microseconds a call.
+
+    arguments: the part of it that is about the call. autocast: the state at capture.
+    """
+
+    def __init__(self, model: nn.Module, call: Call, autocast: Autocast, device_type: str) -> None:
+        self.arguments = ArgumentsKey(call, device_type)
+        self.autocast = autocast
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
@@ -83,45 +134,14 @@ class StepKey:
         """Attach what forward read from tensor data, to be read again before each call."""
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
 
-    def check(self, call: Call) -> None:
-        """Raise PlanMismatch unless a call of the model now would run the captured step."""
-        problem = (
-            self._arguments_changed(call)
+    def mismatch(self, call: Call) -> str | None:
+        """Why a call of the model now would not run the captured step, in words; None where it would."""
+        return (
+            self.arguments.mismatch(call)
             or self._model_changed()
             or self._environment_changed()
             or self._data_changed(call)
         )
-        if problem:
-            raise PlanMismatch(
-                f"this call does not match the plan: {problem}. Plan it with memplan.apply on such a sample, or call "
-                "memplan.remove(model)"
-            )
-
-    # -- the call ---------------------------------------------------------------------------------------------------
-
-    def _arguments_changed(self, call: Call) -> str | None:
-        if call.spec != self._call.spec or call.paths != self._call.paths:
-            return (
-                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
-            )
-        for path, now, then in zip(call.paths, call.leaves, self._call.leaves, strict=True):
-            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
-                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
-            if not isinstance(now, torch.Tensor) and not _same(now, then):
-                return f"argument {path} is {now!r}, planned for {then!r}"
-        tensors = call.tensors
-        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
-            if (
-                tensor.shape != expected.shape
-                or tensor.dtype != expected.dtype
-                or tensor.stride() != expected.stride
-                or tensor.device.type != self._device_type
-                or tensor.requires_grad != expected.requires_grad
-            ):
-                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
-        if _aliases(tensors) != self._aliases:
-            return "other arguments share memory than in the sample"
-        return None
 
     # -- the model --------------------------------------------------------------------------------------------------
 
@@ -162,9 +182,9 @@ class StepKey:
         return None
 
     def _environment_changed(self) -> str | None:
-        now = Autocast.ambient(self._autocast.device_type)
-        if now != self._autocast and (now.enabled or self._autocast.enabled):
-            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self._autocast)}"
+        now = Autocast.ambient(self.autocast.device_type)
+        if now != self.autocast and (now.enabled or self.autocast.enabled):
+            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self.autocast)}"
         for name, value in _switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"

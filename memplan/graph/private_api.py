@@ -6,12 +6,16 @@ When a new release moves something, this is the file to mend.
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import _meta_registrations
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -88,7 +92,44 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
     """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
-    return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+    with _grouped_products_of_any_dtype():
+        return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+@contextlib.contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let the fake kernel of grouped matrix products (experts) take what the real one takes.
+
+    PyTorch's refuses all but bfloat16, and pads rows to 16 bytes in builds with CUDA only; the real kernel always does.
+    """
+    original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
+
+    def fake(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
+        if options["scale_a"] is not None:
+            return original(mat_a, mat_b, **options)  # type: ignore[misc]
+        return _grouped_product(mat_a, mat_b, options["offs"], options["out_dtype"])
+
+    if original is None:
+        yield
+        return
+    _meta_registrations._meta_grouped_mm_common = fake  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _meta_registrations._meta_grouped_mm_common = original
+
+
+def _grouped_product(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """An empty result of a grouped product: groups are slices of rows, or of the dimension that is summed over."""
+    dtype = dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if a.dim() != b.dim():
+        return a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+    groups = a.shape[0] if a.dim() == 3 or offsets is None else offsets.shape[0]
+    return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
 
 def tracer_graph() -> torch.fx.Graph:
@@ -128,12 +169,23 @@ def not_tracing_for_transformers() -> Iterator[None]:
 
 
 def foreign_hooks(table: dict[int, Any]) -> int:
-    """Number of hooks in a module's table that are not part of the model's own forward.
+    """Number of hooks in a module's table whose work is not part of a trace."""
+    return sum(not _is_traced(hook) for hook in table.values())
 
-    transformers installs hooks in a model's first forward that collect hidden states for its output; a trace has what
-    they do in it.
+
+def _is_traced(hook: Any) -> bool:
+    """Whether a trace has in it what a hook does.
+
+    transformers installs hooks in a model's first forward that collect hidden states for its output, and a hook that
+    makes the output of embeddings require grad (`enable_input_require_grads`).
     """
-    return sum(getattr(h, "__module__", "") != "transformers.utils.output_capturing" for h in table.values())
+    return (
+        getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+        or getattr(hook, "__qualname__", "") == f"{_REQUIRE_GRADS}.<locals>.make_inputs_require_grads"
+    )
+
+
+_REQUIRE_GRADS = "EmbeddingAccessMixin.enable_input_require_grads"
 
 
 def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -166,41 +218,133 @@ _STATISTICS: dict[Any, tuple[int, ...]] = {
 }
 
 
-def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    """The outputs of a fake op, with the dtypes that the real CPU kernel gives them.
+def _contiguous(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, device="meta")
 
-    Corrected, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and
-    the gradient of group norm's input.
+
+def _channels_as(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty(like.shape, device="meta", memory_format=suggest_memory_format(like))
+
+
+def _elementwise(*operands: Any) -> torch.Tensor:
+    """As a kernel that goes through its operands element by element, in this order of preference."""
+    return functools.reduce(operator.add, operands)  # type: ignore[no-any-return]
+
+
+# Ops whose fake kernels lay results out in other strides than the real CPU kernels do, where arguments are not
+# contiguous: op -> what lies as the real results of that shape do, made of the arguments on the meta device.
+_LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous(x),
+    aten.native_batch_norm.default: lambda x, *_: _channels_as(x),
+    aten.native_batch_norm_backward.default: lambda grad, x, *_: _channels_as(x),
+    aten._log_softmax_backward_data.default: lambda grad, *_: _contiguous(grad),
+    aten.mse_loss_backward.default: lambda grad, x, *_: _contiguous(x),
+    aten.smooth_l1_loss_backward.default: lambda grad, x, *_: _contiguous(x),
+    aten.huber_loss_backward.default: lambda grad, x, *_: _contiguous(x),
+    aten.roll.default: lambda x, *_: _channels_as(x),
+    aten.reflection_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
+    aten.replication_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
+    aten.elu_backward.default: lambda grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),
+    aten.softplus_backward.default: lambda grad, x, *_: _elementwise(grad, x),
+    aten.hardswish_backward.default: _elementwise,
+    aten.hardsigmoid_backward.default: _elementwise,
+    aten.gelu_backward.default: _elementwise,
+    aten.silu_backward.default: _elementwise,
+    aten.mish_backward.default: _elementwise,
+    aten.tanh_backward.default: _elementwise,
+    aten.mul.Tensor: _elementwise,
+    aten.xlogy.Tensor: _elementwise,
+    aten.rrelu_with_noise.default: lambda x, *_: _contiguous(x),
+    aten.rrelu_with_noise_backward.default: lambda grad, x, noise, *_: _elementwise(noise, grad),
+    aten.log_sigmoid_forward.default: lambda x: _contiguous(x),
+    aten.log_sigmoid_backward.default: lambda grad, *_: torch.empty_like(grad),
+}
+
+
+# Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
+# the memory holds, from the arguments. Fake kernels make the small result.
+_ELEMENTS: dict[Any, Callable[..., int]] = {
+    aten.mse_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
+    aten.smooth_l1_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
+    aten.binary_cross_entropy.default: lambda x, *_: x.numel(),
+    aten.soft_margin_loss.default: lambda x, *_: x.numel(),
+    aten.col2im.default: lambda x, *_: x.numel(),
+}
+
+
+def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    """The outputs of a fake op, with the dtypes, strides and bytes that the real CPU kernel gives them.
+
+    Dtypes, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and the
+    gradient of group norm's input. Strides: the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`.
     """
-    if func is aten.native_group_norm_backward.default and args[0].device.type == "cpu":
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type != "cpu":
+        return outputs
+    if func in _ELEMENTS:
+        elements = _ELEMENTS[func](*args)
+        return _exchanged(outputs, elements=elements) if elements > outputs.numel() else outputs
+    return _with_strides(func, args, _with_dtypes(func, args, outputs))
+
+
+def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    if func is aten.native_group_norm_backward.default:
         first = outputs[0]
         wrong = first is not None and first.dtype != args[1].dtype
-        return (_retyped(first, args[1].dtype), *outputs[1:]) if wrong else outputs
+        return (_exchanged(first, dtype=args[1].dtype), *outputs[1:]) if wrong else outputs
     parameters = _STATISTICS.get(func)
-    if parameters is None or args[0].device.type != "cpu":
+    if parameters is None:
         return outputs
     dtypes = {args[i].dtype for i in parameters if i < len(args) and isinstance(args[i], torch.Tensor)}
     if dtypes != {torch.float32} or args[0].dtype == torch.float32:
         return outputs
-    return (outputs[0], *(_retyped(t, torch.float32) for t in outputs[1:]))
+    return (outputs[0], *(_exchanged(t, dtype=torch.float32) for t in outputs[1:]))
 
 
-def _retyped(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The same node's result with another dtype."""
-    mode = get_proxy_mode()
-    if mode is None:
-        return tensor.to(dtype)
-    slot = get_proxy_slot(tensor, mode.tracer)
+def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    rule = _LAYOUTS.get(func)
+    if rule is None or all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)):
+        return outputs
     with disable_proxy_modes_tracing():
-        fixed = tensor.to(dtype)
+        layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
+
+    def fixed(result: Any) -> Any:
+        wrong = result is not None and result.shape == layout.shape and result.stride() != layout.stride()
+        return _exchanged(result, stride=layout.stride()) if wrong else result
+
+    return tuple(map(fixed, outputs)) if isinstance(outputs, (list, tuple)) else fixed(outputs)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A stand-in of the same layout; in float32, for fake arithmetic in lower precisions gets layouts wrong too."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+
+
+def _exchanged(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    stride: Sequence[int] | None = None,
+    elements: int | None = None,
+) -> torch.Tensor:
+    """The same node's result with another dtype, other strides, or memory for more elements."""
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing():
+        fixed = tensor.new_empty_strided(tensor.shape, stride or tensor.stride(), dtype=dtype)
+        if elements is not None:
+            storage = tensor.new_empty(elements).untyped_storage()
+            fixed = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
+        if mode is None:
+            return fixed
+        slot = get_proxy_slot(tensor, mode.tracer)
         node = slot.proxy.node
         node.meta["val"] = fixed.detach()
-        several, index = node.args
-        assert isinstance(several, torch.fx.Node)
-        assert isinstance(index, int)
-        results = list(several.meta["val"])
-        results[index] = node.meta["val"]
-        several.meta["val"] = tuple(results)
+        if node.target is operator.getitem:
+            several, index = node.args
+            assert isinstance(several, torch.fx.Node)
+            assert isinstance(index, int)
+            results = list(several.meta["val"])
+            results[index] = node.meta["val"]
+            several.meta["val"] = tuple(results)
     set_proxy_slot(fixed, mode.tracer, slot)
     return fixed
 
@@ -259,3 +403,17 @@ def engine_reaches(node: Any) -> bool:
 def backward_keeps_graph() -> bool:
     """Whether the backward pass in progress was asked to keep the graph (`retain_graph`, `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the machine, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def collects_outputs() -> bool:
+    """Whether a transformers model that is running has hooks collect outputs of its submodules."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return bool(collector is not None and collector.get())

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,8 @@ from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
+from memplan.graph.edges import Edges
+from memplan.graph.layout import dense_layout, strides_that_matter
 from memplan.graph.source_lines import caller_line, first_line, line_of
 
 
@@ -45,6 +47,39 @@ class Autocast:
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
         )
+
+
+class Layout(Protocol):
+    """Shape, strides and dtype of a gradient that arrives."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def stride(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a part of a larger step must know of it, to be captured on its own.
+
+    tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
+    uses: for inputs, by position, how many ops in here read it, where they are several. Autograd adds each of their
+    gradients to what has come from readers outside, one by one, so each has to be handed over by itself: as the
+    gradient of one more input, after all others, called "name (use 2)" and so on.
+    answers: the numbers that forward reads from its inputs' data, where there is no such data at hand. whole: there is
+    no step around, and the tangents are all that is said.
+    """
+
+    tangents: Mapping[int, Layout]
+    uses: Mapping[int, int] = field(default_factory=dict)
+    answers: tuple[Any, ...] = ()
+    whole: bool = False
+
+    def further_uses(self) -> list[tuple[int, int]]:
+        """(position of the input, number of the use) of each gradient beyond the first."""
+        return [(position, use) for position, count in self.uses.items() for use in range(2, count + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +143,7 @@ class _Session:
     tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
     node_names: tuple[str, ...] = ()
     reassigned: dict[str, int] = field(default_factory=dict)
+    answers: list[Any] | None = None
 
     def end_forward(self, template: OutputTemplate) -> None:
         """Note where the trace stands when forward has returned."""
@@ -130,18 +166,22 @@ def trace_step(
     autocast: Autocast,
     device: torch.device,
     expanded: bool = False,
+    around: Surroundings | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
+    around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
+    of its input.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
-    inputs = call.tensors
+    inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
     session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
+    session.answers = None if around is None or not around.answers else list(around.answers)
 
     def step(
         params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -154,22 +194,25 @@ def trace_step(
         given = [
             t.detach().requires_grad_() if real.requires_grad else t for t, real in zip(tensors, inputs, strict=True)
         ]
-        wanted = [leaves[n] for n in differentiated] + [t for t in given if t.requires_grad]
+        wanted = [leaves[n] for n in differentiated] + [t for t in given[: len(call.tensors)] if t.requires_grad]
 
         def forward_and_backward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             buffers_before = dict(model.named_buffers())
             with autocast.context():
                 output = run(*args, **kwargs)
-            template = OutputTemplate(output, _shared_objects(model))
+            template = OutputTemplate(output, shared_objects(model))
             for name, tensor in model.named_buffers():
                 if tensor is not buffers_before.get(name):
                     session.reassigned[name] = template.add(tensor, f"buffer {name}")
             session.end_forward(template)
-            chosen, tangents = _tangents(session, expanded)
-            grads = torch.autograd.grad([template.tensors[i] for i in chosen], wanted, tangents, allow_unused=True)
-            return list(template.tensors), list(grads)
+            chosen, tangents = _tangents(session, expanded, around)
+            starts = [template.tensors[i] for i in chosen]
+            if around is None or around.whole:
+                return list(template.tensors), list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
+            grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
+            return list(template.tensors), grads
 
-        args, kwargs = call.with_tensors(given)
+        args, kwargs = call.with_tensors(given[: len(call.tensors)])
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
         step_module = _Step(model, forward_and_backward)
         with private.seeding_refused(_seeds_itself):
@@ -196,7 +239,54 @@ def trace_step(
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {session.where or '(the model itself)'!s}, {line_of(error)}"
             ) from error
-    return _finish(graph_module, session, parameters, buffers, call, differentiated)
+    return _finish(graph_module, session, parameters, buffers, input_names(call, around), inputs, differentiated)
+
+
+def input_names(call: Call, around: Surroundings | None) -> tuple[str, ...]:
+    """Names of the inputs of a trace: those of the call, and one for each further use."""
+    further = around.further_uses() if around else ()
+    return (*call.names, *(f"{call.names[position]} (use {use})" for position, use in further))
+
+
+def _grads_in_part(
+    starts: Sequence[torch.Tensor],
+    wanted: Sequence[torch.Tensor],
+    tangents: Sequence[torch.Tensor],
+    around: Surroundings,
+    given: Sequence[torch.Tensor],
+    parameters: Mapping[str, torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """Gradients of `wanted` and of further uses, each as autograd hands it on. Raises UnsupportedModel."""
+    edges = Edges(starts)
+    for name, leaf in parameters.items():
+        if len(edges.to(leaf)) > 1:
+            raise UnsupportedModel(
+                f"parameter {name} is used more than once in here; were it used elsewhere too, its gradients would be "
+                "added in another order"
+            )
+    by_use: dict[int, list[torch.Tensor]] = {}
+    for position, count in around.uses.items():
+        if len(edges.to(given[position])) != count:
+            raise UnsupportedModel(f"the number of uses of argument {position} is another than in the eager step")
+        by_use[position] = edges.divert(given[position])
+    grads: list[torch.Tensor | None] = list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
+    for position, found in by_use.items():
+        if len(found) != around.uses[position]:
+            raise UnsupportedModel(f"not every use of argument {position} gives a gradient")
+        index = next(i for i, t in enumerate(wanted) if t is given[position])
+        grads[index] = found[0]
+    grads += [by_use[position][use - 1] for position, use in around.further_uses()]
+    inputs = [t for t in given if t.requires_grad]
+    for leaf, grad in zip(inputs, grads[len(grads) - len(inputs) :], strict=True):
+        if grad is not None and (
+            grad.dtype != leaf.dtype
+            or strides_that_matter(grad.shape, grad.stride()) != strides_that_matter(grad.shape, dense_layout(leaf)[1])
+        ):
+            raise UnsupportedModel(
+                f"the gradient of an argument of shape {tuple(leaf.shape)} has strides {grad.stride()}, which a "
+                "planned part of a step would not hand on"
+            )
+    return grads
 
 
 class _Step(nn.Module):
@@ -211,14 +301,22 @@ class _Step(nn.Module):
         return self._run(*args, **kwargs)
 
 
-def _tangents(session: _Session, expanded: bool) -> tuple[list[int], list[torch.Tensor]]:
+def _tangents(session: _Session, expanded: bool, around: Surroundings | None) -> tuple[list[int], list[torch.Tensor]]:
     """The outputs that backward starts from, and a stand-in for the gradient of each that the caller will hand in."""
     assert session.template is not None
-    chosen = _differentiated_outputs(session.template, session.requires_grad)
+    if around is None:
+        chosen = differentiated_outputs(session.template, session.requires_grad)
+    else:
+        chosen = sorted(around.tangents)
+        if not all(i < len(session.requires_grad) and session.requires_grad[i] for i in chosen):
+            raise UnsupportedModel("backward starts from an output that does not require grad")
     tangents = []
     for index in chosen:
         output = session.template.tensors[index].detach()
-        if expanded:
+        if around is not None:
+            layout = around.tangents[index]
+            tangents.append(output.new_empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
+        elif expanded:
             tangents.append(output.new_empty_strided(output.shape, [0] * output.dim()))
         else:
             tangents.append(torch.empty_like(output))
@@ -247,12 +345,12 @@ def _note_placeholders(session: _Session, real: Sequence[torch.Tensor]) -> None:
     session.sources = {n.name: t for n, t in zip(placeholders[session.parameter_count :], real, strict=True)}
 
 
-def _shared_objects(model: nn.Module) -> list[Any]:
+def shared_objects(model: nn.Module) -> list[Any]:
     """Objects that belong to the model and that an output may refer to (its config): never copied."""
     return [model, *(v for m in model.modules() for v in vars(m).values() if hasattr(v, "__dict__"))]
 
 
-def _differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
+def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
     """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
 
     The loss is the output called "loss", or the only differentiable scalar.
@@ -378,7 +476,13 @@ class _Watch(private.TorchDispatchMode):
                     f"at {source}. Draw them outside of the model and pass them in"
                 )
         attributes = private.tracer_constants()
-        value = evaluate(closure, node, self._session.sources, attributes).item()
+        answers = self._session.answers
+        if answers is None:
+            value = evaluate(closure, node, self._session.sources, attributes).item()
+        elif answers:
+            value = answers.pop(0)
+        else:
+            raise UnsupportedModel(f"forward reads another number of values from data than before, at {source}")
         self._session.reads.append(ScalarRead(node, value, f"{self._session.where} at {source}"))
         return value
 
@@ -388,7 +492,8 @@ def _finish(
     session: _Session,
     parameters: dict[str, nn.Parameter],
     buffers: dict[str, torch.Tensor],
-    call: Call,
+    names_of_inputs: Sequence[str],
+    inputs: Sequence[torch.Tensor],
     differentiated: Sequence[str],
 ) -> RawTrace:
     assert session.template is not None
@@ -397,8 +502,8 @@ def _finish(
     flat = list(returned.args[0])
     outputs, gradients = flat[: len(session.requires_grad)], flat[len(session.requires_grad) :]
     assert session.boundary in graph_module.graph.nodes
-    input_names = [n for n, t in zip(call.names, call.tensors, strict=True) if t.requires_grad]
-    names = [f"parameter {n}" for n in differentiated] + [f"input {n}" for n in input_names]
+    grad_inputs = [n for n, t in zip(names_of_inputs, inputs, strict=True) if t.requires_grad]
+    names = [f"parameter {n}" for n in differentiated] + [f"input {n}" for n in grad_inputs]
     return RawTrace(
         module=graph_module,
         parameter_names=tuple(parameters),

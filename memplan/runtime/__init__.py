@@ -1,6 +1,13 @@
 """Carrying out a schedule: lowering to fx programs, running them under autograd, installing them in a model."""
 
+from memplan.runtime.execute import TangentLayout as TangentLayout
+from memplan.runtime.install import OnMismatch as OnMismatch
+from memplan.runtime.install import OnOutOfMemory as OnOutOfMemory
 from memplan.runtime.install import PlannedForward as PlannedForward
 from memplan.runtime.install import planned_forward as planned_forward
+from memplan.runtime.lower import Grads as Grads
 from memplan.runtime.lower import Program as Program
 from memplan.runtime.lower import lower as lower
+from memplan.runtime.step import EagerStep as EagerStep
+from memplan.runtime.step import Step as Step
+from memplan.runtime.step import WholeStep as WholeStep

@@ -1,16 +1,18 @@
 """Run a program under autograd: one Function for the whole step, with nothing kept outside its context.
 
 Parameters are not inputs of the Function: an empty anchor tensor connects it to autograd, and each gradient is handed
-over in the middle of backward, as soon as it is final. Saved tensors live in a list that backward takes away, so the
-version checks that autograd would make on them are made here.
+over in the middle of backward, as soon as it is final. (Under grads="edges" they are inputs, and their gradients are
+what backward returns, so that `torch.autograd.grad` finds them.) Saved tensors live in a list that backward takes
+away, so the version checks that autograd would make on them are made here.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -18,12 +20,27 @@ from torch import fx, nn
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
 from memplan.runtime.lower import Program
+from memplan.runtime.observe import Observer
+from memplan.runtime.rng import held_rng, restore_rng
+
+
+class OtherTangents(PlanMismatch):
+    """Backward starts from other outputs, or gradients of another layout, than it was captured for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Buffers (by name) and inputs that forward writes to. matters: forward's results depend on such a write."""
+
+    buffers: tuple[str, ...] = ()
+    inputs: bool = False
+    matters: bool = False
 
 
 class ParameterStore:
     """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work."""
 
-    def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -39,7 +56,7 @@ class ParameterStore:
         home, leaf = self._homes[name]
         home[leaf] = tensor
 
-    def hand_over(self, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+    def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
@@ -102,15 +119,32 @@ class _Watched:
 
 
 @dataclass(slots=True)
-class _InFlight:
+class InFlight:
     """One forward that waits for its backward.
 
-    watched: inputs and outputs. parameters: parameters and buffers by name.
+    watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
+    surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
     """
 
     saved: list[Any]
     watched: list[_Watched]
     parameters: list[_Watched]
+    start: _Start
+    surfaced: set[str] = field(default_factory=set)
+    surfacing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a forward began. buffers: copies of those that it writes to, where they are kept."""
+
+    inputs: tuple[torch.Tensor, ...]
+    generator: Any
+    buffers: dict[str, torch.Tensor]
+
+
+Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
+Rescue = Callable[["Runner", InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
@@ -120,30 +154,48 @@ class Runner:
         self,
         program: Program,
         store: ParameterStore,
+        trainable: tuple[str, ...],
         backwards: tuple[tuple[dict[int, TangentLayout], fx.GraphModule], ...],
         requires_grad: tuple[bool, ...],
         output_names: tuple[str, ...],
         device: torch.device,
+        draws: bool,
+        written: Written,
     ) -> None:
+        """draws: forward advances the generator. written: buffers and inputs that forward writes to.
+
+        trainable: the parameters that are inputs of the Function, under grads="edges".
+        """
         self.program = program
         self.store = store
+        self.trainable = trainable
+        self.rescue: Rescue | None = None
+        self.watch: Observer | None = None
+        self.keeps_buffers = False
+        self.written = written
+        self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
         self._backwards = backwards
         self._layouts = backwards[0][0]
         self._requires_grad = requires_grad
         self._output_names = output_names
-        self._device_type = device.type
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd."""
-        outputs = _Step.apply(self.anchor, self, *inputs)  # type: ignore[no-untyped-call]
+        parameters = [self.store[name] for name in self.trainable]
+        outputs = _Step.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
         same = self.program.input_outputs
         return tuple(inputs[same[i]] if i in same else t for i, t in enumerate(outputs))
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], _InFlight]:
-        program = self.program
-        with self._without_autocast():
-            results = program.forward.forward([self.store, *(inputs[i] for i in program.forward_inputs)])
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        program, start = self.program, self._start(inputs)
+        try:
+            with self._without_autocast(), self._observed("forward"):
+                results = program.forward.forward([self.store, *(inputs[i] for i in program.forward_inputs)])
+        except Exception as error:
+            if private.is_out_of_memory(error):
+                self._go_back(start)
+            raise
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
@@ -151,45 +203,88 @@ class Runner:
         watched = [_Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
         watched += [_Watched.of(f"output {self._output_names[i]}", outputs[i]) for i in program.backward_outputs]
         state = [_Watched.of(name, self.store[name]) for name in program.backward_state]
-        return outputs, _InFlight(saved, watched, state)
+        return outputs, InFlight(saved, watched, state, start)
 
-    def backward(self, state: _InFlight, tangents: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        given = self._checked_tangents(tangents)
-        run = self._backward_for(given)
-        arguments = [self.store, self.store.hand_over, *given.values(), *state.saved]
+    def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
+        run = self._backward_for(tangents)
+        arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
-        with self._without_autocast():
-            return run.forward(arguments)  # type: ignore[no-any-return]
+        with self._without_autocast(), self._observed("backward"):
+            results = run.forward(arguments)
+        return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
 
-    def _checked_tangents(self, tangents: Sequence[torch.Tensor | None]) -> dict[int, torch.Tensor]:
-        """The gradients handed in, by output."""
-        given = {index: tangent for index, tangent in enumerate(tangents) if tangent is not None}
-        for index in given.keys() - self._layouts.keys():
-            raise PlanMismatch(
+    def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]
+        if pairs:
+            state.surfacing = True
+            self.store.surface(*zip(*pairs, strict=True))
+            state.surfacing = False
+            state.surfaced.update(names)
+
+    # -- running a forward again ------------------------------------------------------------------------------------
+
+    def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
+        kept = {n: self.store[n].detach().clone() for n in self.written.buffers} if self.keeps_buffers else {}
+        return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
+
+    def _go_back(self, start: _Start) -> None:
+        """Put the generator and the buffers to where they were when a forward began."""
+        if start.generator is not None:
+            restore_rng(self.device, start.generator)
+        for name, tensor in start.buffers.items():
+            self.store[name].data.copy_(tensor)
+
+    def repeats(self, state: InFlight) -> bool:
+        """Whether the forward of `state` can run once more with the same results."""
+        return not state.surfacing and (not self.written.matters or (self.keeps_buffers and not self.written.inputs))
+
+    def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        """Run the forward of `state`, which another program ran, and its backward.
+
+        Buffers and the generator are left as they are; gradients that were handed over are not handed over again.
+        """
+        present = _Start((), held_rng(self.device), {n: self.store[n].detach().clone() for n in self.written.buffers})
+        self._go_back(state.start)
+        try:
+            again = self.forward(state.start.inputs)[1]
+        finally:
+            self._go_back(present)
+        again.surfaced = state.surfaced
+        return self.backward(again, tangents)
+
+    def _backward_for(self, tangents: dict[int, torch.Tensor]) -> fx.GraphModule:
+        """The backward program for gradients of this layout."""
+        for index in tangents.keys() - self._layouts.keys():
+            raise OtherTangents(
                 f"backward reached output {self._output_names[index]}, but the plan starts backward from "
                 f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
             )
-        for index in self._layouts.keys() - given.keys():
-            raise PlanMismatch(
+        for index in self._layouts.keys() - tangents.keys():
+            raise OtherTangents(
                 f"backward did not reach output {self._layouts[index].output}, but the plan starts backward from it. "
                 "Put the loss inside with loss_fn="
             )
-        return {index: given[index] for index in self._layouts}
-
-    def _backward_for(self, given: dict[int, torch.Tensor]) -> fx.GraphModule:
-        """The backward program for gradients of this layout."""
-        layouts = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in given.items()}
+        layouts = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
         for expected, program in self._backwards:
             if layouts == expected:
                 return program
         index = next(i for i in layouts if layouts[i] != self._layouts[i])
-        raise PlanMismatch(
+        raise OtherTangents(
             f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
             f"{layouts[index].dtype}, but was planned with strides {self._layouts[index].stride} and "
             f"{self._layouts[index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
         )
 
-    def check_unchanged(self, state: _InFlight) -> None:
+    def takes(self, tangents: dict[int, torch.Tensor]) -> bool:
+        """Whether backward was made for gradients of this layout."""
+        try:
+            self._backward_for(tangents)
+        except OtherTangents:
+            return False
+        return True
+
+    def check_unchanged(self, state: InFlight) -> None:
         """Raise as autograd does where something that backward reads has been written to since forward."""
         for watched in state.parameters:
             if self.store[watched.what] is not watched.tensor:
@@ -203,10 +298,15 @@ class Runner:
     def requires_grad(self) -> tuple[bool, ...]:
         return self._requires_grad
 
+    def _observed(self, phase: Literal["forward", "backward"]) -> contextlib.AbstractContextManager[Any]:
+        if self.watch is None or self.watch.finished:
+            return contextlib.nullcontext()
+        return self.watch.forward() if phase == "forward" else self.watch.backward()
+
     def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The captured ops are already cast; autocast must not cast them again."""
-        if torch.is_autocast_enabled(self._device_type):
-            return torch.autocast(self._device_type, enabled=False)
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
         return contextlib.nullcontext()
 
 
@@ -214,10 +314,12 @@ class _Step(torch.autograd.Function):
     """One planned training step: forward and backward programs behind one autograd node."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, runner: Runner, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        ctx: Any, anchor: torch.Tensor, runner: Runner, input_count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        outputs, state = runner.forward(inputs)
-        ctx.runner, ctx.state, ctx.input_count = runner, state, len(inputs)
+        outputs, state = runner.forward(tensors[:input_count])
+        ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))
         return tuple(outputs)
@@ -235,15 +337,26 @@ class _Step(torch.autograd.Function):
                 "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
                 "Run the forward again"
             )
-        if not private.engine_reaches(ctx.next_functions[0][0]):
+        if runner.program.grads == "surface" and not private.engine_reaches(ctx.next_functions[0][0]):
             raise RuntimeError(
-                "memplan: torch.autograd.grad and backward(inputs=...) are not supported by a planned step, which puts "
-                "every gradient into .grad. Call loss.backward(), or memplan.remove(model)"
+                "memplan: torch.autograd.grad and backward(inputs=...) are not supported by a planned step that puts "
+                'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
         ctx.state = None
-        gradients: list[torch.Tensor | None] = [None] * ctx.input_count
-        results = runner.backward(state, tangents)
-        for position, gradient in zip(runner.program.input_gradients, results, strict=True):
-            gradients[position] = gradient
-        return (None, None, *gradients)
+        gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
+        wanted = (*range(ctx.input_count), *runner.trainable)
+        return (None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+    """Those of the runner, or of another one where this one can't give them and somebody knows better."""
+    tangents = dict(sorted(tangents.items()))
+    try:
+        return runner.backward(state, tangents)
+    except Exception as error:
+        oom = private.is_out_of_memory(error)
+        if runner.rescue is None or not (oom or isinstance(error, OtherTangents)):
+            raise
+        problem = error.with_traceback(None)  # or its frames would keep tensors alive
+    return runner.rescue(runner, state, tangents, problem)

@@ -1,78 +1,242 @@
-"""A model whose forward runs a plan. Its class, parameters, `state_dict` keys and output types stay as they are."""
+"""A model whose forward runs plans. Its class, parameters, `state_dict` keys and output types stay as they are."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from memplan.graph.capture import Capture
-from memplan.graph.traced import Traced
-from memplan.runtime.execute import ParameterStore, Runner, TangentLayout
+from memplan.errors import MemplanError, PlanMismatch
+from memplan.graph import private_api as private
+from memplan.graph.call import Call, CallReader, Sample
+from memplan.runtime.execute import Gradients, InFlight, OtherTangents, Runner, TangentLayout
 from memplan.runtime.lower import Program
+from memplan.runtime.observe import Observer
+from memplan.runtime.step import Step, WholeStep
+from memplan.units import format_bytes
+
+OnMismatch = Literal["replan", "raise"]
+OnOutOfMemory = Literal["raise", "replan"]
+
+_MOST_STEPS = 64  # that a model keeps; the one that was not used for longest goes first
+_MANY_STEPS = 12  # as many plans for one model are worth a warning
+
+log = logging.getLogger("memplan")
+
+
+class Planner(Protocol):
+    """What makes steps for calls that no step serves."""
+
+    margin: float
+
+    def step(
+        self, model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, known: Sequence[Step] = ()
+    ) -> Step: ...
+    def step_for(
+        self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
+    ) -> WholeStep: ...
+    def learn(self, device: torch.device, margin: float) -> None: ...
 
 
 class PlannedForward:
-    """Stands in for `model.forward`: runs the plan in training, and the original in eval mode and under no_grad.
+    """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
 
-    plan: what `memplan.plan_of` returns. original: the forward that was there before.
+    original: the forward that was there before. steps: plans by kind of call, the latest used first.
     """
 
     def __init__(
         self,
         model: nn.Module,
         original: Callable[..., Any],
-        capture: Capture,
-        programs: tuple[Program, ...],
-        plan: Any,
+        planner: Planner,
+        reader: CallReader,
+        on_mismatch: OnMismatch = "replan",
+        on_oom: OnOutOfMemory = "raise",
     ) -> None:
-        self.model, self.original, self.plan = model, original, plan
-        self._capture, self._programs = capture, programs
-        self._key = capture.key
+        self.model, self.original = model, original
+        self.steps: list[Step] = []
+        self._planner, self._reader = planner, reader
+        self._on_mismatch, self._on_oom = on_mismatch, on_oom
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
-        self._runner = self._make_runner()
+        self._aside = False  # the model's own forward is wanted
+        self._observed = False  # a step has been compared with its prediction, or will be
         functools.update_wrapper(self, original)
 
-    def _make_runner(self) -> Runner:
-        traced = self._capture.traced
-        variants = [v for v in (traced, self._capture.expanded) if v is not None]
-        return Runner(
-            program=self._programs[0],
-            store=ParameterStore(
-                self.model, [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
-            ),
-            backwards=tuple((self._layouts(v), p.backward) for v, p in zip(variants, self._programs)),
-            requires_grad=tuple(o.requires_grad for o in traced.outputs),
-            output_names=tuple(self._name(i) for i in range(len(traced.outputs))),
-            device=traced.device,
-        )
-
-    def _layouts(self, traced: Traced) -> dict[int, TangentLayout]:
-        return {
-            index: TangentLayout.of(self._name(index), traced.tangent_nodes[output.tangent].meta["val"])
-            for index, output in enumerate(traced.outputs)
-            if output.tangent is not None
-        }
-
-    def _name(self, index: int) -> str:
-        return self._capture.traced.template.names[index] or "output"
+    @property
+    def plan(self) -> Any:
+        """The plan that ran last, or will run first; None before there is one."""
+        return self.steps[0].plan if self.steps else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or (self._training and not self.model.training):
+        if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
             return self.original(*args, **kwargs)
-        call = self._capture.reader.read(args, kwargs)
-        self._key.check(call)
-        traced = self._capture.traced
-        outputs = self._runner(call.tensors)
-        for name, index in traced.reassigned.items():
-            self._runner.store[name] = outputs[index]
-        return traced.template.fill(outputs)
+        call = self._reader.read(args, kwargs)
+        while True:
+            step = self._step_for(call)
+            try:
+                return self._run(step, call)
+            except Exception as error:
+                if not private.is_out_of_memory(error):
+                    raise
+                problem = error.with_traceback(None)  # or its frames would keep tensors alive
+            self._after_out_of_memory(step, problem)
+
+    def _run(self, step: Step, call: Call) -> Any:
+        if isinstance(step, WholeStep):
+            return step.run(call)
+        with self.stepping_aside():
+            return step.run(call)
+
+    # -- which step -------------------------------------------------------------------------------------------------
+
+    def _step_for(self, call: Call) -> Step:
+        reason = None
+        for index, step in enumerate(self.steps):
+            why = step.mismatch(call)
+            if why is None and not step.provisional:
+                if index:
+                    self.steps.insert(0, self.steps.pop(index))
+                return step
+            if why is None:
+                del self.steps[index]
+                return self.add(self._planned(call, (), "such a call came again, and gets a plan of its own"))
+            reason = reason or why
+        if reason is not None and self._on_mismatch == "raise":
+            raise PlanMismatch(
+                f"this call does not match the plan: {reason}. Plan it with memplan.apply on such a sample, or call "
+                "memplan.remove(model)"
+            )
+        return self.add(self._planned(call, self.steps, reason or "this is the first call"))
+
+    def _planned(self, call: Call, known: Sequence[Step], reason: str) -> Step:
+        log.info("memplan: planning, because %s", reason)
+        if len(self.steps) == _MANY_STEPS:
+            log.warning(
+                "memplan: the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
+                "a while. Pad batches to few lengths, and pass numbers that change with the batch as tensors",
+                len(self.steps) + 1, reason,
+            )  # fmt: skip
+        with self.stepping_aside():
+            return self._planner.step(self.model, self.original, call, known)
+
+    def add(self, step: Step) -> Step:
+        """Take a step in, as the one that was used last."""
+        step.settle(self.model)
+        self.steps.insert(0, step)
+        del self.steps[_MOST_STEPS:]
+        if isinstance(step, WholeStep):
+            step.runner.rescue = self._rescue
+            step.runner.keeps_buffers = self._on_oom == "replan"
+            if not self._observed and not step.provisional:
+                self._observed = True
+                step.runner.watch = Observer(step.runner.device, self._held, functools.partial(self._compare, step))
+        return step
+
+    def prepare(self, sample: Sample) -> Any:
+        """Plan such calls in full now. Gives the plan."""
+        call = self._reader.read_sample(sample)
+        for step in [s for s in self.steps if s.mismatch(call) is None]:
+            if not step.provisional:
+                return step.plan
+            self.steps.remove(step)
+        with self.stepping_aside():
+            return self.add(self._planner.step(self.model, self.original, call)).plan
+
+    # -- when a step can't do what it was planned for ---------------------------------------------------------------
+
+    def _rescue(
+        self, runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
+    ) -> Gradients:
+        """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
+        step = next((s for s in self.steps if isinstance(s, WholeStep) and s.runner is runner), None)
+        if step is None or not runner.repeats(state) or self._on_mismatch == "raise":
+            raise problem
+        call = step.capture.call.filled(state.start.inputs)
+        with step.key.autocast.context(), torch.enable_grad():
+            if isinstance(problem, OtherTangents):
+                other = self._for_tangents(step, call, tangents, problem)
+            else:
+                self._after_out_of_memory(step, problem)
+                layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
+                other = self._planner.step_for(self.model, self.original, call, layouts)
+                self.add(other)
+        if other.forward_ops != step.forward_ops:
+            raise problem
+        return other.runner.repeat(state, tangents)
+
+    def _for_tangents(
+        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], problem: Exception
+    ) -> WholeStep:
+        for other in self.steps:
+            if isinstance(other, WholeStep) and other.runner.takes(tangents) and other.mismatch(call) is None:
+                return other
+        log.info("memplan: planning, because %s", problem)
+        layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
+        try:
+            with self.stepping_aside():
+                other = self._planner.step_for(self.model, self.original, call, layouts)
+        except MemplanError as error:
+            raise problem from error
+        self.add(other)
+        return other
+
+    def _after_out_of_memory(self, step: Step, problem: Exception) -> None:
+        """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended."""
+        plan = step.plan
+        told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
+        advice = (
+            "Other processes or fragmentation may take the rest: lower the budget, set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with on_oom='replan'"
+        )
+        if self._on_oom == "raise" or plan is None:
+            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}. {advice}") from problem
+        margin = max(0.05, 2 * self._planner.margin)
+        if margin > 1:
+            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
+        log.warning("memplan: out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
+        self._planner.learn(next(self.model.parameters()).device, margin)
+        self.steps.clear()
+
+    def _held(self) -> list[Any]:
+        parameters = list(self.model.parameters())
+        return [parameters, [p.grad for p in parameters], list(self.model.buffers()), list(self.constants.values())]
+
+    def _compare(self, step: WholeStep, grown_bytes: int, time_s: float) -> None:
+        """Measured against predicted: one line in the log, and a margin where more was held than predicted."""
+        plan = step.plan
+        on_cuda = step.runner.device.type == "cuda"
+        predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes
+        measured_bytes = plan.problem.resident_bytes + grown_bytes
+        log.info(
+            "memplan: the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
+            format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
+            time_s, plan.time_s,
+        )  # fmt: skip
+        margin = measured_bytes / predicted_bytes - 1
+        if margin > max(0.001, self._planner.margin) and plan.problem.costs.source == "measured":
+            log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
+            self._planner.learn(step.runner.device, margin)
+            if measured_bytes > plan.problem.budget_bytes:
+                self.steps.clear()
+
+    # -- in and out of the model ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stepping_aside(self) -> Iterator[Callable[..., Any]]:
+        """The model's own forward is in place for as long."""
+        before, self._aside = self._aside, True
+        try:
+            yield self.original
+        finally:
+            self._aside = before
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -81,15 +245,18 @@ class PlannedForward:
     @property
     def program(self) -> Program:
         """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
-        return self._programs[0]
+        step = self.steps[0]
+        assert isinstance(step, WholeStep)
+        return step.programs[0]
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """Constants of the trace that the program holds."""
-        return self._capture.traced.constants
+        step = self.steps[0]
+        assert isinstance(step, WholeStep)
+        return step.capture.traced.constants
 
     def install(self) -> None:
-        self._capture.settle(self.model)
         self.model.forward = self
 
     def uninstall(self) -> None:
@@ -100,7 +267,7 @@ class PlannedForward:
             del self.model.forward
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model runs the same plan on its own parameters."""
+        """A copy of the model runs the same plans on its own parameters."""
         model = memo.get(id(self.model))
         if model is None:
             return self
@@ -111,15 +278,12 @@ class PlannedForward:
         return _class_forward, (self.model,)
 
     def bound_to(self, model: nn.Module) -> PlannedForward:
-        """The same plan for a copy of the model."""
+        """The same plans for a copy of the model."""
         original = MethodType(getattr(self.original, "__func__", type(model).forward), model)
-        other = PlannedForward.__new__(PlannedForward)
-        other.model, other.original, other.plan = model, original, self.plan
-        other._capture, other._programs = self._capture, self._programs
-        other._key = self._key.rebound(model)
+        other = PlannedForward(model, original, self._planner, self._reader, self._on_mismatch, self._on_oom)
         other._training, other._own_attribute = self._training, False
-        other._runner = other._make_runner()
-        functools.update_wrapper(other, original)
+        for step in reversed(self.steps):
+            other.add(step.bound_to(model))
         return other
 
 

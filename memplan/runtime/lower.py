@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -26,6 +26,7 @@ aten = torch.ops.aten
 # Views that are the very tensor that they look at, as far as a program without autograd can tell.
 SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
 
+Grads = Literal["surface", "edges"]
 Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
 
 
@@ -44,11 +45,12 @@ class Program:
     """A lowered plan.
 
     forward takes [store, *inputs] and returns [*outputs, *saved]; backward takes [store, sink, *tangents, *saved] and
-    returns the gradients of the inputs that require grad. forward_inputs: positions of the inputs that forward takes.
-    backward_inputs: positions of the inputs that backward reads. backward_outputs: positions of the outputs whose
-    memory it reads. backward_state: parameters and buffers that it reads or gives gradients to. input_outputs: outputs
-    that are inputs themselves. tangents: output index of each tangent. input_gradients: position of the input that each
-    result of backward belongs to.
+    returns the gradients of the inputs that require grad, then, under grads="edges", those of parameters.
+    forward_inputs: positions of the inputs that forward takes. backward_inputs: positions of those that backward reads.
+    backward_outputs: positions of the outputs whose memory it reads. backward_state: parameters and buffers that it
+    reads or gives gradients to. input_outputs: outputs that are inputs themselves. tangents: output index of each
+    tangent. input_gradients: position of the input that each of the first results of backward belongs to.
+    parameter_gradients: names of the parameters that the others belong to. grads: what `lower` was told.
     """
 
     forward: fx.GraphModule
@@ -61,11 +63,17 @@ class Program:
     output_count: int
     tangents: tuple[int, ...]
     input_gradients: tuple[int, ...]
+    parameter_gradients: tuple[str, ...]
+    grads: Grads
 
 
-def lower(schedule: Schedule, traced: Traced) -> Program:
-    """Write `schedule` as a program. The schedule must have passed `simulate`."""
-    return _Lowering(schedule, traced).program()
+def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Program:
+    """Write `schedule` as a program. The schedule must have passed `simulate`.
+
+    grads: "surface" hands each gradient over in the middle of backward, as soon as it is final; "edges" returns all of
+    them from backward.
+    """
+    return _Lowering(schedule, traced, grads).program()
 
 
 class _Side:
@@ -111,8 +119,10 @@ class _Side:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, traced: Traced) -> None:
+    def __init__(self, schedule: Schedule, traced: Traced, grads: Grads) -> None:
         self.schedule, self.traced, self.graph = schedule, traced, traced.graph
+        self.grads = grads
+        self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.side = self.forward = _Side()
         self.live: dict[int, Instance] = {}
         self.rng: dict[int, fx.Node] = {}
@@ -286,7 +296,9 @@ class _Lowering:
                     if kind == "parameter":
                         names.append(parameter)
                         tensors.append(self._tensor(node, gradient.value))
-        if names:
+        if self.grads == "edges":
+            self.returned.update(zip(names, tensors, strict=True))
+        elif names:
             self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
 
     def _finish(self) -> Program:
@@ -300,7 +312,7 @@ class _Lowering:
         saved = list(self.carried)
         return Program(
             forward=self.forward.module([*self.outputs, *saved], "Forward"),
-            backward=self.backward.module(results, "Backward"),
+            backward=self.backward.module([*results, *self.returned.values()], "Backward"),
             forward_inputs=tuple(self.inputs),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
             backward_state=tuple(dict.fromkeys([*self.backward.state_names, *self._parameters_with_gradient()])),
@@ -309,6 +321,8 @@ class _Lowering:
             output_count=len(self.outputs),
             tangents=self.tangents,
             input_gradients=tuple(positions),
+            parameter_gradients=tuple(self.returned),
+            grads=self.grads,
         )
 
     def _parameters_with_gradient(self) -> list[str]:

@@ -16,9 +16,15 @@ def save_rng(device: torch.device) -> Any:
     return generator.initial_seed(), generator.get_offset()
 
 
-def _restore_rng(device: torch.device, state: Any) -> None:
+def held_rng(device: torch.device) -> Any:
+    """The same in a form that takes no tensor memory, for states that are held for the length of a step."""
+    return bytearray(torch.get_rng_state().numpy()) if device.type == "cpu" else save_rng(device)
+
+
+def restore_rng(device: torch.device, state: Any) -> None:
+    """Put the generator where `save_rng` or `held_rng` found it."""
     if device.type == "cpu":
-        torch.set_rng_state(state)
+        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8) if isinstance(state, bytearray) else state)
         return
     generator = torch.cuda.default_generators[device.index or 0]
     generator.manual_seed(state[0])
@@ -29,7 +35,7 @@ def replay(state: Any, device: torch.device, target: Callable[..., Any], *args: 
     """Run a random op with the generator state of its first run; the generator itself is left as it was."""
     present = save_rng(device)
     try:
-        _restore_rng(device, state)
+        restore_rng(device, state)
         return target(*args, **kwargs)
     finally:
-        _restore_rng(device, present)
+        restore_rng(device, present)

@@ -6,3 +6,4 @@ from memplan.solvers.front import Candidate as Candidate
 from memplan.solvers.front import Front as Front
 from memplan.solvers.front import Limits as Limits
 from memplan.solvers.front import solve_front as solve_front
+from memplan.solvers.front import textbook as textbook

@@ -133,6 +133,14 @@ def solve_front(problem: Problem, progress: Progress | None = None, limits: Limi
     return _front(problem, flat, _pareto(kept), bound)
 
 
+def textbook(problem: Problem, limits: Limits | None = None) -> tuple[Candidate, ...]:
+    """The textbook schedules, those first that peak lower: what can be had without a search. Keep all is among them."""
+    flat = flatten(problem)
+    orders = baselines(flat, (limits or Limits()).coarse_blocks)
+    legal = [(name, order) for name, order in orders if _sketch(flat, name, order).peak_bytes >= 0]
+    return tuple(sorted((_candidate(problem, name, order) for name, order in legal), key=lambda c: c.peak_bytes))
+
+
 def _sketch(flat: Flat, solver: str, order: Ints) -> _Sketch:
     peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
     return _Sketch(int(peak), float(time_s), solver, order)

@@ -1,0 +1,206 @@
+"""Thirty architectures of transformers and diffusers at half of their activation peak: what is planned, to what bits.
+
+    python -m benchmarks.architectures [--names gpt2 swin] [--repeats 5] [--table FILE] [--output FILE]
+
+Each is trained for three steps of SGD, with and without a plan; outputs, gradients, parameters, buffers and the
+generator's state are compared bit for bit. The activation peak is the total peak less parameters, buffers and inputs:
+gradients and kernel scratch are in it. It is measured with the profiler's memory events. Costs are measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+import memplan
+from benchmarks.environment import environment
+from tests.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
+from tests.meter import profiler_peak, storage_bytes
+from tests.zoo import Sample, copied, first_difference, run_steps
+
+MEGABYTE = 1e6
+HALF = memplan.Budget(activations=0.5)
+HOME = Path(__file__).resolve().parent
+
+Row = dict[str, Any]
+
+
+def activation_peak(net: nn.Module, sample: Sample) -> int:
+    """Bytes of one warm step beyond parameters, buffers and inputs, kernel scratch included."""
+    net.zero_grad(set_to_none=True)
+    peak_bytes = profiler_peak(lambda: train_once(net, sample))
+    net.zero_grad(set_to_none=True)
+    return peak_bytes
+
+
+def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:
+    """Three steps, with every generator that a model may draw from put to the same state first."""
+    random.seed(3)
+    np.random.seed(3)
+    return run_steps(net, copied(sample), 3)
+
+
+def step_time_s(net: nn.Module, sample: Sample) -> float:
+    net.zero_grad(set_to_none=True)
+    start = time.perf_counter()
+    train_once(net, sample)
+    return time.perf_counter() - start
+
+
+def row_of(architecture: Architecture, repeats: int) -> Row:
+    """What the table says of one architecture."""
+    net, sample = architecture.build(0)
+    plain = seeded_steps(copy.deepcopy(net), sample)
+    row: Row = {
+        "name": architecture.name,
+        "family": architecture.family,
+        "class": architecture.kind,
+        "parameter_bytes": storage_bytes(net.parameters()),
+        "resident_bytes": storage_bytes(resident_tensors(net, sample)),
+        "plain_repeats": first_difference(plain, seeded_steps(copy.deepcopy(net), sample), "run") is None,
+        "plain_activation_peak_bytes": activation_peak(copy.deepcopy(net), sample),
+    }
+    try:
+        start = time.perf_counter()
+        planned = memplan.apply(copy.deepcopy(net), copied(sample), HALF)
+        row["planning_time_s"] = time.perf_counter() - start
+    except memplan.MemplanError as error:
+        return {**row, "captured": "no", "reason": f"{type(error).__name__}: {str(error).splitlines()[0]}"}
+    row.update(planned_facts(memplan.plan_of(planned)))
+    row["same_bits"] = (difference := first_difference(plain, seeded_steps(planned, sample), "run")) is None
+    row["reason"] = difference or row.get("reason", "")
+    row["activation_peak_bytes"] = activation_peak(planned, sample)
+    row["within_half"] = 2 * row["activation_peak_bytes"] <= row["plain_activation_peak_bytes"]
+    pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
+    row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
+    return row
+
+
+@contextlib.contextmanager
+def own_cache() -> Iterator[None]:
+    """An empty folder for measured costs and margins, so that no row depends on those before it."""
+    before = os.environ.get("MEMPLAN_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["MEMPLAN_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            os.environ.pop("MEMPLAN_CACHE_DIR")
+            if before is not None:
+                os.environ["MEMPLAN_CACHE_DIR"] = before
+
+
+def planned_facts(plan: Any) -> Row:
+    """What a plan says of itself. One that is made of parts has no single problem."""
+    whole = isinstance(plan, memplan.Plan)
+    resident_bytes = plan.problem.resident_bytes if whole else plan.resident_bytes
+    facts: Row = {
+        "captured": "whole" if whole else "in part",
+        "predicted_activation_peak_bytes": plan.activation_peak_bytes,
+        "floor_bytes": plan.floor_bytes - resident_bytes,
+        "overhead": plan.overhead,
+    }
+    if whole:
+        return {**facts, "ops": len(plan.problem.graph.ops)}
+    reasons = dict.fromkeys(unit.reason.splitlines()[0] for unit in plan.units if unit.reason)
+    return {**facts, "units": len(plan.units), "reason": "; ".join(reasons)}
+
+
+def passes(row: Row) -> bool:
+    return row["captured"] == "whole" and row["same_bits"] and row["within_half"]
+
+
+def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
+    """The page of documentation."""
+    passed = sum(passes(row) for row in rows)
+    lines = [
+        "# Architectures",
+        "",
+        f"{passed} of {len(rows)} architectures train at half of their activation peak, captured whole, with the same "
+        "bits over three",
+        "steps of SGD: outputs, every gradient, parameters, buffers and the generator's state. They are built from "
+        "small configs with",
+        "random weights (`tests/architectures.py`), in train mode, with the dropout that the config has by default.",
+        "",
+        "- **ops**: of forward and backward in the captured step.",
+        "- **unplanned**: the activation peak of the plain step, measured: everything held but parameters, buffers and "
+        "inputs.",
+        "- **planned**: the same at the budget, measured. **floor**: the smallest that a plan can do with.",
+        "- **overhead**: more time at half, predicted by the plan (measured: median of paired steps; the models are "
+        "tiny).",
+        "",
+        f"Written by `python -m benchmarks.architectures` on {facts['processor']}, {facts['threads']} threads, "
+        f"torch {facts['torch']},",
+        f"transformers {facts['transformers']}, diffusers {facts['diffusers']}.",
+        "",
+        "| name | family | class | ops | captured | unplanned MB | planned MB | floor MB | overhead | bits equal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+        *(table_line(row) for row in rows),
+        "",
+    ]
+    reasons = [f"- **{row['name']}**: {row['reason']}" for row in rows if row.get("reason")]
+    return "\n".join([*lines, "## Why not", "", *reasons, ""] if reasons else lines)
+
+
+def table_line(row: Row) -> str:
+    unplanned = megabytes(row["plain_activation_peak_bytes"])
+    head = (
+        f"| {row['name']} | {row['family']} | {row['class']} | {row.get('ops', '')} | {row['captured']} | {unplanned}"
+    )
+    if row["captured"] == "no":
+        return f"{head} | | | | |"
+    planned = megabytes(row["activation_peak_bytes"]) + ("" if row["within_half"] else " (over)")
+    overhead = f"{row['overhead']:+.1%} ({row['measured_overhead']:+.0%})"
+    bits = "yes" if row["same_bits"] else "no"
+    return f"{head} | {planned} | {megabytes(row['floor_bytes'])} | {overhead} | {bits} |"
+
+
+def megabytes(size_bytes: int) -> str:
+    return f"{size_bytes / MEGABYTE:.2f}"
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--names", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--table", type=Path, default=HOME.parent / "docs" / "architectures.md")
+    parser.add_argument("--output", type=Path, default=HOME / "results" / "architectures.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = parsed()
+    facts = {**environment(), "diffusers": metadata.version("diffusers")}
+    rows: list[Row] = []
+    for name in args.names:
+        with own_cache():
+            rows.append(row_of(ARCHITECTURES[name], args.repeats))
+        print(table_line(rows[-1]), rows[-1].get("reason", ""), flush=True)
+        gc.collect()
+        for path, text in (
+            (args.output, json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n"),
+            (args.table, table(rows, facts)),
+        ):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+    return 0 if all(row["captured"] == "no" or row["same_bits"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

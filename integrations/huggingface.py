@@ -1,0 +1,139 @@
+"""memplan in the Trainer of transformers.
+
+trainer = Trainer(model, args, train_dataset=data, callbacks=[MemplanCallback("8GiB")])
+trainer.train()
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.training_args import ParallelMode
+
+import memplan
+
+log = logging.getLogger("memplan")
+
+
+class MemplanCallback(TrainerCallback):
+    """Plans the model that a Trainer trains: its first batch, when that comes, and later ones that are unlike it.
+
+    The plan is on the model while `trainer.train()` runs and is taken off when that ends; `plan` still has it then.
+    After the first step one line of it is logged, by the logger "memplan" at level INFO.
+
+    budget, apply_keywords: as for `memplan.apply`. Two follow the training arguments unless they are given here:
+    `accumulate` is on where gradients are accumulated over several batches, and `grads` is "edges" where
+    DistributedDataParallel looks for unused parameters, which the Trainer has it do by default.
+    count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
+
+    Raises ValueError for training arguments that a plan can't be combined with, saying what to change: when the Trainer
+    is made, or when training begins if the callback was added later.
+    """
+
+    def __init__(
+        self, budget: int | float | str | memplan.Budget, *, count_optimizer: bool = False, **apply_keywords: Any
+    ) -> None:
+        for name in ("sample", "plan", "optimizer", "loss_fn"):
+            if name in apply_keywords:
+                raise TypeError(
+                    f"MemplanCallback takes no {name}=: the Trainer has the batches, the optimizer (count it with "
+                    "count_optimizer=True) and the loss, and the plan is made for the first batch"
+                )
+        self._budget, self._count_optimizer, self._keywords = budget, count_optimizer, apply_keywords
+        self._model: nn.Module | None = None
+        self._plan: memplan.Plan | None = None
+        self._told = False
+
+    @property
+    def plan(self) -> memplan.Plan | None:
+        """The plan that ran last, also after training; None before the first step."""
+        return self._plan if self._model is None else memplan.plan_of(self._model)
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        _check(args, self._keywords)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        _check(args, self._keywords)
+        model: nn.Module = kwargs["model"]
+        self._finish()
+        self._told = False
+        keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
+        if self._count_optimizer:
+            keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
+        model.train()  # as the Trainer does before each step: the plan is one of training
+        self._model = memplan.apply(model, None, self._budget, **keywords)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        plan = self.plan
+        if self._told or plan is None:
+            return
+        self._told = True
+        if state.is_world_process_zero:
+            log.info(
+                "memplan: steps are planned to peak at %.1f MiB, %.0f%% of the unplanned %.1f MiB, at %+.1f%% time",
+                plan.peak_bytes / 2**20,
+                100 * plan.peak_bytes / plan.baseline_peak_bytes,
+                plan.baseline_peak_bytes / 2**20,
+                100 * plan.overhead,
+            )
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._finish()
+
+    def _finish(self) -> None:
+        """Take the plan off the model; also off one whose training was interrupted."""
+        if self._model is not None:
+            self._plan = self.plan
+            memplan.remove(self._model)
+            self._model = None
+
+
+def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
+    """Raise ValueError for training arguments that a plan can't be combined with."""
+    if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
+        raise ValueError(
+            "MemplanCallback got TrainingArguments(gradient_checkpointing=True): checkpointing decides what is "
+            "recomputed, which is what the plan does. Set gradient_checkpointing=False"
+        )
+    if args.torch_compile:
+        raise ValueError(
+            "MemplanCallback got TrainingArguments(torch_compile=True), but a plan is made of the ops that eager "
+            "PyTorch runs. Set torch_compile=False, and leave torch_compile_backend and torch_compile_mode out"
+        )
+    for name in ("deepspeed", "fsdp"):
+        if getattr(args, name, None):
+            raise ValueError(
+                f"MemplanCallback got TrainingArguments({name}=...), which shards the model that would be planned. "
+                f"Leave {name} out and train with DistributedDataParallel, or train without this callback"
+            )
+    if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
+        raise ValueError(
+            f"MemplanCallback got {args.n_gpu} GPUs in one process, which the Trainer uses through nn.DataParallel. "
+            "Start it with torchrun, one process for each GPU, or show it one GPU with CUDA_VISIBLE_DEVICES"
+        )
+    if keywords.get("grads") == "surface" and _grads(args) == "edges":
+        raise ValueError(
+            'MemplanCallback got grads="surface", but DistributedDataParallel would take every parameter for unused. '
+            "Set TrainingArguments(ddp_find_unused_parameters=False), or leave grads out"
+        )
+
+
+def _grads(args: TrainingArguments) -> str:
+    """How gradients must reach autograd: searching its graph for unused parameters needs them there."""
+    searched = args.parallel_mode == ParallelMode.DISTRIBUTED and args.ddp_find_unused_parameters is not False
+    return "edges" if searched else "surface"
+
+
+def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, without the wrapper that accelerate puts around it."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    assert isinstance(inner, torch.optim.Optimizer)
+    return inner

@@ -1,0 +1,66 @@
+"""The edges of an autograd graph: who gives a gradient to a tensor, and in which order.
+
+Autograd's engine always runs the node that was made last of those that are ready. Every node was made after those
+that it hands its gradients to, so a backward pass runs nodes in the reverse of the order in which they were made, and
+gradients for one tensor are added in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+Edge = tuple[Any, int]  # a node of the autograd graph, and which of its gradients
+
+
+class Edges:
+    """The graph behind some tensors. Keeps its nodes alive."""
+
+    def __init__(self, starts: Iterable[torch.Tensor]) -> None:
+        self._into: dict[Edge, list[Edge]] = {}
+        pending = [t.grad_fn for t in starts if t.grad_fn is not None]
+        seen = set(pending)
+        while pending:
+            node = pending.pop()
+            for index, (target, number) in enumerate(node.next_functions):
+                if target is None:
+                    continue
+                self._into.setdefault((target, number), []).append((node, index))
+                if target not in seen:
+                    seen.add(target)
+                    pending.append(target)
+
+    def to(self, tensor: torch.Tensor) -> list[Edge]:
+        """(node, which of its gradients) for each gradient that is added up for `tensor`, in that order."""
+        target = get_gradient_edge(tensor)
+        return self.into(target.node, target.output_nr)
+
+    def into(self, node: Any, number: int) -> list[Edge]:
+        """The same for the tensor that is result `number` of `node`."""
+        found = self._into.get((node, number), [])
+        return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
+
+    def divert(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        """A list that fills with the gradients that are given to `tensor`; they are not added up any more."""
+        found: list[torch.Tensor] = []
+        by_node: dict[Any, list[int]] = {}
+        for node, index in self.to(tensor):
+            by_node.setdefault(node, []).append(index)
+        for node, indices in by_node.items():
+            node.register_hook(_diversion(indices, found))
+        return found
+
+
+def _diversion(indices: Sequence[int], found: list[torch.Tensor]) -> Any:
+    def hook(results: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
+        kept = list(results)
+        for index in indices:
+            if kept[index] is not None:
+                found.append(kept[index])
+                kept[index] = None
+        return tuple(kept)
+
+    return hook

@@ -1,0 +1,310 @@
+"""Look for the parts of a model that can be planned, where the whole can't be captured.
+
+One forward runs with real data and saves nothing for backward. Each call of a submodule is judged on the spot, from the
+top down: what can be captured is a unit; what can't is looked into; what can't and has no units in it is a unit that
+may run under checkpointing, where nothing would tell a second run of its forward from none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+
+from memplan.errors import UnsupportedModel
+from memplan.graph import private_api as private
+from memplan.graph.attributes import AttributesKept, is_plain
+from memplan.graph.call import Call, CallReader
+from memplan.graph.capture import capture_part
+from memplan.graph.layout import storage_key
+from memplan.graph.trace import Autocast
+
+Forward = Callable[..., Any]
+Kind = Literal["captured", "opaque", "block"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor without its data. storage: equal for those of one call that share memory."""
+
+    storage: int
+    storage_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of_all(tensors: Sequence[torch.Tensor]) -> tuple[TensorFacts, ...]:
+        numbers: dict[int, int] = {}
+        return tuple(
+            TensorFacts(
+                numbers.setdefault(storage_key(t), len(numbers)), t.untyped_storage().nbytes(),
+                int(t.storage_offset()), tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
+            )
+            for t in tensors
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """A call of a unit: its arguments without their data, and the autocast in which it came."""
+
+    template: Call
+    tensors: tuple[TensorFacts, ...]
+    autocast: Autocast
+
+    @staticmethod
+    def of(call: Call) -> UnitCall:
+        device_type = call.tensors[0].device.type if call.tensors else "cpu"
+        return UnitCall(call.without_tensors(), TensorFacts.of_all(call.tensors), Autocast.ambient(device_type))
+
+    def sample(self) -> Call:
+        """The call with tensors of the same layout, all zero."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        made = []
+        for facts in self.tensors:
+            if facts.storage not in storages:
+                whole = torch.zeros(facts.storage_bytes, dtype=torch.uint8, device=facts.device)
+                storages[facts.storage] = whole.untyped_storage()
+            tensor = torch.empty(0, dtype=facts.dtype, device=facts.device)
+            tensor.set_(storages[facts.storage], facts.offset, facts.shape, facts.stride)
+            made.append(tensor.requires_grad_(facts.requires_grad))
+        return self.template.filled(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A unit that was found. reason: why what is around it can't be captured, or it itself where it is opaque.
+
+    answers: what its forward reads from its inputs' data. A block has units in it, and can run again as a whole.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    answers: tuple[Any, ...] = ()
+
+
+@contextlib.contextmanager
+def exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
+    """Give modules other forwards for as long (None: that of their class); nothing of it stays on them."""
+    kept = [(vars(module), vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            _set_forward(vars(module), forward)
+        yield
+    finally:
+        for table, own in kept:
+            _set_forward(table, own)
+
+
+def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
+    if forward is None:
+        table.pop("forward", None)
+    else:
+        table["forward"] = forward
+
+
+def find_sites(
+    model: nn.Module, run: Callable[[], Any], reason: str
+) -> tuple[dict[nn.Module, Site], dict[nn.Module, Site]]:
+    """The units, and the blocks, among the submodules that `run` calls. reason: why the model can't be captured.
+
+    A block is as large as can be with no more than half of the units in it.
+
+    `run` must run under grad mode; what it changes in the model is for the caller to put back.
+    """
+    search = _Search(model, reason)
+    with saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+        search.run(run)
+    return search.sites(), search.blocks()
+
+
+def _never_unpacked(packed: Any) -> torch.Tensor:
+    raise AssertionError("nothing was saved for a backward pass")
+
+
+class _Search:
+    def __init__(self, model: nn.Module, reason: str) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._own = {module: vars(module).get("forward") for module in self._names}
+        self._root = model
+        self._reasons = [reason]
+        self._looking = True
+        self._verdicts: dict[Any, str | tuple[Any, ...]] = {}  # why not, or what forward reads from data
+        self._sites: dict[nn.Module, Site] = {}
+        self._blocks: dict[nn.Module, Site] = {}
+        self._plain: set[nn.Module] = set()
+
+    def run(self, run: Callable[[], Any]) -> None:
+        forwards = {
+            m: self._judged(m, m.forward)
+            for m in self._names
+            if m is not self._root and not isinstance(m, torch.jit.ScriptModule) and _trains(m)
+        }
+        with exchanged(forwards):
+            run()
+
+    def sites(self) -> dict[nn.Module, Site]:
+        """The sites, less those inside of others and those that were not fit for it each time."""
+        inside = {inner for m in self._sites for inner in m.modules() if inner is not m}
+        return {m: site for m, site in self._sites.items() if m not in inside | self._plain}
+
+    def blocks(self) -> dict[nn.Module, Site]:
+        """The largest blocks, none in another."""
+        sites = self.sites().keys()
+        fit = {
+            m: site
+            for m, site in self._blocks.items()
+            if m not in self._plain and 2 * len(sites & set(m.modules())) <= len(sites)
+        }
+        inside = {inner for m in fit for inner in m.modules() if inner is not m}
+        return {m: site for m, site in fit.items() if m not in inside}
+
+    def _judged(self, module: nn.Module, original: Forward) -> Forward:
+        reader = CallReader(original)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._looking or not torch.is_grad_enabled():
+                if module in self._sites:
+                    self._plain.add(module)
+                return original(*args, **kwargs)
+            call = reader.read(args, kwargs)
+            verdict = self._verdict(module, original, call)
+            if isinstance(verdict, tuple):
+                self._enter(module, Site(self._names[module], "captured", self._reasons[-1], verdict))
+                with self._not_looking():
+                    return original(*args, **kwargs)
+            return self._look_into(module, original, args, kwargs, verdict)
+
+        return forward
+
+    def _enter(self, module: nn.Module, site: Site) -> None:
+        if self._sites.setdefault(module, site).kind != site.kind:
+            self._plain.add(module)
+
+    @contextlib.contextmanager
+    def _not_looking(self) -> Iterator[None]:
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
+
+    def _verdict(self, module: nn.Module, original: Forward, call: Call) -> str | tuple[Any, ...]:
+        signature = _signature(module, call)
+        if signature not in self._verdicts:
+            with private.outside_of_tracing(), exchanged(self._own), saved_tensors_hooks(_as_it_is, _as_it_is):
+                try:
+                    captured = capture_part(module, original, call)
+                    self._verdicts[signature] = tuple(guard.value for guard in captured.traced.guards)
+                except UnsupportedModel as error:
+                    self._verdicts[signature] = str(error)
+        return self._verdicts[signature]
+
+    def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> Any:
+        trial = _SecondRun(module, args, kwargs)
+        self._reasons.append(f"{self._names[module]}: {reason}")
+        with _OwnGenerators() as watch:
+            output = original(*args, **kwargs)
+        self._reasons.pop()
+        if watch.seen or trial.would_show(output):
+            self._plain.add(module)
+        elif any(inner in self._sites for inner in module.modules() if inner is not module):
+            self._blocks[module] = Site(self._names[module], "block", reason)
+        else:
+            self._enter(module, Site(self._names[module], "opaque", reason))
+        return output
+
+
+class _SecondRun:
+    """Whether running a forward a second time would change anything but the generator's state.
+
+    What it does to arguments, buffers, Python attributes and Python's generators is looked at; and so are hooks inside.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._leaves = pytree.tree_leaves((args, kwargs))
+        self._written = [t for t in (*self._leaves, *module.buffers()) if isinstance(t, torch.Tensor)]
+        self._versions = [t._version for t in self._written]
+        self._buffers = [id(b) for b in module.buffers()]
+        self._attributes = AttributesKept(module)
+        self._generators = _generators()
+
+    def would_show(self, output: Any) -> bool:
+        odd = [x for x in self._leaves if not (isinstance(x, (torch.Tensor, Enum)) or is_plain(x))]
+        tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        inside = [getattr(m, table) for m in self._module.modules() if m is not self._module for table in tables]
+        hooked = any(inside) if private.collects_outputs() else any(private.foreign_hooks(t) for t in inside)
+        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+        return (
+            bool(odd)
+            or hooked
+            or not differentiable
+            or [t._version for t in self._written] != self._versions
+            or [id(b) for b in self._module.buffers()] != self._buffers
+            or _generators() != self._generators
+            or self._attributes_changed()
+        )
+
+    def _attributes_changed(self) -> bool:
+        try:
+            return bool(self._attributes.changes())
+        except UnsupportedModel:
+            return True
+
+
+class _OwnGenerators(private.TorchDispatchMode):
+    """Whether an op draws from another generator than the default one, which a second run would find further on."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values()))
+        return func(*args, **(kwargs or {}))
+
+
+def _generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest
+
+
+def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _signature(module: nn.Module, call: Call) -> Any:
+    """Equal for calls that can, or can't, be captured for the same reason: what differs is found later."""
+    state = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, type(m), m.training) for name, m in module.named_modules()),
+        tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in state),
+        tuple(
+            (t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)
+            for t in call.leaves
+        ),
+        call.paths,
+        Autocast.ambient(call.tensors[0].device.type if call.tensors else "cpu"),
+        private.collects_outputs(),
+    )

@@ -1,0 +1,240 @@
+"""Plan a step that can't be captured whole: its largest parts that can be are planned, the rest runs eagerly.
+
+What the rest holds is measured in a rehearsal on the sample, in which every part runs at the least memory; one choice
+for each part then makes the whole fit the budget, and a run of that choice is measured before anybody relies on it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+from memplan.errors import BudgetInfeasible, PlanMismatch
+from memplan.graph.call import Call
+from memplan.graph.capture import model_device
+from memplan.graph.key import ArgumentsKey, ModesKey
+from memplan.graph.layout import allocated_bytes, storage_key
+from memplan.graph.probe import exchanged
+from memplan.parts import Parts, parts_of
+from memplan.report.partial_text import partial_report
+from memplan.runtime.rehearsal import measured_peak, timed_step
+from memplan.runtime.units import UnitCalls, UnitStep
+from memplan.solvers.units import UnitChoice, appraise, choose, smallest
+from memplan.units import format_bytes
+
+Forward = Callable[..., Any]
+Ways = Mapping[nn.Module, tuple[UnitStep | str, ...]]
+Refused = Callable[[nn.Module, str], None]
+LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
+
+log = logging.getLogger("memplan")
+
+_ROUNDS = 4  # of choosing again where a run held more than was worked out
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """What one call of a unit does.
+
+    kind: "captured", "opaque" or "block" (units and what is between them). way: "keep" (it runs as it is), "recompute"
+    (all of it runs again in backward) or "planned". saved_bytes: held for its backward, beyond what it saves at the
+    least memory. recompute_s: seconds more than kept. reason: why what is around it (of an opaque unit or a block: it
+    itself) can't be captured.
+    """
+
+    name: str
+    kind: str
+    way: str
+    saved_bytes: int
+    recompute_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPlan:
+    """What a step of a model that is planned in parts will hold and cost.
+
+    peak_bytes: the larger of what was worked out and what a run on the sample held. baseline_peak_bytes: worked out
+    for the unplanned step. floor_bytes: the smallest budget that could have been met. time_s: measured on the sample.
+    """
+
+    peak_bytes: int
+    baseline_peak_bytes: int
+    budget_bytes: int
+    resident_bytes: int
+    floor_bytes: int
+    time_s: float
+    baseline_time_s: float
+    units: tuple[UnitRow, ...]
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """`peak_bytes` less parameters, buffers and inputs."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the unplanned step: 0.1 is 10% more."""
+        return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
+
+    def report(self) -> str:
+        """The plan as a page of text."""
+        return partial_report(self)
+
+
+@dataclass(eq=False)
+class PartialStep:
+    """A step of which units run planned. provisional: always False, for it is planned in full."""
+
+    plan: PartialPlan
+    ways: Ways
+    model: nn.Module
+    forward: Forward
+    arguments: ArgumentsKey
+    modes: ModesKey
+    provisional: bool = False
+    _told: set[str] = field(default_factory=set)
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words; the data in its arguments may be any."""
+        return self.arguments.mismatch(call) or self.modes.mismatch()
+
+    def check(self, call: Call) -> None:
+        """Raise PlanMismatch where the step does not serve a call."""
+        problem = self.mismatch(call)
+        if problem:
+            raise PlanMismatch(f"this call does not match the plan: {problem}")
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the model's forward returns."""
+        return _run(self.ways, self.forward, call, self._tell)
+
+    def bound_to(self, model: nn.Module) -> PartialStep:
+        """The same for a copy of the model."""
+        names = {m: n for n, m in self.model.named_modules()}
+        ways = {
+            other: tuple(w.bound_to(other) if isinstance(w, UnitStep) else w for w in of_module)
+            for module, of_module in self.ways.items()
+            for other in (model.get_submodule(names[module]),)
+        }
+        forward = MethodType(getattr(self.forward, "__func__", type(model).forward), model)
+        return PartialStep(self.plan, ways, model, forward, self.arguments, ModesKey(model))
+
+    def _tell(self, module: nn.Module, problem: str) -> None:
+        name = next(n for n, m in self.model.named_modules() if m is module)
+        if name not in self._told:
+            self._told.add(name)
+            log.warning(
+                "memplan: a call of %s is recomputed as a whole, because its plan does not hold: %s", name, problem
+            )
+
+
+def _run(ways: Ways, forward: Forward, call: Call, refused: Refused = lambda module, problem: None) -> Any:
+    with exchanged(UnitCalls(ways, refused).forwards()):
+        return forward(*call.variadic, **call.arguments)
+
+
+def plan_partially(
+    model: nn.Module,
+    forward: Forward,
+    call: Call,
+    budget: int | LimitOf,
+    *,
+    reason: str = "",
+    costs: str = "measure",
+    extra_resident_bytes: int = 0,
+) -> PartialStep:
+    """Plan a call of a model that can't be captured whole.
+
+    forward: the model's own. budget: bytes, or what gives them from the unplanned peak and what is resident. reason:
+    why the whole can't be captured. costs: "measure" or "estimate". extra_resident_bytes: held throughout beside the
+    model (optimizer state, gradients of earlier micro-batches).
+
+    Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
+    be planned either.
+    """
+    parts = parts_of(model, forward, call, reason, costs)
+    problem = parts.problem
+    keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
+    least = smallest(problem)
+    resident_bytes = _resident_bytes(model, call)
+    if isinstance(budget, int):
+        limit = budget
+    else:
+        limit = budget(keep_all.peak_bytes + extra_resident_bytes, resident_bytes + extra_resident_bytes)
+    ways, choice, peak_bytes = _fitting(model, forward, call, parts, limit - extra_resident_bytes, least)
+    time_s = timed_step(model, call, lambda: _run(ways, forward, call))
+    plan = PartialPlan(
+        peak_bytes=peak_bytes + extra_resident_bytes,
+        baseline_peak_bytes=keep_all.peak_bytes + extra_resident_bytes,
+        budget_bytes=limit,
+        resident_bytes=resident_bytes + extra_resident_bytes,
+        floor_bytes=least.peak_bytes + extra_resident_bytes,
+        time_s=time_s,
+        baseline_time_s=max(0.0, time_s - choice.time_s),
+        units=tuple(_rows(parts, choice)),
+    )
+    arguments = ArgumentsKey(call, model_device(model).type)
+    return PartialStep(plan, ways, model, forward, arguments, ModesKey(model))
+
+
+def _resident_bytes(model: nn.Module, call: Call) -> int:
+    tensors = [*model.parameters(), *model.buffers(), *call.tensors]
+    storages = {storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
+    return sum(storages.values())
+
+
+def _fitting(
+    model: nn.Module, forward: Forward, call: Call, parts: Parts, limit: int, least: UnitChoice
+) -> tuple[Ways, UnitChoice, int]:
+    """The fastest choice of which a run keeps the limit, and its peak. Raises BudgetInfeasible."""
+    excess_bytes = 0
+    for _ in range(_ROUNDS):
+        choice = choose(parts.problem, limit - excess_bytes)
+        if choice is None:
+            break
+        ways = _ways(parts, choice)
+        peak_bytes = measured_peak(model, call, functools.partial(_run, ways, forward, call))
+        if peak_bytes <= limit:
+            return ways, choice, max(choice.peak_bytes, peak_bytes)
+        excess_bytes += peak_bytes - limit
+    floor_bytes = least.peak_bytes + excess_bytes
+    raise BudgetInfeasible(
+        f"planned in parts, the model does not fit {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} "
+        "bytes) is the least. Raise the budget, or use a smaller batch",
+        floor_bytes,
+    )
+
+
+def _ways(parts: Parts, choice: UnitChoice) -> Ways:
+    """How each call of each unit and block runs."""
+    ways: dict[nn.Module, tuple[UnitStep | str, ...]] = {}
+    for stage, (alternative, options) in zip(parts.stages, choice.picks, strict=True):
+        chosen = dict(zip(map(id, stage.running(alternative)), options, strict=True))
+        for part in stage.all:
+            way = part.ways[chosen[id(part)]] if id(part) in chosen else "keep"
+            ways[part.module] = (*ways.get(part.module, ()), way if isinstance(way, str) else part.step(way))
+    return ways
+
+
+def _rows(parts: Parts, choice: UnitChoice) -> Iterator[UnitRow]:
+    for stage, (alternative, options) in zip(parts.stages, choice.picks, strict=True):
+        for part, option in zip(stage.running(alternative), options, strict=True):
+            way, figures = part.ways[option], part.options[option]
+            yield UnitRow(
+                part.site.name,
+                "captured" if part.captured is not None else part.site.kind,
+                way if isinstance(way, str) else "planned",
+                figures.extra_bytes,
+                max(0.0, figures.time_s),
+                part.site.reason,
+            )

@@ -1,0 +1,362 @@
+"""The parts of a step that can't be captured whole, while they are planned: how each can run and what it would hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.errors import MemplanError, UnsupportedModel
+from memplan.graph import Capture, estimate, measure
+from memplan.graph.call import Call
+from memplan.graph.capture import capture_part
+from memplan.graph.probe import Site, find_sites
+from memplan.graph.trace import Surroundings
+from memplan.plans import same_structure
+from memplan.problem import Costs, Problem
+from memplan.runtime import lower
+from memplan.runtime.measures import StepMeasure, UnitMeasure
+from memplan.runtime.rehearsal import EditedArguments, Passage, Rehearsal, Visit, nothing_kept
+from memplan.runtime.units import UnitStep
+from memplan.solvers import Candidate, Front, solve_front
+from memplan.solvers.passes import pass_of
+from memplan.solvers.units import Chain, UnitOption, UnitProblem
+
+Forward = Callable[..., Any]
+
+_MOST_OPTIONS = 16  # of one unit
+
+
+@dataclass(eq=False)
+class Part:
+    """One call of a unit or of a block. front: of a captured one. ways: what each of its options runs.
+
+    further: positions of arguments that the program takes once more.
+    """
+
+    module: nn.Module
+    site: Site
+    visit: Visit | None = None
+    captured: Capture | None = None
+    further: tuple[int, ...] = ()
+    problem: Problem | None = None
+    front: Front | None = None
+    ways: list[Candidate | str] = field(default_factory=list)
+    options: list[UnitOption] = field(default_factory=list)
+
+    @functools.cached_property
+    def least(self) -> Candidate | None:
+        """The schedule that saves the least: the one that is measured."""
+        if self.front is None or self.problem is None:
+            return None
+        problem = self.problem
+        return min(self.front.points, key=lambda c: (pass_of(problem, c.schedule).saved_bytes, c.peak_bytes))
+
+    def step(self, candidate: Candidate) -> UnitStep:
+        """A schedule of it, ready to run."""
+        assert self.captured is not None
+        program = lower(candidate.schedule, self.captured.traced, "edges")
+        return UnitStep.of(self.module, self.captured, program, self.further)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Units that run one after the other; block: the block that they are in, where it may run as one unit instead."""
+
+    units: tuple[Part, ...]
+    block: Part | None = None
+
+    def running(self, alternative: int) -> tuple[Part, ...]:
+        """Those that run in this alternative of the stage's."""
+        if self.block is not None and (alternative or not self.units):
+            return (self.block,)
+        return self.units
+
+    @property
+    def all(self) -> tuple[Part, ...]:
+        """Units and block."""
+        return self.units if self.block is None else (*self.units, self.block)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A step in stages, in the order of forward, and the choice that it poses."""
+
+    stages: tuple[Stage, ...]
+    problem: UnitProblem
+
+
+def parts_of(model: nn.Module, forward: Forward, call: Call, reason: str, costs: str) -> Parts:
+    """Find, capture, solve and measure. Raises UnsupportedModel where no part can be planned."""
+    try:
+        with nothing_kept(model, call), torch.enable_grad():
+            sites, blocks = find_sites(model, lambda: forward(*call.variadic, **call.arguments), reason)
+    except MemplanError:
+        raise
+    except Exception as error:  # the plain forward does not run either
+        raise UnsupportedModel(f"{reason}\n  and the plain forward fails: {type(error).__name__}: {error}") from error
+    while sites:
+        try:
+            return _planned(model, forward, call, sites, blocks, costs)
+        except EditedArguments as error:
+            sites = {m: site for m, site in sites.items() if m not in error.modules}
+            blocks = {m: site for m, site in blocks.items() if m not in error.modules}
+    raise UnsupportedModel(f"no part of the model can be planned either. {reason}")
+
+
+def _planned(
+    model: nn.Module,
+    forward: Forward,
+    call: Call,
+    sites: dict[nn.Module, Site],
+    blocks: dict[nn.Module, Site],
+    costs: str,
+) -> Parts:
+    rehearsal = Rehearsal(model, forward, call)
+    rehearsal.run(dict.fromkeys(sites, ()))
+    units = [Part(visit.module, sites[visit.module], visit) for visit in rehearsal.visits]
+    calls = Counter(unit.module for unit in units)
+    for unit in units:
+        _capture(unit, calls[unit.module] > 1 or _shares_parameters(model, unit.module))
+    _solve(units, costs)
+    return _measured(model, forward, call, units, blocks)
+
+
+# -- captured units ---------------------------------------------------------------------------------------------------
+
+
+def _capture(unit: Part, shares: bool) -> None:
+    """Capture a unit for the gradients that reach it; it is opaque where that can't be exact.
+
+    shares: some of its parameters are used elsewhere too.
+    """
+    visit, site = unit.visit, unit.site
+    if site.kind != "captured" or visit is None:
+        return
+    autocast = visit.call.autocast
+    around = Surroundings(visit.tangents, visit.uses, site.answers)
+    try:
+        if not visit.tangents:
+            raise UnsupportedModel("no gradient reaches its results by themselves")
+        if visit.twice:
+            raise UnsupportedModel("it takes one tensor as two arguments")
+        if visit.edited:
+            raise UnsupportedModel("forward writes to its results later on")
+        if shares and autocast.enabled and autocast.cache_enabled:
+            raise UnsupportedModel("it shares parameters, whose casts autocast shares too")
+        with autocast.context():
+            unit.captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around)
+    except UnsupportedModel as error:
+        unit.site = Site(site.name, "opaque", str(error))
+        return
+    unit.further = tuple(position for position, _ in around.further_uses())
+
+
+def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether modules outside of the unit have parameters of it as well."""
+    inside = set(unit.modules())
+    outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+    return any(id(p) in outside for p in unit.parameters())
+
+
+def _solve(units: Sequence[Part], source: str) -> None:
+    """The front of every captured unit; equal ones are solved once."""
+    known: list[tuple[Problem, Front]] = []
+    for unit in units:
+        if unit.captured is None:
+            continue
+        try:
+            costs = _costs(unit.module, unit.captured, unit.further, source)
+        except UnsupportedModel as error:  # an op does not do what its trace says
+            unit.captured, unit.site = None, Site(unit.site.name, "opaque", str(error))
+            continue
+        problem = Problem(unit.captured.traced.graph, costs)
+        found = next((front for other, front in known if _equal(other, problem)), None)
+        if found is None:
+            found = solve_front(problem)
+            known.append((problem, found))
+        unit.problem, unit.front = problem, found
+        unit.captured = dataclasses.replace(unit.captured, call=unit.captured.call.without_tensors())
+
+
+def _equal(a: Problem, b: Problem) -> bool:
+    """Whether the front of one is that of the other."""
+    sizes = [[v.size_bytes for v in problem.graph.values] for problem in (a, b)]
+    return a.costs == b.costs and sizes[0] == sizes[1] and same_structure(a.graph, b.graph)
+
+
+def _costs(module: nn.Module, captured: Capture, further: Sequence[int], source: str) -> Costs:
+    if source == "estimate":
+        return estimate(captured.traced)
+    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    inputs = captured.call.tensors
+    inputs = (*inputs, *(inputs[position] for position in further))
+
+    def resident(kind: str, name: str, position: int) -> torch.Tensor:
+        return inputs[position] if kind == "input" else tensors[name]
+
+    return measure(captured.traced, resident)
+
+
+# -- what the step holds ----------------------------------------------------------------------------------------------
+
+
+def _measured(
+    model: nn.Module, forward: Forward, call: Call, units: Sequence[Part], blocks: dict[nn.Module, Site]
+) -> Parts:
+    """Run the step at the least memory, and work out from it what each option of each unit would hold.
+
+    Where there are blocks it runs once more, each of them recomputed as a whole: that then is the way in which the step
+    was measured, and what the units of a block hold is told against it.
+    """
+    ways: dict[nn.Module, tuple[UnitStep | None, ...]] = {}
+    for unit in units:
+        step = None if unit.least is None else unit.step(unit.least)
+        ways[unit.module] = (*ways.get(unit.module, ()), step)
+    split, passages = _rehearsed(model, forward, call, ways, blocks, [u.module for u in units])
+    if not passages:
+        for unit, around in zip(units, split.units, strict=True):
+            _set_options(unit, around, 0)
+        chains = tuple((Chain((tuple(u.options),)),) for u in units)
+        return Parts(tuple(Stage((u,)) for u in units), UnitProblem(chains, split.turn_bytes, split.end_bytes))
+    inside = {units[i].module for p in passages for i in range(p.first, p.end)}
+    outside = {units[what].module for _, what in _in_order(units, passages) if isinstance(what, int)}
+    if inside & outside:
+        return _measured(model, forward, call, units, {})
+    modules = [module for module, _ in _in_order(units, passages)]
+    outer: dict[nn.Module, tuple[UnitStep | None, ...]] = {m: way for m, way in ways.items() if m in outside}
+    outer |= dict.fromkeys(blocks, ())
+    whole, _ = _rehearsed(model, forward, call, outer, {}, modules)
+    return _in_stages(units, blocks, passages, split, whole)
+
+
+def _rehearsed(
+    model: nn.Module,
+    forward: Forward,
+    call: Call,
+    ways: dict[nn.Module, tuple[UnitStep | None, ...]],
+    blocks: dict[nn.Module, Site],
+    expected: Sequence[nn.Module],
+) -> tuple[StepMeasure, list[Passage]]:
+    """What the step holds, with seconds of a second run that nobody meters."""
+    rehearsals = [Rehearsal(model, forward, call, metered) for metered in (True, False)]
+    for rehearsal in rehearsals:
+        rehearsal.run(ways, blocks)
+        if [v.module for v in rehearsal.visits] != list(expected):
+            raise UnsupportedModel("the model calls its parts in another order each time")
+    measured, timed = (rehearsal.measure for rehearsal in rehearsals)
+    for unit, other in zip(measured.units, timed.units, strict=True):
+        unit.rerun_s = min(unit.rerun_s, other.rerun_s)
+    return measured, rehearsals[0].passages
+
+
+def _in_order(units: Sequence[Part], passages: Sequence[Passage]) -> Iterator[tuple[nn.Module, Passage | int]]:
+    """Calls of blocks, and of units (by index) outside of them, in the order of forward."""
+    index = 0
+    for passage in passages:
+        yield from ((units[i].module, i) for i in range(index, passage.first))
+        yield passage.block, passage
+        index = passage.end
+    yield from ((units[i].module, i) for i in range(index, len(units)))
+
+
+def _in_stages(
+    units: Sequence[Part],
+    blocks: dict[nn.Module, Site],
+    passages: Sequence[Passage],
+    split: StepMeasure,
+    whole: StepMeasure,
+) -> Parts:
+    """split: measured with blocks in units. whole: measured with blocks recomputed."""
+    stages: list[Stage] = []
+    alternatives: list[tuple[Chain, ...]] = []
+    for around, (module, what) in zip(whole.units, _in_order(units, passages), strict=True):
+        if isinstance(what, int):
+            _set_options(units[what], around, 0)
+            stages.append(Stage((units[what],)))
+            alternatives.append((Chain((tuple(units[what].options),)),))
+            continue
+        block = Part(module, blocks[module], ways=["recompute"], options=_opaque_options(around)[:1])
+        before_bytes = what.before_bytes - around.forward_bytes
+        for i in range(what.first, what.end):
+            _set_options(units[i], split.units[i], before_bytes)
+        inner = tuple(units[what.first : what.end])
+        exit_bytes = what.after_bytes - around.after_forward_bytes - before_bytes
+        stages.append(Stage(inner, block))
+        one = Chain((tuple(block.options),))
+        alternatives.append((Chain(tuple(tuple(u.options) for u in inner), exit_bytes), one) if inner else (one,))
+    return Parts(tuple(stages), UnitProblem(tuple(alternatives), whole.turn_bytes, whole.end_bytes))
+
+
+def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
+    """The options of a unit, from the least memory to none recomputed.
+
+    before_bytes: held when it was measured, and not in the way of running to which options are told.
+    """
+    if unit.front is None or unit.problem is None or unit.least is None:
+        unit.ways, found = ["recompute", "keep"], _opaque_options(around)
+    else:
+        measured = pass_of(unit.problem, unit.least.schedule)
+        unit.ways, found = [*_spread(unit.front.points, _MOST_OPTIONS), "keep"], []
+        for way in unit.ways:
+            figures = pass_of(unit.problem, unit.front.keep_all.schedule if isinstance(way, str) else way.schedule)
+            found.append(
+                UnitOption(
+                    figures.extra_bytes(measured),
+                    max(around.before_forward_bytes, around.forward_bytes + figures.forward_bytes),
+                    max(around.before_backward_bytes, around.backward_bytes + figures.backward_bytes),
+                    figures.time_s - unit.front.keep_all.time_s,
+                )
+            )
+    kept = found[-1]  # what runs as it is has no program that could do as well
+    better = [i for i, o in enumerate(found[:-1]) if not _no_worse(kept, o)]
+    unit.ways = [*(unit.ways[i] for i in better), unit.ways[-1]]
+    unit.options = [_less(o, before_bytes) for o in (*(found[i] for i in better), kept)]
+
+
+def _opaque_options(around: UnitMeasure) -> list[UnitOption]:
+    """Recomputed as a whole, as it was measured; and kept."""
+    return [
+        UnitOption(
+            0,
+            max(around.before_forward_bytes, around.forward_peak_bytes),
+            max(around.before_backward_bytes, around.backward_peak_bytes),
+            around.rerun_s,
+        ),
+        UnitOption(
+            around.kept_bytes,
+            max(around.before_forward_bytes, around.forward_bytes + around.kept_forward_bytes),
+            max(around.before_backward_bytes, around.kept_backward_bytes - around.kept_bytes),
+            0.0,
+        ),
+    ]
+
+
+def _no_worse(a: UnitOption, b: UnitOption) -> bool:
+    return (
+        a.extra_bytes <= b.extra_bytes
+        and a.forward_peak_bytes <= b.forward_peak_bytes
+        and a.backward_peak_bytes <= b.backward_peak_bytes
+        and a.time_s <= b.time_s
+    )
+
+
+def _less(option: UnitOption, size_bytes: int) -> UnitOption:
+    return dataclasses.replace(
+        option,
+        forward_peak_bytes=option.forward_peak_bytes - size_bytes,
+        backward_peak_bytes=option.backward_peak_bytes - size_bytes,
+    )
+
+
+def _spread(points: Sequence[Candidate], count: int) -> list[Candidate]:
+    """At most `count` of them, the first and the last included."""
+    if len(points) <= count:
+        return list(points)
+    return [points[i * (len(points) - 1) // (count - 1)] for i in range(count)]

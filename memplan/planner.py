@@ -1,0 +1,309 @@
+"""From a model and a call to a step that can run: capture, costs, problem, schedule, program."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
+from memplan.graph import Capture, capture, estimate, measure
+from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.capture import model_device, refuse_wrappers
+from memplan.graph.margin import remember_margin
+from memplan.graph.optimizer import optimizer_needs
+from memplan.partial import PartialStep, plan_partially
+from memplan.plans import Plan, first_difference, same_structure
+from memplan.problem import Budget, Costs, Problem
+from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower
+from memplan.simulate import simulate
+from memplan.solvers import Candidate, Front, solve_front, textbook
+from memplan.units import format_bytes, parse_bytes
+
+BudgetLike = int | float | str | Budget
+LossFunction = Callable[..., Any]
+CostSource = Literal["measure", "estimate"]
+Forward = Callable[..., Any]
+
+log = logging.getLogger("memplan")
+
+
+@dataclass
+class Planner:
+    """Plans steps of one model under one budget; a step for each kind of call.
+
+    budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
+    than predicted the device has been seen to hold; plans keep that much below the budget where they can.
+    The other fields are arguments of `memplan.apply`.
+    """
+
+    budget: BudgetLike | None
+    loss_fn: LossFunction | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | None = None
+    costs: CostSource = "measure"
+    accumulate: bool = False
+    grads: Grads = "surface"
+    budget_bytes: int | None = None
+    margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            _device_bytes(self.budget)  # a bad one is refused before anything runs
+
+    # -- plans ------------------------------------------------------------------------------------------------------
+
+    def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
+        """A plan, from the best schedule that fits the budget."""
+        return self._plan(self.problem(model, self.capture(model, forward, sample)))
+
+    def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
+        """Plans from the smallest peak to the unplanned step."""
+        problem = self.problem(model, self.capture(model, forward, sample))
+        front = solve_front(problem)
+        return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in front.points)
+
+    def step(self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step] = ()) -> Step:
+        """A step that serves such calls.
+
+        known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
+        """
+        try:
+            captured = self.capture(model, forward, sample)
+        except UnsupportedModel as error:
+            return self._uncaptured(model, forward, sample, known, error)
+        for other in known:  # what changed may be of no concern to the step
+            if (
+                isinstance(other, WholeStep)
+                and first_difference(other.plan.problem.graph, captured.traced.graph) is None
+            ):
+                return self._whole(model, captured, other.plan, other.provisional)
+        plan = self._hurried(model, captured, known) if known else None
+        provisional = plan is not None and plan.overhead > 0
+        return self._whole(model, captured, plan or self._plan(self.problem(model, captured)), provisional)
+
+    def step_for(
+        self, model: nn.Module, forward: Forward, call: Call, tangents: dict[int, TangentLayout] | None
+    ) -> WholeStep:
+        """A step for gradients that arrive at these outputs, in these layouts."""
+        captured = self.capture(model, forward, call, tangents)
+        return self._whole(model, captured, self._plan(self.problem(model, captured)))
+
+    def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
+        """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
+        captured = self.capture(model, forward, sample)
+        difference = first_difference(plan.problem.graph, captured.traced.graph)
+        if difference is not None:
+            raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
+        self.budget_bytes = plan.problem.budget_bytes
+        return self._whole(model, captured, plan)
+
+    def learn(self, device: torch.device, margin: float) -> None:
+        """Keep this much of the budget free from now on."""
+        self.margin = margin
+        remember_margin(device, margin)
+
+    # -- stages -----------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        tangents: dict[int, TangentLayout] | None = None,
+    ) -> Capture:
+        return capture(model, forward, sample, self.loss_fn, self.device, tangents)
+
+    def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
+        """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
+        limit = self.budget_bytes or (None if self.budget is None else _device_bytes(self.budget))
+        traced = captured.traced
+        needs = (0, 0) if self.optimizer is None else optimizer_needs(self.optimizer, traced.device)
+        costs = self._costs(model, captured, limit, quick)
+        problem = Problem(traced.graph, costs, None, needs[0], self.accumulate, needs[1])
+        if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
+            problem = dataclasses.replace(
+                problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
+            )
+        return problem
+
+    def _costs(self, model: nn.Module, captured: Capture, limit: int | None, quick: bool) -> Costs:
+        if self.costs == "estimate":
+            return estimate(captured.traced)
+        if self.costs != "measure":
+            raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        inputs = captured.call.tensors
+
+        def resident(kind: str, name: str, position: int) -> torch.Tensor:
+            return inputs[position] if kind == "input" else tensors[name]
+
+        return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
+
+    def _plan(self, problem: Problem) -> Plan:
+        """The fastest known schedule within the budget."""
+        front = solve_front(problem)
+        limit = self._limit(problem, front.keep_all.peak_bytes)
+        chosen = front.best(int(limit / (1 + self.margin))) or front.floor
+        if chosen.peak_bytes > limit:
+            raise self._infeasible(problem, front.floor, limit)
+        return _plan_of(problem, front, chosen, limit)
+
+    def _limit(self, problem: Problem, unplanned_bytes: int) -> int:
+        if self.budget_bytes is None:
+            assert self.budget is not None
+            self.budget_bytes = _resolve(self.budget, unplanned_bytes, problem.resident_bytes)
+        return self.budget_bytes
+
+    def _infeasible(self, problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
+        overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
+        return BudgetInfeasible(
+            f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
+            f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
+            f"{format_bytes(problem.resident_bytes)} are resident. Raise the budget, or use a smaller batch",
+            floor.peak_bytes,
+            overhead,
+        )
+
+    def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
+        return WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
+
+    # -- what there is no time for, or no capture -------------------------------------------------------------------
+
+    def _hurried(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
+        """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's. No search."""
+        if self.budget_bytes is None:
+            return None
+        problem = self.problem(model, captured, quick=True)
+        found = list(textbook(problem))
+        for step in known:
+            if isinstance(step, WholeStep) and same_structure(step.plan.problem.graph, problem.graph):
+                schedule = step.plan.schedule
+                found.append(Candidate(step.plan.solver, (), schedule, simulate(problem, schedule)))
+        limit = int(self.budget_bytes / (1 + self.margin))
+        fitting = [c for c in found if c.peak_bytes <= limit]
+        if not fitting:
+            return None
+        best, floor = min(fitting, key=lambda c: c.time_s), min(found, key=lambda c: c.peak_bytes)
+        problem = dataclasses.replace(problem, budget_bytes=self.budget_bytes)
+        return Plan(
+            problem, best.schedule, best.timeline, best.solver, problem.baseline_time_s, floor.peak_bytes, floor.time_s
+        )
+
+    def _uncaptured(
+        self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], error: UnsupportedModel
+    ) -> Step:
+        """A step for what can't be captured: unplanned where that fits the budget, else planned in part."""
+        device = model_device(model)
+        refuse_wrappers(model)
+        if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
+            raise error
+        call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        peak_bytes = self._unplanned_bytes(call, known)
+        if peak_bytes is not None and self.budget_bytes is not None and peak_bytes <= self.budget_bytes:
+            log.warning(
+                "memplan: such calls run unplanned, at %s of %s: %s",
+                format_bytes(peak_bytes), format_bytes(self.budget_bytes), error,
+            )  # fmt: skip
+            return EagerStep.of(model, forward, call, device.type)
+        return self._partial(model, forward, call, device, error)
+
+    def _partial(
+        self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
+    ) -> PartialStep:
+        """A step of which only parts are planned."""
+        state_bytes = 0 if self.optimizer is None else optimizer_needs(self.optimizer, device)[0]
+        if self.accumulate:
+            state_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+        def limit(unplanned_bytes: int, resident_bytes: int) -> int:
+            if self.budget_bytes is None:
+                assert self.budget is not None
+                self.budget_bytes = _resolve(self.budget, unplanned_bytes, resident_bytes)
+            return int(self.budget_bytes / (1 + self.margin))
+
+        try:
+            step = plan_partially(
+                model, forward, call, limit, reason=str(error), costs=self.costs, extra_resident_bytes=state_bytes
+            )
+        except MemplanError:
+            raise
+        except Exception as failure:  # the model itself fails on the sample
+            raise error from failure
+        rows = step.plan.units
+        again = [row.name for row in rows if row.way != "keep"]
+        log.warning(
+            "memplan: planned in %d parts, because %s. %d of them recompute%s",
+            len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
+        )  # fmt: skip
+        return step
+
+    def _unplanned_bytes(self, call: Call, known: Sequence[Step]) -> int | None:
+        """What such a call holds unplanned, as far as the plan of an equal one tells."""
+        for step in known:
+            if isinstance(step, WholeStep) and step.key.arguments.mismatch(call) is None:
+                return int(step.plan.baseline_peak_bytes)
+        return None
+
+
+def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:
+    problem = dataclasses.replace(problem, budget_bytes=budget_bytes)
+    timeline = simulate(problem, chosen.schedule)
+    assert timeline.peak_bytes <= budget_bytes
+    bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
+    return Plan(problem, chosen.schedule, timeline, chosen.solver, bound_s, front.floor.peak_bytes, front.floor.time_s)
+
+
+def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:
+    """The plan as a program, and once more for `out.sum().backward()` where the same schedule serves it."""
+    program = lower(plan.schedule, captured.traced, grads)
+    if captured.expanded is None or not same_structure(captured.expanded.graph, captured.traced.graph):
+        return (program,)
+    problem = dataclasses.replace(plan.problem, graph=captured.expanded.graph)
+    other = lower(plan.schedule, captured.expanded, grads)
+    fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
+    return (program, other) if fits and other.forward.code == program.forward.code else (program,)
+
+
+# -- budgets ----------------------------------------------------------------------------------------------------------
+
+
+def _resolve(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:
+    """Bytes of a budget, rounded down."""
+    if not isinstance(budget, Budget):
+        return _limit(budget, unplanned_bytes)
+    limits = []
+    if budget.device is not None:
+        limits.append(_limit(budget.device, unplanned_bytes))
+    if budget.activations is not None:
+        limits.append(resident_bytes + _limit(budget.activations, unplanned_bytes - resident_bytes))
+    if not limits:
+        raise ValueError("the Budget sets no limit; give device= or activations=")
+    return min(limits)
+
+
+def _limit(budget: int | float | str, whole_bytes: int) -> int:
+    if isinstance(budget, str):
+        return parse_bytes(budget)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(f"a budget is an int, a str such as '8GiB', a float in (0, 1] or a Budget, got {budget!r}")
+    if isinstance(budget, float):
+        if not 0 < budget <= 1:
+            raise ValueError(f"a budget given as a float is a fraction of the unplanned peak in (0, 1], got {budget}")
+        return int(budget * whole_bytes)
+    if budget <= 0:
+        raise ValueError(f"a budget must be more than 0 bytes, got {budget}")
+    return budget
+
+
+def _device_bytes(budget: BudgetLike) -> int | None:
+    """The limit on the device where it is given in bytes; checks the rest of the budget too."""
+    _resolve(budget, 1 << 62, 0)
+    device = budget.device if isinstance(budget, Budget) else budget
+    return None if device is None or isinstance(device, float) else _limit(device, 0)

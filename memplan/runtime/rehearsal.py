@@ -1,0 +1,293 @@
+"""Run a step on the sample to see what it holds and what reaches its units, and leave no trace of it.
+
+In a rehearsal every unit runs at the least memory: as its program, or recomputed as a whole. Arguments and results of
+the latter go through marks, which tell when backward enters and leaves the unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from memplan.graph.attributes import AttributesKept
+from memplan.graph.call import Call, CallReader, OutputTemplate
+from memplan.graph.edges import Edge, Edges
+from memplan.graph.probe import Forward, UnitCall, exchanged
+from memplan.graph.trace import differentiated_outputs, shared_objects
+from memplan.runtime.execute import TangentLayout
+from memplan.runtime.measures import Event, StepMeasure, step_measure
+from memplan.runtime.meter import LiveMeter
+from memplan.runtime.units import UnitObserver, UnitStep, recomputed
+
+
+class EditedArguments(Exception):
+    """Forward writes to arguments of these modules after they have run, so they can't run again in backward."""
+
+    def __init__(self, modules: set[nn.Module]) -> None:
+        super().__init__(f"{len(modules)} modules")
+        self.modules = modules
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a unit in a rehearsal. occurrence: which of its calls in this forward.
+
+    tangents: by output, the gradients that arrived. uses: by argument, how many ops in here read it, where they are
+    several. twice: two arguments are one tensor. edited: a result is written to later in forward.
+    """
+
+    module: nn.Module
+    occurrence: int
+    call: UnitCall
+    tangents: dict[int, TangentLayout] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
+    twice: bool = False
+    edited: bool = False
+    seen: list[tuple[bool, torch.Tensor, int]] = field(default_factory=list)  # (is a result, it, its version then)
+    arguments: dict[int, Edge] = field(default_factory=dict)
+    mark: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One call of a block: the visits first to end - 1 are in it; what is held before and after it."""
+
+    block: nn.Module
+    first: int
+    end: int
+    before_bytes: int
+    after_bytes: int
+
+
+@contextlib.contextmanager
+def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
+    """Put back what steps change: gradients, buffers, Python attributes, generators. Hooks of parameters do not run."""
+    leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    stand_ins = {b: b.detach().clone() for b in dict.fromkeys(model.buffers())}  # the buffers are not touched at all
+    devices = sorted({t.device for t in leaves if t.device.type == "cuda"}, key=str)
+    # Such a hook may well be an optimizer's step.
+    tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in tables]
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        for home, before in homes:
+            home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
+        for table, _ in hooks:
+            table.clear()
+        with torch.random.fork_rng(devices=devices), AttributesKept(model):
+            yield
+    finally:
+        for table, held in hooks:
+            table.update(held)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for home, before in homes:
+            home.clear()
+            home.update(before)
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+
+
+class Rehearsal(UnitObserver):
+    """One step with real data.
+
+    events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order.
+    """
+
+    def __init__(self, model: nn.Module, forward: Forward, call: Call, metered: bool = True) -> None:
+        """metered: bytes are counted, which slows the step down."""
+        self.events: list[Event] = []
+        self.visits: list[Visit] = []
+        self.passages: list[Passage] = []
+        self._metered = metered
+        self.last_bytes = 0
+        self._model, self._original, self._call = model, forward, call
+        self._meter = LiveMeter()
+
+    @property
+    def measure(self) -> StepMeasure:
+        """What the step held, by unit."""
+        return step_measure(self.events, len(self.visits), self.last_bytes)
+
+    def run(self, ways: Mapping[nn.Module, Sequence[UnitStep | None]], blocks: Collection[nn.Module] = ()) -> None:
+        """Run forward and backward.
+
+        ways: how each call of a unit runs: as a program, or (None) recomputed as a whole. blocks: modules with units in
+        them that are looked at as well.
+        Raises UnsupportedModel where no output is differentiable.
+        """
+        forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
+        forwards |= {m: self._passed(m, m.forward) for m in blocks}
+        args, kwargs = self._call.variadic, self._call.arguments
+        with nothing_kept(self._model, self._call), torch.enable_grad():
+            self._meter.register([*self._model.parameters(), *self._model.buffers(), *self._call.tensors])
+            with self._meter if self._metered else contextlib.nullcontext():
+                # A rerun that stopped early would not tell what a forward leaves.
+                with exchanged(forwards), set_checkpoint_early_stop(False):
+                    output = self._original(*args, **kwargs)
+                starts = starts_of(self._model, output)
+                del output
+                self._look_for_edits()
+                self._look_at_edges(Edges(starts))
+                self.begin(-1, "turn")
+                torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+            self.last_bytes = self._meter.reset_peak()
+        del starts
+
+    # -- units ------------------------------------------------------------------------------------------------------
+
+    def begin(self, index: int, phase: str) -> None:
+        self._note(index, phase, True)
+
+    def end(self, index: int, phase: str) -> None:
+        self._note(index, phase, False)
+
+    def _note(self, index: int, phase: str, begins: bool) -> None:
+        peak_bytes = self._meter.reset_peak()
+        self.events.append(Event(index, phase, begins, self._meter.live_bytes, peak_bytes, time.perf_counter()))
+
+    def _followed(self, module: nn.Module, original: Forward, ways: Sequence[UnitStep | None]) -> Forward:
+        reader = CallReader(original)
+        count = 0
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            index, way = len(self.visits), ways[count] if count < len(ways) else None
+            call = reader.read(args, kwargs)
+            visit = Visit(module, count, UnitCall.of(call))
+            count += 1
+            self.visits.append(visit)
+            self.begin(index, "forward")
+            if way is None or way.key.mismatch(call) is not None:
+                output = self._marked(index, visit, original, call)
+            else:
+                way.runner.watcher, way.runner.index = self, index
+                output = way.run(call)
+            del call
+            self.end(index, "forward")
+            return output
+
+        return forward
+
+    def _passed(self, block: nn.Module, original: Forward) -> Forward:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            first, before_bytes = len(self.visits), self._meter.live_bytes
+            output = original(*args, **kwargs)
+            self.passages.append(Passage(block, first, len(self.visits), before_bytes, self._meter.live_bytes))
+            return output
+
+        return forward
+
+    def _marked(self, index: int, visit: Visit, original: Forward, call: Call) -> Any:
+        tensors = list(call.tensors)
+        wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+        if wanted:
+            edges = {i: get_gradient_edge(tensors[i]) for i in wanted}
+            visit.arguments = {i: (edge.node, edge.output_nr) for i, edge in edges.items()}
+            through = _Mark.apply(self, index, *(tensors[i] for i in wanted))  # type: ignore[no-untyped-call]
+            visit.mark = through[0].grad_fn
+            for i, tensor in zip(wanted, through, strict=True):
+                tensors[i] = tensor
+        args, kwargs = call.with_tensors(tensors)
+        visit.seen = [(False, t.detach(), t._version) for t in tensors]
+        del tensors
+        output = recomputed(original, index, args, kwargs, self)
+        template = OutputTemplate(output, shared_objects(visit.module))
+        results = [self._tapped(index, visit, i, t) for i, t in enumerate(template.tensors)]
+        visit.seen += [(True, t.detach(), t._version) for t in results]
+        return template.fill(results)
+
+    def _tapped(self, index: int, visit: Visit, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        tap = tensor.view_as(tensor)  # gradients of readers outside of the unit meet here, and no others
+
+        def arrived(gradient: torch.Tensor) -> None:
+            if not visit.tangents:
+                self.begin(index, "backward")
+            visit.tangents[position] = TangentLayout.of(str(position), gradient)
+
+        tap.register_hook(arrived)
+        return tap
+
+    def _look_for_edits(self) -> None:
+        edited = set()
+        for visit in self.visits:
+            changed = {is_result for is_result, tensor, version in visit.seen if tensor._version != version}
+            visit.edited, visit.seen = True in changed, []
+            if False in changed:
+                edited.add(visit.module)
+        if edited:
+            raise EditedArguments(edited)
+
+    def _look_at_edges(self, edges: Edges) -> None:
+        for visit in self.visits:
+            visit.twice = len(set(visit.arguments.values())) < len(visit.arguments)
+            for number, position in enumerate(visit.arguments):
+                count = len(edges.into(visit.mark, number))
+                if count > 1:
+                    visit.uses[position] = count
+            visit.arguments, visit.mark = {}, None
+
+
+class _Mark(torch.autograd.Function):
+    """Hands its arguments on, and tells when their gradients have all come back."""
+
+    @staticmethod
+    def forward(ctx: Any, observer: UnitObserver, index: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.observer, ctx.index = observer, index
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.observer.end(ctx.index, "backward")
+        return (None, None, *gradients)
+
+
+def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The outputs from which backward is taken to start. Raises UnsupportedModel where there is none."""
+    template = OutputTemplate(output, shared_objects(model))
+    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
+    return [template.tensors[i] for i in chosen]
+
+
+def timed_step(model: nn.Module, call: Call, run: Callable[[], Any]) -> float:
+    """Seconds of one step, forward and backward."""
+    with nothing_kept(model, call), torch.enable_grad():
+        start = time.perf_counter()
+        starts = starts_of(model, run())
+        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+        if starts[0].device.type == "cuda":
+            torch.cuda.synchronize(starts[0].device)
+        return time.perf_counter() - start
+
+
+def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> int:
+    """The most bytes that one step holds, parameters, buffers and inputs included, kernel scratch not."""
+    meter = LiveMeter()
+    with nothing_kept(model, call), torch.enable_grad():
+        meter.register([*model.parameters(), *model.buffers(), *call.tensors])
+        with meter:
+            starts = starts_of(model, run())
+            torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+    return meter.peak_bytes

@@ -1,0 +1,167 @@
+"""A planned training step of a whole model, ready to run: its key, its programs and the model that they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Protocol
+
+from torch import nn
+
+from memplan.graph.call import Call
+from memplan.graph.capture import Capture
+from memplan.graph.key import ArgumentsKey, ModesKey, StepKey
+from memplan.graph.traced import Traced
+from memplan.runtime.execute import ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.lower import Program
+
+
+class Step(Protocol):
+    """What serves one kind of call of a model."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def provisional(self) -> bool: ...
+    def mismatch(self, call: Call) -> str | None: ...
+    def settle(self, model: nn.Module) -> None: ...
+    def run(self, call: Call) -> Any: ...
+    def bound_to(self, model: nn.Module) -> Step: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """One plan of a model for one kind of call.
+
+    plan: a `memplan.Plan`. programs: it lowered, and where there is a second one, for gradients of another layout.
+    provisional: found in a hurry, to be planned in full when such a call comes again.
+    """
+
+    plan: Any
+    capture: Capture
+    programs: tuple[Program, ...]
+    key: StepKey
+    runner: Runner
+    provisional: bool = False
+
+    @staticmethod
+    def of(
+        model: nn.Module, capture: Capture, programs: tuple[Program, ...], plan: Any, provisional: bool = False
+    ) -> WholeStep:
+        """The step for the model that was captured. The batch that it was captured with is let go."""
+        capture = dataclasses.replace(capture, call=capture.call.without_tensors())
+        runner = _runner(model, capture, programs)
+        return WholeStep(plan, capture, programs, capture.key, runner, provisional)
+
+    @property
+    def forward_ops(self) -> tuple[str, ...]:
+        """Kernels, shapes and settings of the forward pass."""
+        graph = self.capture.traced.graph
+        return tuple(op.key for op in graph.ops[: graph.boundary])
+
+    def bound_to(self, model: nn.Module) -> WholeStep:
+        """The same for a copy of the model."""
+        runner = _runner(model, self.capture, self.programs)
+        return WholeStep(self.plan, self.capture, self.programs, self.key.rebound(model), runner, self.provisional)
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.key.mismatch(call)
+
+    def settle(self, model: nn.Module) -> None:
+        """Leave on the model what its first eager forward would."""
+        self.capture.settle(model)
+
+    def run(self, call: Call) -> Any:
+        """What the model's forward would return."""
+        traced = self.capture.traced
+        outputs = self.runner(call.tensors)
+        for name, index in traced.reassigned.items():
+            self.runner.store[name] = outputs[index]
+        return traced.template.fill(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Calls that run unplanned, because they can't be captured and fit the budget as they are."""
+
+    forward: Callable[..., Any]
+    arguments: ArgumentsKey
+    modes: ModesKey
+    plan: None = None
+    provisional: bool = False
+
+    @staticmethod
+    def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
+        return EagerStep(forward, ArgumentsKey(call, device_type), ModesKey(model))
+
+    def bound_to(self, model: nn.Module) -> EagerStep:
+        """The same for a copy of the model."""
+        forward = MethodType(getattr(self.forward, "__func__", type(model).forward), model)
+        return EagerStep(forward, self.arguments, ModesKey(model))
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.arguments.mismatch(call) or self.modes.mismatch()
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the model's forward returns."""
+        return self.forward(*call.variadic, **call.arguments)
+
+
+def _runner(model: nn.Module, capture: Capture, programs: tuple[Program, ...]) -> Runner:
+    traced = capture.traced
+    variants = [v for v in (traced, capture.expanded) if v is not None]
+    trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+    names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
+    outputs = [traced.template.names[i] or "output" for i in range(len(traced.outputs))]
+    return Runner(
+        program=programs[0],
+        store=ParameterStore(model, names),
+        trainable=trainable if programs[0].grads == "edges" else (),
+        backwards=tuple((_layouts(v, outputs), p.backward) for v, p in zip(variants, programs)),
+        requires_grad=tuple(o.requires_grad for o in traced.outputs),
+        output_names=tuple(outputs),
+        device=traced.device,
+        draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
+        written=_written(traced),
+    )
+
+
+def _layouts(traced: Traced, names: list[str]) -> dict[int, TangentLayout]:
+    return {
+        index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
+        for index, output in enumerate(traced.outputs)
+        if output.tangent is not None
+    }
+
+
+def _written(traced: Traced) -> Written:
+    """What forward writes to of that which is there before it."""
+    graph, names = traced.graph, list[str]()
+    inputs, versions = False, set[int]()
+    for index, value in enumerate(graph.values):
+        if value.resident and value.reuses is None and (later := set(_versions(traced, index))) != {index}:
+            sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
+            inputs |= any(s.kind == "input" for s in sources)
+            names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
+            versions |= later
+    readers = [
+        op
+        for op in graph.ops[: graph.boundary]
+        if versions & set(op.inputs) and not versions & {*op.outputs, *(effect.new for effect in op.effects)}
+    ]
+    return Written(tuple(dict.fromkeys(names)), inputs, bool(readers or inputs or traced.reassigned))
+
+
+def _versions(traced: Traced, value: int) -> Iterator[int]:
+    """A value and those that later take over its memory."""
+    yield value
+    for index, later in enumerate(traced.graph.values):
+        if later.reuses == value:
+            yield from _versions(traced, index)

@@ -1,0 +1,180 @@
+"""Parts of a model's step that run planned while the rest runs eagerly.
+
+A unit is a submodule. While the model's forward runs, and only then, its `forward` is exchanged: for its program, or
+for its own forward under checkpointing. The latter builds the very autograd graph that the plain forward builds, so
+gradients are added in the same order; what the graph saves is recomputed when backward first asks for it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from memplan.graph.call import Call
+from memplan.graph.capture import Capture
+from memplan.graph.key import StepKey
+from memplan.runtime.execute import Gradients, InFlight, ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.lower import Program
+
+Forward = Callable[..., Any]
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class UnitObserver:
+    """Told when passes of units begin and end; does nothing. `rerun`: a unit's forward runs again in its backward."""
+
+    def begin(self, index: int, phase: str) -> None: ...
+
+    def end(self, index: int, phase: str) -> None: ...
+
+
+NOBODY = UnitObserver()
+
+
+def recomputed(forward: Forward, index: int, args: Any, kwargs: Any, observer: UnitObserver = NOBODY) -> Any:
+    """`forward(*args, **kwargs)`, saving only its arguments and the generator's state.
+
+    Raises RuntimeError in backward where an argument has been written to since, as autograd does.
+    """
+    given = tensors_in((args, kwargs))
+    versions = [t._version for t in given]
+    runs = 0
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        if runs == 1:
+            return forward(*args, **kwargs)
+        if [t._version for t in given] != versions:
+            raise RuntimeError(
+                "memplan: an argument of a part of the model that is recomputed in backward has been modified by an "
+                "inplace operation since forward. Call memplan.remove(model) to train without a plan"
+            )
+        observer.begin(index, "rerun")
+        forward(*args, **kwargs)  # for what it saves; its results are let go
+        observer.end(index, "rerun")
+        return None
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+class UnitRunner(Runner):
+    """A program of one unit. It keeps nothing that its backward does not read."""
+
+    watcher: UnitObserver = NOBODY
+    index: int = -1
+
+    @staticmethod
+    def of(module: nn.Module, capture: Capture, program: Program) -> UnitRunner:
+        traced = capture.traced
+        names = tuple(name or "output" for name in traced.template.names)
+        layouts = {
+            index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
+            for index, output in enumerate(traced.outputs)
+            if output.tangent is not None
+        }
+        state = [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
+        return UnitRunner(
+            program=program,
+            store=ParameterStore(module, [*state, *(n for n in program.parameter_gradients if n not in state)]),
+            trainable=program.parameter_gradients,
+            backwards=((layouts, program.backward),),
+            requires_grad=tuple(o.requires_grad for o in traced.outputs),
+            output_names=names,
+            device=traced.device,
+            draws=False,
+            written=Written(),
+        )
+
+    def _start(self, inputs: Sequence[torch.Tensor]) -> Any:
+        return None  # this forward never runs again as a whole
+
+    def _go_back(self, start: Any) -> None: ...
+
+    def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        self.watcher.begin(self.index, "backward")
+        gradients = super().backward(state, tangents)
+        self.watcher.end(self.index, "backward")
+        return gradients
+
+
+@dataclass(frozen=True, slots=True)
+class UnitStep:
+    """A unit's program with the module that it reads, and the calls for which it was made.
+
+    further: positions of arguments that are handed to autograd once more, after all others, in this order.
+    """
+
+    capture: Capture
+    program: Program
+    key: StepKey
+    runner: UnitRunner
+    further: tuple[int, ...]
+
+    @staticmethod
+    def of(module: nn.Module, capture: Capture, program: Program, further: tuple[int, ...]) -> UnitStep:
+        return UnitStep(capture, program, capture.key, UnitRunner.of(module, capture, program), further)
+
+    def bound_to(self, module: nn.Module) -> UnitStep:
+        """The same for a copy of the module."""
+        runner = UnitRunner.of(module, self.capture, self.program)
+        return UnitStep(self.capture, self.program, self.key.rebound(module), runner, self.further)
+
+    def run(self, call: Call) -> Any:
+        """What the unit's forward would return."""
+        traced = self.capture.traced
+        tensors = call.tensors
+        outputs = self.runner((*tensors, *(tensors[p] for p in self.further)))
+        for name, index in traced.reassigned.items():
+            self.runner.store[name] = outputs[index]
+        return traced.template.fill(outputs)
+
+
+class UnitCalls:
+    """The forwards of the units of one model, for one forward of the model.
+
+    ways[module]: how each of its calls runs, in order: a UnitStep, "recompute" or "keep".
+    """
+
+    def __init__(
+        self,
+        ways: Mapping[nn.Module, Sequence[UnitStep | str]],
+        refused: Callable[[nn.Module, str], None],
+    ) -> None:
+        """refused: told of a call that its plan does not serve, and why; it is recomputed as a whole."""
+        self._ways, self._refused = ways, refused
+
+    def forwards(self) -> dict[nn.Module, Forward]:
+        """What to exchange the units' forwards for. Each set serves one forward of the model."""
+        return {
+            m: self._forward(m, m.forward, ways) for m, ways in self._ways.items() if any(way != "keep" for way in ways)
+        }
+
+    def _forward(self, module: nn.Module, original: Forward, ways: Sequence[UnitStep | str]) -> Forward:
+        left = iter(ways)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            way = next(left, "recompute")
+            if way == "keep" or not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            if isinstance(way, UnitStep):
+                call = way.capture.reader.read(args, kwargs)
+                problem = way.key.mismatch(call)
+                if problem is None:
+                    return way.run(call)
+                self._refused(module, problem)
+            return recomputed(original, -1, args, kwargs)
+
+        return forward

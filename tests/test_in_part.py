@@ -1,0 +1,95 @@
+"""Models that can't be captured whole are planned in part with the plain model's bits, or refused: never a third thing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from tests.test_refusals import (
+    AppendsToAList,
+    CheckpointsItself,
+    Counter,
+    CountOfNonzero,
+    CountsInADict,
+    DataBranch,
+    DataShape,
+    Foreign,
+    KeepsATensor,
+    KeepsATensorInADict,
+    Net,
+    NoGrad,
+    NumpyRandom,
+    OwnGenerator,
+    PythonRandom,
+    RandomBranch,
+    SeedsItself,
+    Selected,
+    SparseEmbedding,
+    UsesNumpy,
+    net_and_sample,
+)
+from tests.zoo import assert_same_bits, copied
+
+KINDS = [
+    AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, Foreign,
+    KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
+    SeedsItself, Selected, SparseEmbedding, UsesNumpy,
+]  # fmt: skip
+
+
+class Inside(nn.Module):
+    """Such a model as one of three blocks."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = Net(), kind(), Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.odd(x) * self.last(x)
+
+
+def steps(net: nn.Module, sample: torch.Tensor) -> Any:
+    """Everything that three steps leave, generators of Python and numpy included."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    losses, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = net(sample)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return copied(
+        [
+            losses,
+            [None if p.grad is None else p.grad.to_dense() for p in net.parameters()],
+            dict(net.state_dict()),
+            torch.get_rng_state(),
+            random.random(),
+            np.random.random(),
+        ]
+    )
+
+
+@pytest.mark.parametrize("budget", [1.0, 0.7, 0.4])
+@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_plain_bits_or_a_refusal(kind: type[nn.Module], inside: bool, budget: float) -> None:
+    (net, sample), (twin, _) = (net_and_sample((lambda: Inside(kind)) if inside else kind) for _ in range(2))
+    before = copied(dict(net.state_dict()))
+    try:
+        memplan.apply(twin, sample, budget, costs="estimate")
+    except memplan.MemplanError:
+        assert_same_bits(before, copied(dict(twin.state_dict())), "a refused model")
+        assert_same_bits(steps(net, sample), steps(twin, sample), "a refused model")
+        return
+    assert_same_bits(before, copied(dict(twin.state_dict())), "a planned model")
+    assert_same_bits(steps(net, sample), steps(twin, sample))
