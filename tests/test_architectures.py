@@ -18,14 +18,17 @@ import memplan
 from tests.architectures import ARCHITECTURES, live_activation_peak
 from tests.zoo import Sample, assert_same_bits, copied, run_steps
 
-REFUSED = {
-    "recurrent_gemma": "forward keeps a tensor that depends on parameters in an attribute, for the next call",
-    "wav2vec2": "layers are left out by the value of a random number, and spans are masked by numpy.random",
-    "detr": "overflow is looked for in the values of activations, and boxes are matched with queries by SciPy",
+# Planned in part: what stands in the way of a whole capture. With kernel scratch counted, it takes more than half.
+IN_PART = {"wav2vec2": "layers are left out by the value of a random number, and spans are masked by numpy.random"}
+# Planned in part, and what is left unplanned needs more than half.
+INFEASIBLE = {
+    "recurrent_gemma": "forward keeps a tensor that depends on parameters in an attribute; the scan stays unplanned",
+    "detr": "overflow is looked for in the values of activations; the backbone stays unplanned",
 }
 NAMES = [
     pytest.param(
-        name, marks=pytest.mark.xfail(raises=memplan.UnsupportedModel, reason=REFUSED[name]) if name in REFUSED else ()
+        name,
+        marks=pytest.mark.xfail(raises=memplan.BudgetInfeasible, reason=INFEASIBLE[name]) if name in INFEASIBLE else (),
     )
     for name in ARCHITECTURES
 ]
@@ -41,12 +44,13 @@ def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:
 def test_there_are_thirty_of_many_families() -> None:
     assert len(ARCHITECTURES) == 30
     assert len({a.family for a in ARCHITECTURES.values()}) >= 10
-    assert set(REFUSED) <= set(ARCHITECTURES)
+    assert {*IN_PART, *INFEASIBLE} <= set(ARCHITECTURES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_at_half_of_the_activation_peak(name: str) -> None:
     net, sample = ARCHITECTURES[name].build(0)
     planned = memplan.apply(copy.deepcopy(net), copied(sample), memplan.Budget(activations=0.5), costs="estimate")
+    assert isinstance(memplan.plan_of(planned), memplan.Plan) == (name not in IN_PART)
     assert_same_bits(seeded_steps(copy.deepcopy(net), sample), seeded_steps(planned, sample))
     assert live_activation_peak(planned, sample) <= 0.5 * live_activation_peak(net, sample)

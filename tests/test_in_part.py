@@ -1,4 +1,4 @@
-"""Models that can't be captured whole are planned in part with the plain model's bits, or refused: never a third thing."""
+"""Models that can't be captured whole are planned in part with the plain bits, or refused: never a third thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A call that no plan serves gets a plan of its own, and the plain model's bits; what can't be planned runs or refuses."""
+"""A call that no plan serves gets a plan of its own and the plain bits; what can't be planned runs as it is."""
 
 from __future__ import annotations
 

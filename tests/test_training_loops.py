@@ -139,15 +139,7 @@ def test_frozen_parameters(grads: str) -> None:
     compare(loop, grads)
 
 
-HOOKED = pytest.mark.xfail(
-    strict=True,
-    raises=memplan.UnsupportedModel,
-    reason="enable_input_require_grads hooks the embeddings; a plan could let that hook be, as it computes nothing",
-)
-
-
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
-@pytest.mark.parametrize("inputs_require_grad", [False, pytest.param(True, marks=HOOKED)], ids=["", "require-grads"])
+@pytest.mark.parametrize("inputs_require_grad", [False, True], ids=["", "require-grads"])
 def test_adapters_on_a_frozen_model(grads: str, inputs_require_grad: bool) -> None:
     """Also where the embeddings' output is made to require grad, as preparing a quantised model does."""
     peft = pytest.importorskip("peft")

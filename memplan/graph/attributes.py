@@ -85,6 +85,14 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         yield from _objects(child, name, seen, depth - 1)
 
 
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """Random generators among the attributes of a model, and in containers there."""
+    held = [v for _, table in attribute_tables(model) for v in table.values()]
+    held += [v for c in held if isinstance(c, (list, tuple)) for v in c]
+    held += [v for c in held if isinstance(c, dict) for v in c.values()]
+    return list({id(g): g for g in held if isinstance(g, torch.Generator)}.values())
+
+
 class Snapshot:
     """What the attributes in some tables were."""
 

@@ -179,13 +179,11 @@ def _is_traced(hook: Any) -> bool:
     transformers installs hooks in a model's first forward that collect hidden states for its output, and a hook that
     makes the output of embeddings require grad (`enable_input_require_grads`).
     """
-    return (
-        getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
-        or getattr(hook, "__qualname__", "") == f"{_REQUIRE_GRADS}.<locals>.make_inputs_require_grads"
-    )
+    name = getattr(hook, "__qualname__", "")
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing" or name.endswith(_REQUIRES_GRADS)
 
 
-_REQUIRE_GRADS = "EmbeddingAccessMixin.enable_input_require_grads"
+_REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
 
 
 def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.attributes import AttributesKept, is_plain
+from memplan.graph.attributes import AttributesKept, is_plain, own_generators
 from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key
@@ -141,6 +141,7 @@ class _Search:
     def __init__(self, model: nn.Module, reason: str) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._own = {module: vars(module).get("forward") for module in self._names}
+        self._generators = own_generators(model)
         self._root = model
         self._reasons = [reason]
         self._looking = True
@@ -219,7 +220,7 @@ class _Search:
     def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> Any:
         trial = _SecondRun(module, args, kwargs)
         self._reasons.append(f"{self._names[module]}: {reason}")
-        with _OwnGenerators() as watch:
+        with _OwnGenerators(self._generators) as watch:
             output = original(*args, **kwargs)
         self._reasons.pop()
         if watch.seen or trial.would_show(output):
@@ -270,14 +271,24 @@ class _SecondRun:
 
 
 class _OwnGenerators(private.TorchDispatchMode):
-    """Whether an op draws from another generator than the default one, which a second run would find further on."""
+    """Whether an op draws from another generator than the default one, which a second run would find further on.
 
-    def __init__(self) -> None:
+    known: generators that are put back. Raises UnsupportedModel before an op draws from any other.
+    """
+
+    def __init__(self, known: Sequence[torch.Generator]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self.seen = False
+        self._known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= any(isinstance(a, torch.Generator) for a in (*args, *(kwargs or {}).values()))
+        for generator in [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Generator)]:
+            self.seen = True
+            if not any(generator is known for known in self._known):
+                raise UnsupportedModel(
+                    f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make it "
+                    "an attribute of a module"
+                )
         return func(*args, **(kwargs or {}))
 
 

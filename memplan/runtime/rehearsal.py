@@ -20,7 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
-from memplan.graph.attributes import AttributesKept
+from memplan.graph.attributes import AttributesKept, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
 from memplan.graph.probe import Forward, UnitCall, exchanged
@@ -82,6 +82,7 @@ def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
     tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
     hooks = [(table, dict(table)) for table in tables]
     python_state, numpy_state = random.getstate(), np.random.get_state()
+    generators = [(g, g.get_state()) for g in own_generators(model)]
     try:
         for leaf in leaves:
             leaf.grad = None
@@ -96,6 +97,8 @@ def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
             table.update(held)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
+        for generator, state in generators:
+            generator.set_state(state)
         for home, before in homes:
             home.clear()
             home.update(before)
