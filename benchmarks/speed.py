@@ -1,11 +1,14 @@
 """What memplan costs: seconds to plan, seconds that a planned step adds, and how well its overhead was predicted.
 
-    python -m benchmarks.speed [--only planning solving unlimited prediction] [--output FILE]
+    python -m benchmarks.speed [--only planning solving unlimited guards batches prediction] [--output FILE]
 
 planning: capture, costs and solve of a 12-layer GPT-2, with an empty cost cache and with a full one; a small plan in a
 new process that has to compile the solvers first.
 solving: the front of a 32-layer Llama whose costs are known.
 unlimited: plain eager against the same step under a budget that needs no recomputation, in alternation.
+guards: what a call of a planned 12-layer GPT-2 with a padding mask spends on finding its plan; each of eight plans for
+other lengths kept beside it is asked first.
+batches: the first, the second and the third call with a shorter batch than planned.
 prediction: measured against predicted overhead at five budgets, in alternation with the plain step, in a new process
 whose C library keeps freed memory, as CUDA's allocator does: with glibc's own settings every large tensor of a CPU step
 costs page faults, plain steps, which hold more, the most of them, and no timing of single ops knows of that. The steps
@@ -37,6 +40,7 @@ from benchmarks.activation_memory_budget import build_gpt2, build_llama
 from benchmarks.environment import environment
 from memplan.graph import capture, estimate
 from memplan.problem import Problem
+from memplan.runtime import planned_forward
 from memplan.solvers import solve_front
 
 Sample = dict[str, Any]
@@ -140,6 +144,44 @@ def unlimited() -> dict[str, Any]:
     return rows
 
 
+def guards() -> dict[str, Any]:
+    model, sample = gpt2(12, 256, 1000, 2, 128)
+    sample["attention_mask"] = torch.ones_like(sample["input_ids"])
+    sample["attention_mask"][0, 100:] = 0
+    memplan.apply(model, sample, 1.0, costs="estimate")
+    memplan.prepare(model, [shortened(sample, length) for length in range(40, 120, 10)])
+    planned = planned_forward(model)
+    assert planned is not None
+    last = planned.steps[-1]  # the sample's own
+    calls = [
+        seconds(lambda: [step.mismatch(planned.reader.read((), sample)) for step in steps])
+        for steps in [[last], planned.steps] * 100
+    ]
+    one, all_of_them = statistics.median(calls[::2]), statistics.median(calls[1::2])
+    return {
+        "modules": len(list(model.modules())),
+        "one_plan_us": one * 1e6,
+        "part_of_a_50_ms_step": one / 0.05,
+        "nine_plans_us": all_of_them * 1e6,
+    }
+
+
+def shortened(sample: Sample, length: int) -> Sample:
+    return {k: v[:, :length].clone() if isinstance(v, torch.Tensor) else v for k, v in sample.items()}
+
+
+def batches() -> dict[str, Any]:
+    rows = {}
+    for name, arguments in (("gpt2 4x128", (4, 128, 1000, 8, 128)), ("gpt2 12x256", (12, 256, 1000, 4, 256))):
+        model, sample = gpt2(*arguments)
+        memplan.apply(model, sample, 0.5)
+        step(model, sample)
+        short = {k: v[:3] if isinstance(v, torch.Tensor) else v for k, v in sample.items()}
+        first, second, third = (seconds(lambda m=model, s=short: step(m, s)) for _ in range(3))  # type: ignore[misc]
+        rows[name] = {"first_sight_s": first - third, "planned_in_full_s": second - third, "step_s": third}
+    return rows
+
+
 # glibc then keeps what is freed. Figures are bytes
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
 BLOCKS, BLOCK = 5, 21
@@ -183,6 +225,8 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "planning": planning,
     "solving": solving,
     "unlimited": unlimited,
+    "guards": guards,
+    "batches": batches,
     "prediction": prediction,
 }
 

