@@ -78,8 +78,10 @@ def steps(net: nn.Module, sample: torch.Tensor) -> Any:
     )
 
 
-@pytest.mark.parametrize("budget", [1.0, 0.5])
-@pytest.mark.parametrize("inside", [False, True], ids=["alone", "inside"])
+@pytest.mark.parametrize(
+    ("inside", "budget"),
+    [(False, 1.0), (True, 0.5), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((False, 0.5), (True, 1.0)))],
+)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_plain_bits_or_a_refusal(kind: type[nn.Module], inside: bool, budget: float) -> None:
     (net, sample), (twin, _) = (net_and_sample((lambda: Inside(kind)) if inside else kind) for _ in range(2))

@@ -394,6 +394,15 @@ def test_gradient_checkpointing_of_transformers() -> None:
         memplan.apply(net, sample, 1.0, costs="estimate")
 
 
+@pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FSDPModule", "DeepSpeedEngine"])
+def test_wrapped_models(kind: str) -> None:
+    """Told by the names of classes: most of these can't be made without ranks."""
+    net, sample = net_and_sample()
+    wrapper = nn.DataParallel(net) if kind == "DataParallel" else type(kind, (nn.Sequential,), {})(net)
+    with nothing_changes(net, sample), pytest.raises(memplan.UnsupportedModel, match=rf"{kind}.*model inside"):
+        memplan.apply(wrapper, sample, 1.0, costs="estimate")
+
+
 @pytest.mark.parametrize("how", ["function", "method", "submodule"])
 def test_compiled_models(how: str) -> None:
     net, sample = net_and_sample()

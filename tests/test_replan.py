@@ -14,6 +14,7 @@ from torch import nn
 
 import memplan
 from memplan.runtime import EagerStep, WholeStep, planned_forward
+from memplan.units import format_bytes, parse_bytes
 from tests.meter import LiveMeter
 from tests.test_key import MODEL_CHANGES, SURROUNDINGS, Keyed, outcome
 from tests.zoo import MODELS, Sample, assert_same_bits, run_steps
@@ -287,6 +288,43 @@ def test_a_hook_added_later_runs_unplanned_where_that_fits(caplog: pytest.LogCap
     assert kinds(planned)[0] is WholeStep
 
 
+# -- measured against predicted ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
+
+
+def test_one_line_compares_measured_with_predicted(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memplan")
+    net, sample = MODELS["gpt2"](0)
+    planned = memplan.apply(net, sample, 0.7)
+    live_bytes = memplan.plan_of(planned).live_peak_bytes
+    run_steps(planned, sample, 4)
+    (line,) = [r.args for r in caplog.records if "predicted" in r.message]
+    assert line[2] == format_bytes(live_bytes)
+    assert abs(parse_bytes(line[0].replace(" ", "")) - live_bytes) < 0.002 * live_bytes
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_step_that_holds_more_than_predicted_teaches_a_margin(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = MODELS["gpt2"](0)
+    planned = memplan.apply(net, sample, 0.7)
+    held: list[torch.Tensor] = []
+    hooked = planned.transformer.h[0].ln_1.weight
+    handle = hooked.register_post_accumulate_grad_hook(lambda p: held.append(torch.ones(1 << 20)))
+    run_steps(planned, sample, 2)
+    handle.remove()
+    assert sum("more than predicted" in r.message for r in caplog.records) == 1
+    run_steps(planned, sample, 1)
+    assert keeps_a_margin(planned)
+    fresh, _ = MODELS["gpt2"](0)
+    memplan.apply(fresh, sample, 0.95)
+    assert keeps_a_margin(fresh), "the margin is remembered for the device"
+
+
 # -- out of memory ----------------------------------------------------------------------------------------------------
 
 
@@ -313,11 +351,6 @@ class NoMemory(torch.utils._python_dispatch.TorchDispatchMode):
             if self.left == 0:
                 raise torch.OutOfMemoryError("device out of memory: tried to allocate 1 GiB")
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture
-def own_cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
 
 
 def ops_of_a_step(net: nn.Module, sample: Sample) -> int:
