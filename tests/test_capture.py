@@ -15,12 +15,15 @@ from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import memplan
 from memplan.graph import measure, to_networkx
 from memplan.graph.call import CallReader
 from memplan.graph.private_api import READ_SCALAR
 from memplan.graph.trace import Autocast, RawTrace, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
+from memplan.runtime import planned_forward
+from memplan.runtime.check import TRACED
 from tests.zoo import MODELS, Sample, loss_of
 
 aten = torch.ops.aten
@@ -274,3 +277,16 @@ def test_the_networkx_view_is_a_dag_in_the_order_of_execution() -> None:
         if kind == "value" and other_kind == "op":
             assert index in traced.graph.ops[other].inputs
     assert any(data.get("reuses") for _, _, data in view.edges(data=True)), "the model writes in place"
+
+
+def test_a_wrong_fake_kernel_is_refused_before_it_does_harm() -> None:
+    """Where no op was run at planning, the first planned step compares every result with the trace."""
+    sample = torch.randn(4, 8)
+    for part in ("forward", "backward"):
+        net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        memplan.apply(net, sample, 1.0, costs="estimate")
+        program = getattr(planned_forward(net).program, part)
+        told = next(n for n in program.graph.nodes if n.op == "call_function" and "tanh" in str(n.target))
+        told.meta[TRACED] = torch.empty(told.meta[TRACED].shape).t().contiguous().t()
+        with pytest.raises(memplan.UnsupportedModel, match=r"tanh.*fake kernel for it is wrong"):
+            net(sample).sum().backward()

@@ -12,13 +12,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
+from memplan.runtime.check import run_checked
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, restore_rng
@@ -171,6 +172,7 @@ class Runner:
         self.trainable = trainable
         self.rescue: Rescue | None = None
         self.watch: Observer | None = None
+        self.unchecked: set[fx.GraphModule] = set()
         self.keeps_buffers = False
         self.written = written
         self.device, self._draws = device, draws
@@ -190,8 +192,8 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
         program, start = self.program, self._start(inputs)
         try:
-            with self._without_autocast(), self._observed("forward"):
-                results = program.forward.forward([self.store, *(inputs[i] for i in program.forward_inputs)])
+            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
+                results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
         except Exception as error:
             if private.is_out_of_memory(error):
                 self._go_back(start)
@@ -210,8 +212,8 @@ class Runner:
         run = self._backward_for(tangents)
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
-        with self._without_autocast(), self._observed("backward"):
-            results = run.forward(arguments)
+        with self._without_autocast(), self._watched(lambda watch: watch.backward()):
+            results = self._run(run, arguments)
         return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
@@ -298,10 +300,17 @@ class Runner:
     def requires_grad(self) -> tuple[bool, ...]:
         return self._requires_grad
 
-    def _observed(self, phase: Literal["forward", "backward"]) -> contextlib.AbstractContextManager[Any]:
-        if self.watch is None or self.watch.finished:
-            return contextlib.nullcontext()
-        return self.watch.forward() if phase == "forward" else self.watch.backward()
+    def _watched(
+        self, phase: Callable[[Observer], contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
+
+    def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
+        """Run one of the two programs; its first run is checked where no op of it was run before."""
+        if program not in self.unchecked:
+            return program.forward(arguments)
+        self.unchecked.discard(program)
+        return run_checked(program, arguments)
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The captured ops are already cast; autocast must not cast them again."""

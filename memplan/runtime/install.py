@@ -48,8 +48,8 @@ class Planner(Protocol):
 class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
 
-    original: the forward that was there before. steps: plans by kind of call, the latest used first. reader: takes calls
-    apart.
+    original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, the latest used
+    first.
     """
 
     def __init__(

@@ -18,6 +18,7 @@ from torch import fx
 from memplan.graph import private_api as private
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
+from memplan.runtime.check import TRACED
 from memplan.runtime.rng import replay, save_rng
 from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, SurfaceGrads
 
@@ -240,6 +241,8 @@ class _Lowering:
             run = self.side.call(replay, (state, self.traced.device, kernel.target, *args), kwargs, op.name)
         else:
             run = self.side.call(kernel.target, args, kwargs, op.name)
+            if kernel.args is kernel.repeat_args or not again:
+                run.meta[TRACED] = kernel.node.meta["val"]
         fresh = self._take_over(index)
         wanted = fresh | {m.value for m in kernel.made if m.value not in self.live and m.value not in dead}
         for made in kernel.made:

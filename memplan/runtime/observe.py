@@ -30,17 +30,17 @@ class Observer:
         self._steps = 0
 
     @contextlib.contextmanager
-    def forward(self) -> Iterator[None]:
-        """Around the forward pass of a step."""
+    def forward(self, inputs: object) -> Iterator[None]:
+        """Around the forward pass of a step that reads these inputs."""
         self._time_s = 0.0
         if not self._steps:
-            self._start()
+            self._start(inputs)
         with self._half():
             yield
 
-    def _start(self) -> None:
+    def _start(self, inputs: object) -> None:
         if self._meter is not None:
-            self._meter.register(self._held())
+            self._meter.register([inputs, self._held()])
             self._before_bytes = self._meter.live_bytes
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

@@ -286,11 +286,18 @@ def timed_step(model: nn.Module, call: Call, run: Callable[[], Any]) -> float:
 
 
 def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> int:
-    """The most bytes that one step holds, parameters, buffers and inputs included, kernel scratch not."""
+    """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch not.
+
+    Two steps are run, because the first may leave something in Python attributes that the second still holds.
+    """
     meter = LiveMeter()
     with nothing_kept(model, call), torch.enable_grad():
         meter.register([*model.parameters(), *model.buffers(), *call.tensors])
-        with meter:
-            starts = starts_of(model, run())
-            torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+        for _ in range(2):
+            for leaf in (*model.parameters(), *call.tensors):
+                leaf.grad = None
+            with meter:
+                starts = starts_of(model, run())
+                torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+            del starts
     return meter.peak_bytes

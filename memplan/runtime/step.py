@@ -53,6 +53,8 @@ class WholeStep:
         """The step for the model that was captured. The batch that it was captured with is let go."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
         runner = _runner(model, capture, programs)
+        if plan.problem.costs.source == "estimated":
+            runner.unchecked = {module for p in programs for module in (p.forward, p.backward)}
         return WholeStep(plan, capture, programs, capture.key, runner, provisional)
 
     @property
@@ -64,6 +66,7 @@ class WholeStep:
     def bound_to(self, model: nn.Module) -> WholeStep:
         """The same for a copy of the model."""
         runner = _runner(model, self.capture, self.programs)
+        runner.unchecked = set(self.runner.unchecked)
         return WholeStep(self.plan, self.capture, self.programs, self.key.rebound(model), runner, self.provisional)
 
     def mismatch(self, call: Call) -> str | None:

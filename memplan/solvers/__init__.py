@@ -2,6 +2,7 @@
 
 from memplan.solvers.bound import Bound as Bound
 from memplan.solvers.bound import lower_bound as lower_bound
+from memplan.solvers.dag import solve_dag as solve_dag
 from memplan.solvers.front import Candidate as Candidate
 from memplan.solvers.front import Front as Front
 from memplan.solvers.front import Limits as Limits

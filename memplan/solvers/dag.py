@@ -1,8 +1,9 @@
 """Plain DAGs: nodes with seconds and output bytes, any of which may run again, and no forward or backward pass.
 
-Published instances come in this form (Checkmate's training graphs, Jain et al., arXiv 1910.02653; random layered graphs,
-Bartan et al., arXiv 2304.14463). A DAG is a `Graph` without a backward pass: node i is op i and makes value i, and the
-boundary stands behind the last op. So `simulate` accounts for it, and `flatten`, the minimum cuts and the front serve it.
+Published instances come in this form (Checkmate's training graphs, Jain et al., arXiv 1910.02653; random layered
+graphs, Bartan et al., arXiv 2304.14463). A DAG is a `Graph` without a backward pass: node i is op i and makes value i,
+and the boundary stands behind the last op. So `simulate` accounts for it, and `flatten`, the minimum cuts and the front
+serve it.
 
 `solve_dag` orders the nodes so that as little as possible runs again: small DAGs exactly (`dag_exact`), larger ones by
 search over retention intervals (`dag_search`), started from several orders and from `solve_front` on the DAG cut in two
@@ -21,7 +22,7 @@ import numpy as np
 
 from memplan.errors import BudgetInfeasible
 from memplan.problem import Costs, Graph, Op, Problem, Value
-from memplan.schedule import BOUNDARY, Boundary, Compute, Drop, Timeline, schedule_of
+from memplan.schedule import BOUNDARY, Compute, Drop, Timeline, schedule_of
 from memplan.simulate import simulate
 from memplan.solvers import dag_search as search
 from memplan.solvers.dag_bound import Relations, floor_bytes, lower_bound_s, relations_of
@@ -198,11 +199,9 @@ def solve_dag(
         bound_s = max(bound_s, exact.bound_s)
         if exact.order is not None:
             found.append(task.found("exact", np.array(exact.order, dtype=np.int64)))
-    if not task.solved(found, bound_s) and math.isfinite(bound_s):
-        moments = lower_bound_s(
-            task.flat, task.relations, budget_bytes, task.limits.moments, task.limits.cuts
-        )  # fmt: skip
-        bound_s = max(bound_s, moments)
+    if not task.solved(found, bound_s):
+        moments, cuts = task.limits.moments, task.limits.cuts
+        bound_s = max(bound_s, lower_bound_s(task.flat, task.relations, budget_bytes, moments, cuts))
         found += _searched(task, found, bound_s)
     return _plan(task, found, bound_s)
 
@@ -228,7 +227,8 @@ def _node(item: object, index: int) -> DagNode:
     inputs = item.get("inputs", [])
     if not isinstance(inputs, list):
         raise ValueError(f'"inputs" of {what} must be a list, got {type(inputs).__name__}')
-    return DagNode(item.get("name", f"n{index}"), item["time_s"], item["size_bytes"], tuple(inputs), item.get("held", False))
+    name, held = item.get("name", f"n{index}"), item.get("held", False)
+    return DagNode(name, item["time_s"], item["size_bytes"], tuple(inputs), held)
 
 
 def _is_int(value: object) -> bool:
@@ -376,9 +376,8 @@ def _from_front(task: _Task) -> list[tuple[str, Ints]]:
     Two that peak highest within the budget and two that peak lowest above it.
     """
     held_at = account(task.problem, task.once().tolist()).peak_bytes_at
-    computed = [step for step in _steps(task.problem, task.once().tolist())]
-    at = held_at.index(max(held_at))
-    boundary = sum(isinstance(step, Compute) for step in computed[: at + 1])
+    until_peak = _steps(task.problem, task.once().tolist())[: held_at.index(max(held_at)) + 1]
+    boundary = sum(isinstance(step, Compute) for step in until_peak)
     if not 0 < boundary < len(task.problem.nodes):
         return []
     points = solve_front(_problem(task.problem, boundary), limits=_FRONT).points
@@ -442,9 +441,10 @@ def _plan(task: _Task, found: Sequence[_Found], bound_s: float) -> DagPlan:
 
 
 def _too_small(task: _Task) -> BudgetInfeasible:
+    floor = task.floor_bytes
     return BudgetInfeasible(
-        f"no order fits {format_bytes(task.budget_bytes)} ({task.budget_bytes} bytes): one node with its inputs and what "
-        f"is held takes {format_bytes(task.floor_bytes)} ({task.floor_bytes} bytes). Raise the budget, or split that node."
+        f"no order fits {format_bytes(task.budget_bytes)} ({task.budget_bytes} bytes): one node with its inputs and "
+        f"what is held takes {format_bytes(floor)} ({floor} bytes). Raise the budget, or split that node."
     )
 
 

@@ -244,7 +244,7 @@ def repair(
     a: DagArrays, order: Ints, limit_bytes: int, most_s: float, steps: int, width: int, intervals: int, state: State,
     trials: Ints,
 ) -> Ints:  # fmt: skip
-    """Bring the peak under a limit: at the highest position, end early the retention that costs least for what it frees.
+    """Bring the peak under a limit: at the highest position, end the retention that costs least for what it frees.
 
     A step tries the `width` most promising outputs. Stops at the limit, above `most_s` seconds, after `steps`, where
     nothing helps, or when trials[0] reaches trials[1].

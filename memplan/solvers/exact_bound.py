@@ -179,16 +179,13 @@ def least_at(net: Network, weight: Ints, demand: Flags, price: float, timed: boo
         if weight[v] < 0:
             net.left[net.to_op[v]] = NEVER
         elif timed:
-            net.left[net.to_op[v]] = int(min(np.floor(price * weight[v]), float(NEVER >> 6)))
+            net.left[net.to_op[v]] = int(min(np.floor(price * weight[v]), float(NEVER >> 9)))
         else:
             net.left[net.to_op[v]] = weight[v]
     if not timed:
         for op in range(len(net.to_sink)):
             if net.room[net.to_sink[op]] < NEVER:
                 net.left[net.to_sink[op]] = 0
-    for v in range(net.values):  # a value that can't cross has to be made again; one without an op has to cross
-        if weight[v] < 0 and net.target[net.to_op[v]] == 1:
-            net.left[net.to_op[v]] = NEVER
     flow = _flow(net)
     if flow >= NEVER:
         return NEVER, 0, 0
