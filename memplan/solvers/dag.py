@@ -168,6 +168,7 @@ class DagLimits:
     moments: int = 8
     cuts: int = 10
     front: bool = True
+    threshold: float = 0.1
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -403,14 +404,22 @@ def _searched(task: _Task, known: Sequence[_Found], bound_s: float) -> list[_Fou
         lowered.append(task.found(name, order))
     fitting = sorted((f for f in lowered if f.peak_bytes <= budget), key=lambda f: f.time_s)
     if not fitting:
-        return lowered
+        lowest = min(lowered, key=lambda f: (f.peak_bytes, f.time_s))
+        counter = task.spend(0.3)
+        order = search.descend(a, np.array(lowest.order, dtype=np.int64), budget, 10 * limits.rounds, limits.width,
+                               limits.intervals, task.state, counter)  # fmt: skip
+        task.spent(counter)
+        lowered.append(task.found(lowest.solver, order))
+        fitting = [f for f in lowered[-1:] if f.peak_bytes <= budget]
+        if not fitting:
+            return lowered
     for share, best in ((0.5, fitting[: limits.starts]), (1.0, [])):
         best = best or [min(fitting, key=lambda f: f.time_s)]
         left = 1.0 - float(task.trials[0]) / limits.trials
         for f in best:
             counter = task.spend(share * left / len(best))
             order = search.improve(a, np.array(f.order, dtype=np.int64), budget, bound_s, limits.width,
-                                   limits.intervals, 0.1 * share, task.state, counter)  # fmt: skip
+                                   limits.intervals, limits.threshold * share, task.state, counter)  # fmt: skip
             order = search.drop_repeats(a, order, budget, counter)
             task.spent(counter)
             fitting.append(task.found(f.solver, order))

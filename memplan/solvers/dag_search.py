@@ -241,12 +241,12 @@ def _advanced(a: DagArrays, order: Ints, reader: int, at: int) -> Ints:
 
 @kernel
 def repair(
-    a: DagArrays, order: Ints, limit_bytes: int, most_s: float, steps: int, width: int, intervals: int, state: State,
-    trials: Ints,
+    a: DagArrays, order: Ints, limit_bytes: int, most_s: float, steps: int, width: int, most_width: int,
+    intervals: int, state: State, trials: Ints,
 ) -> Ints:  # fmt: skip
     """Bring the peak under a limit: at the highest position, end the retention that costs least for what it frees.
 
-    A step tries the `width` most promising outputs. Stops at the limit, above `most_s` seconds, after `steps`, where
+    A step tries the `width` most promising outputs, and up to `most_width` where none of them helps. Stops at the limit, above `most_s` seconds, after `steps`, where
     nothing helps, or when trials[0] reaches trials[1].
     """
     end = np.empty(len(order), dtype=np.int64)
@@ -261,7 +261,9 @@ def repair(
         nodes, reads, made = _live_through(a, order, end, at, intervals, state)
         best = order
         best_score = np.inf
-        for i in range(min(width, len(nodes))):
+        for i in range(len(nodes)):
+            if (i >= width and best_score < np.inf) or i >= most_width:
+                break
             for way in range(2):
                 if way == 0:
                     extend = _below(state, 2) == 0
@@ -294,32 +296,6 @@ def repair(
         during = np.empty(len(order), dtype=np.int64)
         peak, time_s = measure(a, order, end, during)
     return order
-
-
-@kernel
-def descend(
-    a: DagArrays, order: Ints, limit_bytes: int, rounds: int, width: int, intervals: int, state: State, trials: Ints
-) -> Ints:
-    """Repair towards a limit in stages: a limit far out of reach misleads `repair`, for all that it adds is excess."""
-    best = order
-    end = np.empty(len(order), dtype=np.int64)
-    during = np.empty(len(order), dtype=np.int64)
-    peak, _time_s = measure(a, order, end, during)
-    part = 3
-    for _ in range(rounds):
-        if peak <= limit_bytes or trials[0] >= trials[1]:
-            break
-        target = limit_bytes if part == 1 else peak - max((peak - limit_bytes) // part, 1)
-        trial = repair(a, best, target, np.inf, 4 * len(a.size_bytes), width, intervals, state, trials)
-        end = np.empty(len(trial), dtype=np.int64)
-        during = np.empty(len(trial), dtype=np.int64)
-        trial_peak, _time_s = measure(a, trial, end, during)
-        if 0 <= trial_peak < peak:
-            best = trial
-            peak = trial_peak
-        if trial_peak > target:
-            part = min(2 * part, 256)
-    return best
 
 
 @kernel
@@ -378,6 +354,41 @@ def reorder(a: DagArrays, order: Ints, limit_bytes: int, state: State, trials: I
         if trial_over <= over:
             order, over, end = trial, trial_over, trial_end
     return order
+
+
+@kernel
+def descend(
+    a: DagArrays, order: Ints, limit_bytes: int, rounds: int, width: int, intervals: int, state: State, trials: Ints
+) -> Ints:
+    """Reorder and repair towards a limit in stages, smaller ones after a failure.
+
+    A limit far out of reach misleads `repair`, for all that a repeated run adds is excess then.
+    """
+    best = order
+    end = np.empty(len(order), dtype=np.int64)
+    during = np.empty(len(order), dtype=np.int64)
+    peak, _time_s = measure(a, order, end, during)
+    part = 3
+    nodes = len(a.size_bytes)
+    for _ in range(rounds):
+        if peak <= limit_bytes or trials[0] >= trials[1]:
+            break
+        target = peak - max((peak - limit_bytes) // part, 1)
+        some = np.array([trials[0], min(trials[1], trials[0] + nodes)], dtype=np.int64)
+        trial = reorder(a, best, target, state, some)
+        trials[0] = some[0]
+        trial = repair(a, trial, target, np.inf, 4 * nodes, width, nodes, intervals, state, trials)
+        end = np.empty(len(trial), dtype=np.int64)
+        during = np.empty(len(trial), dtype=np.int64)
+        trial_peak, _time_s = measure(a, trial, end, during)
+        if 0 <= trial_peak < peak:
+            best = trial
+            peak = trial_peak
+        if trial_peak > target:
+            part = min(2 * part, 256)
+        elif part > 3:
+            part //= 2
+    return best
 
 
 @kernel
@@ -461,7 +472,7 @@ def improve(
             trial = needed_runs(a, trial)
         else:
             trial = _without_some(a, order, again, state)
-            trial = repair(a, trial, limit_bytes, most_s, 12, width, intervals, state, trials)
+            trial = repair(a, trial, limit_bytes, most_s, 12, width, 4 * width, intervals, state, trials)
         trial_end = np.empty(len(trial), dtype=np.int64)
         trial_during = np.empty(len(trial), dtype=np.int64)
         trial_peak, trial_s = measure(a, trial, trial_end, trial_during)
