@@ -10,7 +10,6 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -118,16 +117,15 @@ class PartialStep:
         """What the model's forward returns."""
         return _run(self.ways, self.forward, call, self._tell)
 
-    def bound_to(self, model: nn.Module) -> PartialStep:
-        """The same for a copy of the model."""
+    def bound_to(self, model: nn.Module, forward: Forward) -> PartialStep:
+        """The same for a copy of the model, which has this forward of its own."""
         names = {m: n for n, m in self.model.named_modules()}
         ways = {
             other: tuple(w.bound_to(other) if isinstance(w, UnitStep) else w for w in of_module)
             for module, of_module in self.ways.items()
             for other in (model.get_submodule(names[module]),)
         }
-        forward = MethodType(getattr(self.forward, "__func__", type(model).forward), model)
-        return PartialStep(self.plan, ways, model, forward, self.arguments, ModesKey(model))
+        return PartialStep(self.plan, ways, model, forward, self.arguments, self.modes.rebound(model))
 
     def _tell(self, module: nn.Module, problem: str) -> None:
         name = next(n for n, m in self.model.named_modules() if m is module)
@@ -162,6 +160,7 @@ def plan_partially(
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.
     """
+    call = _apart(call)
     parts = parts_of(model, forward, call, reason, costs)
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
@@ -183,8 +182,15 @@ def plan_partially(
         baseline_time_s=max(0.0, time_s - choice.time_s),
         units=tuple(_rows(parts, choice)),
     )
-    arguments = ArgumentsKey(call, model_device(model).type)
-    return PartialStep(plan, ways, model, forward, arguments, ModesKey(model))
+    device_type = model_device(model).type
+    arguments = ArgumentsKey(call, device_type, traced=False)
+    return PartialStep(plan, ways, model, forward, arguments, ModesKey(model, device_type))
+
+
+def _apart(call: Call) -> Call:
+    """The call with arguments of the same data that are no part of the caller's autograd graph."""
+    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in call.tensors}
+    return call.filled([apart[id(t)] for t in call.tensors])
 
 
 def _resident_bytes(model: nn.Module, call: Call) -> int:

@@ -226,7 +226,7 @@ class Planner:
             if self.budget_bytes is None:
                 assert self.budget is not None
                 self.budget_bytes = _resolve(self.budget, unplanned_bytes, resident_bytes)
-            return int(self.budget_bytes / (1 + self.margin))
+            return self.budget_bytes
 
         try:
             step = plan_partially(
@@ -247,7 +247,7 @@ class Planner:
     def _unplanned_bytes(self, call: Call, known: Sequence[Step]) -> int | None:
         """What such a call holds unplanned, as far as the plan of an equal one tells."""
         for step in known:
-            if isinstance(step, WholeStep) and step.key.arguments.mismatch(call) is None:
+            if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
 

@@ -378,7 +378,9 @@ def test_out_of_memory_is_planned_around_and_nothing_is_lost(name: str, grads: s
     net, sample = MODELS[name](0)
     planned = planned_twin(net, sample, 0.9, on_oom="replan", grads=grads)
     peak_bytes = memplan.plan_of(planned).peak_bytes
+    assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1), "the first step, which is checked")
     count = ops_of_a_step(copy.deepcopy(planned), sample)
+    assert count > 30
     expected = run_steps(net, sample, 2)
     with NoMemory(int(count * part)) as fault:
         got = run_steps(planned, sample, 2)
@@ -396,6 +398,7 @@ def test_out_of_memory_is_planned_around_and_nothing_is_lost(name: str, grads: s
 def test_out_of_memory_comes_with_advice(part: float) -> None:
     net, sample = MODELS["gpt2"](0)
     planned = planned_twin(net, sample, 0.8)
+    assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1), "the first step, which is checked")
     count = ops_of_a_step(copy.deepcopy(planned), sample)
     advice = r"tried to allocate(.|\n)*predicted peak(.|\n)*on_oom"
     with pytest.raises(torch.OutOfMemoryError, match=advice), NoMemory(int(count * part)):

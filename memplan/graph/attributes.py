@@ -25,7 +25,7 @@ Table = Mapping[str, Any]
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 # Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
-_CHECKED_ELSEWHERE = frozenset(
+CHECKED_ELSEWHERE = frozenset(
     {
         "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
         "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
@@ -55,7 +55,7 @@ def attribute_tables(model: nn.Module) -> list[tuple[str, Table]]:
         found.append((name or type(model).__name__, vars(module)))
         classes.update(dict.fromkeys(type(module).__mro__))
         for attribute, value in vars(module).items():
-            if attribute not in _CHECKED_ELSEWHERE:
+            if attribute not in CHECKED_ELSEWHERE:
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
                     found.append((path, vars(thing)))
                     classes.update(dict.fromkeys(type(thing).__mro__))
@@ -122,7 +122,7 @@ class _Entry:
     def __init__(self, table: Table, is_root: bool, hiding: frozenset[str]) -> None:
         self._hiding = hiding
         # The model's own `forward` is what a plan replaces.
-        self._ignored = _CHECKED_ELSEWHERE | {"forward"} if is_root else _CHECKED_ELSEWHERE
+        self._ignored = CHECKED_ELSEWHERE | {"forward"} if is_root else CHECKED_ELSEWHERE
         self._exchanged = ("forward",) if is_root else ()
         kept = {k: v for k, v in table.items() if k not in self._ignored}
         self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
@@ -158,12 +158,7 @@ class _Entry:
     def _same_simple(self, table: Table) -> bool:
         try:
             # 1, 1.0 and True are equal, and not the same to a kernel.
-            if not self._simple.items() <= table.items():
-                return False
-            for key, kind in self._numbers:
-                if type(table[key]) is not kind:
-                    return False
-            return True
+            return self._simple.items() <= table.items() and all(type(table[k]) is kind for k, kind in self._numbers)
         except Exception:  # comparing tensors or arrays that are not the same object: look at each
             return False
 
@@ -268,7 +263,7 @@ class AttributesKept:
         for name, table, before in self._tables:
             for key, value in table.items():
                 old = before.get(key, _ABSENT)
-                if key in _CHECKED_ELSEWHERE or old is value or (old is not _ABSENT and _same(old, value)):
+                if key in CHECKED_ELSEWHERE or old is value or (old is not _ABSENT and _same(old, value)):
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
                     raise UnsupportedModel(
@@ -310,7 +305,7 @@ def _restore(container: Any, before: Any) -> None:
 
 def _containers(name: str, table: Table) -> Iterator[tuple[str, Any]]:
     """(path, container) of containers that can change in place among attributes, and inside such containers."""
-    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in _CHECKED_ELSEWHERE]
+    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in CHECKED_ELSEWHERE]
     seen: set[int] = set()
     while pending:
         path, value = pending.pop()

@@ -64,6 +64,7 @@ class CallReader:
         parameters = list(inspect.signature(function).parameters.values())
         self._positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._positional_only = any(p.kind == p.POSITIONAL_ONLY for p in parameters)
+        self._named = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
     def read(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         if self._positional_only:
@@ -74,7 +75,9 @@ class CallReader:
                 variadic, arguments = tuple(args), dict(kwargs)
             else:
                 variadic, arguments = (), {**dict(zip(self._positional, args, strict=False)), **kwargs}
-        arguments = dict(sorted(arguments.items()))
+        # Of arguments that the function names the order is of no concern; of those in **kwargs it is.
+        first = {k: arguments[k] for k in sorted(arguments.keys() & self._named)}
+        arguments = {**first, **{k: v for k, v in arguments.items() if k not in first}}
         with_paths, spec = pytree.tree_flatten_with_path((variadic, arguments))
         paths = tuple(_path_name(path) for path, _ in with_paths)
         return Call(arguments, variadic, tuple(leaf for _, leaf in with_paths), spec, paths)

@@ -198,6 +198,10 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
     """A hook on a submodule would run at capture and never again."""
+    if any(map(private.foreign_hooks, private.global_hook_tables())):
+        raise UnsupportedModel(
+            "torch.nn.modules.module has hooks for every module, which a planned step would not run. Remove them"
+        )
     for name, module in model.named_modules():
         if module is model and not with_loss:
             continue  # the model's own hooks run around the planned forward

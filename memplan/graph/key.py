@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
-from memplan.graph.attributes import Snapshot, attribute_tables
+from memplan.graph.attributes import Snapshot, attribute_tables, is_plain
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
 from memplan.graph.layout import storage_key
@@ -43,8 +44,13 @@ class _Tensor:
 class ArgumentsKey:
     """What the arguments of a call were, all but the data in its tensors, and whether those of another are alike."""
 
-    def __init__(self, call: Call, device_type: str) -> None:
+    def __init__(self, call: Call, device_type: str, traced: bool = True) -> None:
+        """traced: the call was traced, so that what is in objects among its arguments matters too."""
         self._call = call.without_tensors()
+        self._traced = traced
+        self._others = tuple(leaf if traced or is_plain(leaf) else type(leaf) for leaf in self._call.leaves)
+        if not traced:
+            self._call = dataclasses.replace(self._call, arguments={}, variadic=(), leaves=())
         self._device_type = device_type
         self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
         self._aliases = _aliases(call.tensors)
@@ -55,7 +61,9 @@ class ArgumentsKey:
             return (
                 f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
             )
-        for path, now, then in zip(call.paths, call.leaves, self._call.leaves, strict=True):
+        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
+            if not self._traced and type(now) is then:
+                continue
             if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
                 return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
             if not isinstance(now, torch.Tensor) and not _same(now, then):
@@ -76,19 +84,25 @@ class ArgumentsKey:
 
 
 class ModesKey:
-    """Which submodules there are, which train, and how many hooks each has."""
+    """Which submodules there are, which train, how many hooks each has, what parameters are like, and autocast."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        self._model, self._device_type = model, device_type
         self._facts = self._now()
+
+    def rebound(self, model: nn.Module) -> ModesKey:
+        """The same for a copy of the model."""
+        return ModesKey(model, self._device_type)
 
     def _now(self) -> tuple[Any, ...]:
         hooks = tuple(private.foreign_hooks(table) for _, table in _hook_tables(self._model))
-        return tuple((name, id(m), m.training) for name, m in self._model.named_modules()), hooks
+        modules = tuple((name, id(m), m.training) for name, m in self._model.named_modules())
+        tensors = tuple(_Tensor.of(t) for t in (*self._model.parameters(), *self._model.buffers()))
+        return modules, hooks, tensors, Autocast.ambient(self._device_type)
 
     def mismatch(self) -> str | None:
         """That something differs, in words; None where nothing does."""
-        return None if self._now() == self._facts else "submodules, their hooks or their modes were changed"
+        return None if self._now() == self._facts else "submodules, parameters, hooks, modes or autocast were changed"
 
 
 class StepKey:
@@ -134,11 +148,15 @@ class StepKey:
         """Attach what forward read from tensor data, to be read again before each call."""
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
 
-    def mismatch(self, call: Call) -> str | None:
-        """Why a call of the model now would not run the captured step, in words; None where it would."""
+    def mismatch(self, call: Call, hooks: bool = True) -> str | None:
+        """Why a call of the model now would not run the captured step, in words; None where it would.
+
+        hooks: those of submodules count.
+        """
         return (
             self.arguments.mismatch(call)
             or self._model_changed()
+            or (self._hooks_changed() if hooks else None)
             or self._environment_changed()
             or self._data_changed(call)
         )
@@ -174,6 +192,9 @@ class StepKey:
                 or tensor.stride() != facts.stride
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
+        return None
+
+    def _hooks_changed(self) -> str | None:
         for (name, table), count in self._hooks:
             if (len(table) or count) and private.foreign_hooks(table) != count:
                 return f"hooks were added to module {name}, or removed"
@@ -241,7 +262,8 @@ def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
 def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
     """Hook tables of every submodule; the model's own hooks run around the planned forward and need no check."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return [(n, getattr(m, kind)) for n, m in model.named_modules() if m is not model for kind in kinds]
+    tables = [(n, getattr(m, kind)) for n, m in model.named_modules() if m is not model for kind in kinds]
+    return [*tables, *(("(every module)", table) for table in private.global_hook_tables())]
 
 
 def _switches() -> dict[str, Any]:

@@ -10,6 +10,7 @@ import functools
 import operator
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,9 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
+
+# Traces exchange functions of torch and transformers for as long as they take; one thread at a time may do so.
+TRACING = threading.RLock()
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 READ_SCALAR = aten._local_scalar_dense.default
@@ -161,11 +165,21 @@ def not_tracing_for_transformers() -> Iterator[None]:
     if original is None:
         yield
         return
-    module.is_fake_tensor = lambda tensor: False  # type: ignore[union-attr]
+    owner = threading.get_ident()
+    module.is_fake_tensor = (  # type: ignore[union-attr]
+        lambda tensor: original(tensor) if threading.get_ident() != owner else False
+    )
     try:
         yield
     finally:
         module.is_fake_tensor = original  # type: ignore[union-attr]
+
+
+def global_hook_tables() -> list[dict[int, Any]]:
+    """Hooks that every module runs."""
+    home = torch.nn.modules.module
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(home, f"_global_{kind}") for kind in kinds]
 
 
 def foreign_hooks(table: dict[int, Any]) -> int:
@@ -363,8 +377,17 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
         if hasattr(module, name)
     ]
     originals = [getattr(module, name) for module, name in homes]
-    for module, name in homes:
-        setattr(module, name, refuse)
+    owner = threading.get_ident()
+
+    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return (refuse if threading.get_ident() == owner else original)(*args, **kwargs)
+
+        return call
+
+    for (module, name), original in zip(homes, originals, strict=True):
+        setattr(module, name, guarded(original))
     try:
         yield
     finally:

@@ -221,6 +221,7 @@ def trace_step(
     fake_inputs = [_stand_in(t, device) for t in inputs]
     args = ([p.detach() for p in parameters.values()], [b.detach() for b in buffers.values()], fake_inputs)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(private.TRACING)
         stack.enter_context(torch.autocast(device.type, enabled=False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(private.not_tracing_for_transformers())

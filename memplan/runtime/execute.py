@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,10 +31,13 @@ class OtherTangents(PlanMismatch):
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Buffers (by name) and inputs that forward writes to. matters: forward's results depend on such a write."""
+    """Buffers (by name) that forward writes to. matters: forward's results depend on such a write.
+
+    for_good: it also writes to what can't be put back: inputs, constants, buffers that it exchanges.
+    """
 
     buffers: tuple[str, ...] = ()
-    inputs: bool = False
+    for_good: bool = False
     matters: bool = False
 
 
@@ -53,12 +56,23 @@ class ParameterStore:
         home, leaf = self._homes[name]
         return home[leaf]  # type: ignore[no-any-return]
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def get(self, name: str, default: torch.Tensor) -> torch.Tensor | None:
+        """The one called `name`; `default` where the store has none of that name."""
+        return self[name] if name in self._homes else default
+
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
         home, leaf = self._homes[name]
         home[leaf] = tensor
 
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
+        if not pairs:
+            return
+        names, gradients = zip(*pairs, strict=True)  # autograd skips what was frozen since forward, too
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
             leaves = [
@@ -111,6 +125,11 @@ class _Watched:
     def of(what: str, tensor: torch.Tensor) -> _Watched:
         return _Watched(what, tensor, tensor._version, tensor.data_ptr())
 
+    def is_same(self, store: ParameterStore) -> bool:
+        """Whether the tensor is the one that it was, with the contents that it had."""
+        here = store.get(self.what, self.tensor)
+        return here is self.tensor and self.tensor._version == self.version and self.tensor.data_ptr() == self.address
+
     def check(self) -> None:
         if self.tensor._version != self.version or self.tensor.data_ptr() != self.address:
             raise RuntimeError(
@@ -137,15 +156,19 @@ class InFlight:
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where a forward began. buffers: copies of those that it writes to, where they are kept."""
+    """Where a forward began. buffers: copies of those that it writes to, where they are kept.
+
+    read: everything that forward reads and does not write to, as it was when it ended.
+    """
 
     inputs: tuple[torch.Tensor, ...]
     generator: Any
     buffers: dict[str, torch.Tensor]
+    read: list[_Watched] = field(default_factory=list)
 
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
-Rescue = Callable[["Runner", InFlight, dict[int, torch.Tensor], Exception], Gradients]
+Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
@@ -203,8 +226,15 @@ class Runner:
         # A view among the outputs must not look like one, or the caller could not edit it in place.
         outputs = [t if i in program.input_outputs else t.data for i, t in enumerate(outputs)]
         watched = [_Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
-        watched += [_Watched.of(f"output {self._output_names[i]}", outputs[i]) for i in program.backward_outputs]
+        # Detached, for an output that holds itself through its graph would outlive its last user.
+        watched += [
+            _Watched.of(f"output {self._output_names[i]}", outputs[i].detach()) for i in program.backward_outputs
+        ]
         state = [_Watched.of(name, self.store[name]) for name in program.backward_state]
+        if start is not None:
+            start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
+            read = [name for name in self.store if name not in self.written.buffers]
+            start.read.extend(_Watched.of(name, self.store[name]) for name in read)
         return outputs, InFlight(saved, watched, state, start)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
@@ -239,7 +269,9 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        return not state.surfacing and (not self.written.matters or (self.keeps_buffers and not self.written.inputs))
+        if state.surfacing or self.written.for_good or (self.written.matters and not self.keeps_buffers):
+            return False
+        return all(watched.is_same(self.store) for watched in state.start.read)
 
     def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run the forward of `state`, which another program ran, and its backward.
@@ -368,4 +400,4 @@ def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor
         if runner.rescue is None or not (oom or isinstance(error, OtherTangents)):
             raise
         problem = error.with_traceback(None)  # or its frames would keep tensors alive
-    return runner.rescue(runner, state, tangents, problem)
+    return runner.rescue(state, tangents, problem)

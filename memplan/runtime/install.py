@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 import logging
@@ -16,7 +17,7 @@ from torch import nn
 from memplan.errors import MemplanError, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.runtime.execute import Gradients, InFlight, OtherTangents, Runner, TangentLayout
+from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.step import Step, WholeStep
@@ -48,8 +49,8 @@ class Planner(Protocol):
 class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
 
-    original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, the latest used
-    first.
+    original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, that first
+    which was used last.
     """
 
     def __init__(
@@ -88,7 +89,8 @@ class PlannedForward:
                 if not private.is_out_of_memory(error):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
-            self._after_out_of_memory(step, problem)
+            repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
+            self._after_out_of_memory(step, problem, repeats)
 
     def _run(self, step: Step, call: Call) -> Any:
         if isinstance(step, WholeStep):
@@ -134,9 +136,11 @@ class PlannedForward:
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
-            step.runner.rescue = self._rescue
+            step.runner.rescue = functools.partial(self._rescue, step)
             step.runner.keeps_buffers = self._on_oom == "replan"
-            if not self._observed and not step.provisional:
+            # An optimizer that steps in backward holds what no plan knows of.
+            in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
+            if not self._observed and not step.provisional and not in_backward:
                 self._observed = True
                 step.runner.watch = Observer(step.runner.device, self._held, functools.partial(self._compare, step))
         return step
@@ -154,50 +158,68 @@ class PlannedForward:
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
 
     def _rescue(
-        self, runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
+        self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
-        step = next((s for s in self.steps if isinstance(s, WholeStep) and s.runner is runner), None)
-        if step is None or not runner.repeats(state) or self._on_mismatch == "raise":
-            raise problem
         call = step.capture.call.filled(state.start.inputs)
         with step.key.autocast.context(), torch.enable_grad():
-            if isinstance(problem, OtherTangents):
-                other = self._for_tangents(step, call, tangents, problem)
+            changed = step.key.mismatch(call)
+            repeats = changed is None and step.runner.repeats(state)
+            if not isinstance(problem, OtherTangents):
+                self._after_out_of_memory(step, problem, repeats)
+                other = self._planned_for(call, tangents)
+            elif not repeats or self._on_mismatch == "raise":
+                raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
             else:
-                self._after_out_of_memory(step, problem)
-                layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
-                other = self._planner.step_for(self.model, self.original, call, layouts)
-                self.add(other)
+                other = self._for_tangents(call, tangents, problem)
         if other.forward_ops != step.forward_ops:
             raise problem
+        state.saved.clear()
         return other.runner.repeat(state, tangents)
 
-    def _for_tangents(
-        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], problem: Exception
-    ) -> WholeStep:
+    def _why_not_again(self, step: WholeStep, changed: str | None) -> str:
+        if self._on_mismatch == "raise":
+            return "on_mismatch is 'raise'"
+        if changed is not None:
+            return f"Forward can't run again for it, because since then {changed}"
+        if step.runner.written.matters:
+            return "Forward can't run again for it, because it writes to what it reads; on_oom='replan' keeps buffers"
+        return "Forward can't run again for it, because what it read has been written to since"
+
+    def _for_tangents(self, call: Call, tangents: dict[int, torch.Tensor], problem: Exception) -> WholeStep:
         for other in self.steps:
             if isinstance(other, WholeStep) and other.runner.takes(tangents) and other.mismatch(call) is None:
                 return other
         log.info("memplan: planning, because %s", problem)
-        layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
         try:
-            with self.stepping_aside():
-                other = self._planner.step_for(self.model, self.original, call, layouts)
+            return self._planned_for(call, tangents)
         except MemplanError as error:
             raise problem from error
-        self.add(other)
-        return other
 
-    def _after_out_of_memory(self, step: Step, problem: Exception) -> None:
-        """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended."""
+    def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor]) -> WholeStep:
+        """A new step for gradients of such layouts."""
+        layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
+        with self.stepping_aside():
+            step = self._planner.step_for(self.model, self.original, call, layouts)
+        self.add(step)
+        return step
+
+    def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
+        """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
+
+        repeats: the step can run once more.
+        """
         plan = step.plan
         told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
         advice = (
             "Other processes or fragmentation may take the rest: lower the budget, set "
             "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with on_oom='replan'"
         )
-        if self._on_oom == "raise" or plan is None:
+        if self._on_oom == "replan" and not repeats:
+            advice = (
+                "The step can't run again, for it, or somebody since, has written to what it reads. Lower the budget"
+            )
+        if self._on_oom == "raise" or plan is None or not repeats:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}. {advice}") from problem
         margin = max(0.05, 2 * self._planner.margin)
         if margin > 1:
@@ -221,7 +243,7 @@ class PlannedForward:
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
             time_s, plan.time_s,
         )  # fmt: skip
-        margin = measured_bytes / predicted_bytes - 1
+        margin = min(0.25, measured_bytes / predicted_bytes - 1)
         if margin > max(0.001, self._planner.margin) and plan.problem.costs.source == "measured":
             log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             self._planner.learn(step.runner.device, margin)
@@ -272,19 +294,18 @@ class PlannedForward:
         model = memo.get(id(self.model))
         if model is None:
             return self
-        return _Unbound(self, model)
+        return _Unbound(self, model, copy.deepcopy(self.original, memo))
 
     def __reduce__(self) -> Any:
         """Pickling a model leaves the plan out: what is loaded is the plain model."""
         return _class_forward, (self.model,)
 
-    def bound_to(self, model: nn.Module) -> PlannedForward:
-        """The same plans for a copy of the model."""
-        original = MethodType(getattr(self.original, "__func__", type(model).forward), model)
+    def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
+        """The same plans for a copy of the model, which has this forward of its own."""
         other = PlannedForward(model, original, self._planner, self.reader, self._on_mismatch, self._on_oom)
-        other._training, other._own_attribute = self._training, False
+        other._training, other._own_attribute = self._training, self._own_attribute
         for step in reversed(self.steps):
-            other.add(step.bound_to(model))
+            other.add(step.bound_to(model, original))
         return other
 
 
@@ -295,12 +316,12 @@ def _class_forward(model: nn.Module) -> Callable[..., Any]:
 class _Unbound:
     """The forward of a model that is being copied: binds the plan once the copy is complete."""
 
-    def __init__(self, planned: PlannedForward, model: nn.Module) -> None:
-        self._planned, self._model = planned, model
+    def __init__(self, planned: PlannedForward, model: nn.Module, original: Callable[..., Any]) -> None:
+        self._planned, self._model, self._original = planned, model, original
         functools.update_wrapper(self, planned.original)
 
     def bind(self) -> PlannedForward:
-        bound = self._planned.bound_to(self._model)
+        bound = self._planned.bound_to(self._model, self._original)
         bound.install()
         return bound
 

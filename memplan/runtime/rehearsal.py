@@ -213,7 +213,7 @@ class Rehearsal(UnitObserver):
         args, kwargs = call.with_tensors(tensors)
         visit.seen = [(False, t.detach(), t._version) for t in tensors]
         del tensors
-        output = recomputed(original, index, args, kwargs, self)
+        output = recomputed(visit.module, original, index, args, kwargs, self)
         template = OutputTemplate(output, shared_objects(visit.module))
         results = [self._tapped(index, visit, i, t) for i, t in enumerate(template.tensors)]
         visit.seen += [(True, t.detach(), t._version) for t in results]

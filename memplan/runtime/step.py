@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -28,7 +27,7 @@ class Step(Protocol):
     def mismatch(self, call: Call) -> str | None: ...
     def settle(self, model: nn.Module) -> None: ...
     def run(self, call: Call) -> Any: ...
-    def bound_to(self, model: nn.Module) -> Step: ...
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> Step: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +58,16 @@ class WholeStep:
 
     @property
     def forward_ops(self) -> tuple[str, ...]:
-        """Kernels, shapes and settings of the forward pass."""
+        """Kernels, shapes and settings of the forward pass, and what each reads."""
         graph = self.capture.traced.graph
-        return tuple(op.key for op in graph.ops[: graph.boundary])
+        return tuple(f"{op.key} {[graph.values[v].name for v in op.inputs]}" for op in graph.ops[: graph.boundary])
 
-    def bound_to(self, model: nn.Module) -> WholeStep:
-        """The same for a copy of the model."""
-        runner = _runner(model, self.capture, self.programs)
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
+        """The same for a copy of the model, which has this forward of its own."""
+        capture = dataclasses.replace(self.capture, key=self.key.rebound(model))
+        runner = _runner(model, capture, self.programs)
         runner.unchecked = set(self.runner.unchecked)
-        return WholeStep(self.plan, self.capture, self.programs, self.key.rebound(model), runner, self.provisional)
+        return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.provisional)
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
@@ -98,12 +98,11 @@ class EagerStep:
 
     @staticmethod
     def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
-        return EagerStep(forward, ArgumentsKey(call, device_type), ModesKey(model))
+        return EagerStep(forward, ArgumentsKey(call, device_type, traced=False), ModesKey(model, device_type))
 
-    def bound_to(self, model: nn.Module) -> EagerStep:
-        """The same for a copy of the model."""
-        forward = MethodType(getattr(self.forward, "__func__", type(model).forward), model)
-        return EagerStep(forward, self.arguments, ModesKey(model))
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
+        """The same for a copy of the model, which has this forward of its own."""
+        return EagerStep(forward, self.arguments, self.modes.rebound(model))
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
@@ -147,11 +146,11 @@ def _layouts(traced: Traced, names: list[str]) -> dict[int, TangentLayout]:
 def _written(traced: Traced) -> Written:
     """What forward writes to of that which is there before it."""
     graph, names = traced.graph, list[str]()
-    inputs, versions = False, set[int]()
+    for_good, versions = bool(traced.reassigned), set[int]()
     for index, value in enumerate(graph.values):
         if value.resident and value.reuses is None and (later := set(_versions(traced, index))) != {index}:
             sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
-            inputs |= any(s.kind == "input" for s in sources)
+            for_good |= any(s.kind in ("input", "constant") for s in sources)
             names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
             versions |= later
     readers = [
@@ -159,7 +158,7 @@ def _written(traced: Traced) -> Written:
         for op in graph.ops[: graph.boundary]
         if versions & set(op.inputs) and not versions & {*op.outputs, *(effect.new for effect in op.effects)}
     ]
-    return Written(tuple(dict.fromkeys(names)), inputs, bool(readers or inputs or traced.reassigned))
+    return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
 
 
 def _versions(traced: Traced, value: int) -> Iterator[int]:

@@ -8,15 +8,19 @@ gradients are added in the same order; what the graph saves is recomputed when b
 from __future__ import annotations
 
 import functools
+import random
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from memplan.graph.attributes import CHECKED_ELSEWHERE, is_plain
 from memplan.graph.call import Call
 from memplan.graph.capture import Capture
 from memplan.graph.key import StepKey
@@ -42,24 +46,39 @@ class UnitObserver:
 NOBODY = UnitObserver()
 
 
-def recomputed(forward: Forward, index: int, args: Any, kwargs: Any, observer: UnitObserver = NOBODY) -> Any:
-    """`forward(*args, **kwargs)`, saving only its arguments and the generator's state.
+def recomputed(
+    module: nn.Module, forward: Forward, index: int, args: Any, kwargs: Any, observer: UnitObserver = NOBODY
+) -> Any:
+    """`forward(*args, **kwargs)` of a module, saving only its arguments and the generator's state.
 
-    Raises RuntimeError in backward where an argument has been written to since, as autograd does.
+    Raises RuntimeError in backward where an argument, or the module, is another than it was when forward began.
     """
     given = tensors_in((args, kwargs))
     versions = [t._version for t in given]
-    runs = 0
+    before = _state_of(module)
+    runs, drew = 0, False
 
     def run(*args: Any, **kwargs: Any) -> Any:
         nonlocal runs
         runs += 1
+        nonlocal drew
         if runs == 1:
-            return forward(*args, **kwargs)
+            generators = _python_generators()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                drew = _python_generators() != generators
         if [t._version for t in given] != versions:
             raise RuntimeError(
                 "memplan: an argument of a part of the model that is recomputed in backward has been modified by an "
                 "inplace operation since forward. Call memplan.remove(model) to train without a plan"
+            )
+        if drew or _state_of(module) != before:
+            what = "random of Python or numpy" if drew else "parameters, buffers, modes or attributes"
+            raise RuntimeError(
+                f"memplan: {what} of a {type(module).__name__} that is recomputed in backward have changed since its "
+                "forward began, so it can't run again as it did. Call "
+                "memplan.remove(model) to train without a plan"
             )
         observer.begin(index, "rerun")
         forward(*args, **kwargs)  # for what it saves; its results are let go
@@ -67,6 +86,35 @@ def recomputed(forward: Forward, index: int, args: Any, kwargs: Any, observer: U
         return None
 
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _state_of(module: nn.Module) -> tuple[Any, ...]:
+    """What a forward may depend on: tensors with their versions, modes, attributes as far as they are easily told."""
+    tensors = tuple((id(t), t._version) for t in (*module.parameters(), *module.buffers()))
+    plain = tuple(
+        (inner.training, tuple((k, _told(v)) for k, v in vars(inner).items() if k not in _OF_NO_CONCERN))
+        for inner in module.modules()
+    )
+    return tensors, plain
+
+
+_OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the model's own forward runs
+
+
+def _python_generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest
+
+
+def _told(value: Any) -> Any:
+    """A value that does not change in place, or as much of another as can be told at little cost."""
+    if is_plain(value):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(v if is_plain(v) else id(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, v if is_plain(v) else id(v)) for k, v in value.items())
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
 
 
 class UnitRunner(Runner):
@@ -175,6 +223,6 @@ class UnitCalls:
                 if problem is None:
                     return way.run(call)
                 self._refused(module, problem)
-            return recomputed(original, -1, args, kwargs)
+                return recomputed(module, original, -1, args, kwargs)
 
         return forward

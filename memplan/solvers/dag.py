@@ -37,6 +37,7 @@ PLAN_FORMAT = "memplan.dag-plan/1"
 DagStep = Compute | Drop  # of a node: run it, or free its output
 _FRONT = Limits(coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12,
                 sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, moments=1)  # fmt: skip
+_THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 _CERTIFIED = 1e-9  # sums of floats in different orders differ by less, as a part of the whole
 _MOST_BYTES = 1 << 62
 
@@ -127,7 +128,7 @@ class DagPlan:
     @property
     def overhead(self) -> float:
         """Seconds of repeated runs, as a part of the seconds when every node runs once."""
-        return self.time_s / self.baseline_s - 1 if self.baseline_s else 0.0
+        return max(0.0, self.time_s / self.baseline_s - 1) if self.baseline_s else 0.0
 
     @property
     def gap(self) -> float:
@@ -158,17 +159,16 @@ class DagLimits:
     seed: of the search's random numbers.
     """
 
-    trials: int = 200_000
+    trials: int = 400_000
     intervals: int = 6
     width: int = 6
     rounds: int = 60
-    starts: int = 2
+    starts: int = 3
     exact_nodes: int = 16
     expansions: int = 20_000
-    moments: int = 8
-    cuts: int = 10
+    moments: int = 16
+    cuts: int = 16
     front: bool = True
-    threshold: float = 0.1
     seed: int = 1
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ def solve_dag(
 
 def account(problem: DagProblem, order: Sequence[int]) -> Timeline:
     """What `simulate` says of an order of nodes. Raises IllegalSchedule where it can't run."""
-    return simulate(_problem(problem), schedule_of(_graph(problem), (*order, BOUNDARY)))
+    return simulate(dag_as_problem(problem), schedule_of(_graph(problem), (*order, BOUNDARY)))
 
 
 def _check_keys(data: Mapping[str, Any], required: set[str], optional: set[str], what: str) -> None:
@@ -270,7 +270,8 @@ def _graph(problem: DagProblem, boundary: int | None = None) -> Graph:
     return Graph(tuple(values), tuple(ops), cut)
 
 
-def _problem(problem: DagProblem, boundary: int | None = None) -> Problem:
+def dag_as_problem(problem: DagProblem, boundary: int | None = None) -> Problem:
+    """The DAG for `simulate`: all of it a forward pass, or the nodes from `boundary` on a backward pass."""
     costs = Costs(tuple(float(node.time_s) for node in problem.nodes), (0,) * len(problem.nodes))
     return Problem(_graph(problem, boundary), costs)
 
@@ -301,10 +302,9 @@ class _Task:
 
     @classmethod
     def of(cls, problem: DagProblem, budget_bytes: int, limits: DagLimits) -> _Task:
-        flat = flatten(_problem(problem))
-        a = flat.arrays
+        flat = flatten(dag_as_problem(problem))
         relations = relations_of(flat)
-        arrays = search.DagArrays(a.read_start, a.read, a.size_bytes, a.time_s, a.held)
+        arrays = search.dag_arrays(flat)
         state = np.array([2 * limits.seed + 88172645463325253], dtype=np.uint64)
         trials = np.array([0, limits.trials], dtype=np.int64)
         floor = floor_bytes(flat, relations)
@@ -381,7 +381,7 @@ def _from_front(task: _Task) -> list[tuple[str, Ints]]:
     boundary = sum(isinstance(step, Compute) for step in until_peak)
     if not 0 < boundary < len(task.problem.nodes):
         return []
-    points = solve_front(_problem(task.problem, boundary), limits=_FRONT).points
+    points = solve_front(dag_as_problem(task.problem, boundary), limits=_FRONT).points
     below = [c for c in points if c.peak_bytes <= task.budget_bytes][-2:]
     above = [c for c in points if c.peak_bytes > task.budget_bytes][:2]
     orders = [np.array([op for op in c.order if op != BOUNDARY], dtype=np.int64) for c in (*below, *above)]
@@ -419,7 +419,7 @@ def _searched(task: _Task, known: Sequence[_Found], bound_s: float) -> list[_Fou
         for f in best:
             counter = task.spend(share * left / len(best))
             order = search.improve(a, np.array(f.order, dtype=np.int64), budget, bound_s, limits.width,
-                                   limits.intervals, limits.threshold * share, task.state, counter)  # fmt: skip
+                                   limits.intervals, _THRESHOLD * share, task.state, counter)  # fmt: skip
             order = search.drop_repeats(a, order, budget, counter)
             task.spent(counter)
             fitting.append(task.found(f.solver, order))

@@ -91,10 +91,9 @@ def lower_bound_s(flat: Flat, relations: Relations, budget_bytes: int, moments: 
         below = relations.descendants[w]
         for k in range(j + 1, len(chosen)):
             z = chosen[k]
-            if below >> z & 1:
-                between = below & (relations.ancestors[z] | 1 << z)
-                found = _window_s(scaled, relations, budget_bytes, w, between, cuts)
-                before[k] = max(before[k], before[j] + found)
+            between = below & (relations.ancestors[z] | 1 << z)
+            found = _window_s(scaled, relations, budget_bytes, w, between, cuts)
+            before[k] = max(before[k], before[j] + found)
         most = max(most, before[j] + _window_s(scaled, relations, budget_bytes, w, below, cuts))
     return base_s + most / scale * (1 - 1e-9)
 
@@ -109,7 +108,10 @@ def _needed(flat: Flat, relations: Relations, w: int, window: int) -> int:
 
 
 def _moments(flat: Flat, relations: Relations, budget_bytes: int, limit: int) -> list[int]:
-    """Nodes at whose first run not all that is needed later fits: the tightest one, and some of a longest chain."""
+    """Nodes at whose first run not all that is needed later fits: the tightest one, and some of a longest chain.
+
+    Each one is a descendant of the one before: windows lie between any two.
+    """
     pressure: dict[int, int] = {}
     for w in range(flat.op_count):
         below = relations.descendants[w]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.solvers.flat import Flags, Floats, Ints
+from memplan.solvers.flat import Flags, Flat, Floats, Ints
 from memplan.solvers.jit import kernel
 
 State = NDArray[np.uint64]
@@ -36,6 +36,12 @@ class DagArrays(NamedTuple):
     size_bytes: Ints
     time_s: Floats
     held: Flags
+
+
+def dag_arrays(flat: Flat) -> DagArrays:
+    """What the kernels below read of a flattened DAG, whose op i makes value i and nothing else."""
+    a = flat.arrays
+    return DagArrays(a.read_start, a.read, a.size_bytes, a.time_s, a.held)
 
 
 @kernel
@@ -246,8 +252,8 @@ def repair(
 ) -> Ints:  # fmt: skip
     """Bring the peak under a limit: at the highest position, end the retention that costs least for what it frees.
 
-    A step tries the `width` most promising outputs, and up to `most_width` where none of them helps. Stops at the limit, above `most_s` seconds, after `steps`, where
-    nothing helps, or when trials[0] reaches trials[1].
+    A step tries the `width` most promising outputs, and up to `most_width` where none of them helps. Stops at the
+    limit, above `most_s` seconds, after `steps`, where nothing helps, or when trials[0] reaches trials[1].
     """
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)

@@ -1,8 +1,8 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
-`solve_block` answers one question (`BlockBudget`), `solve_orders` tries several orders of the backward ops, and
-`exact_options` puts a grid of questions and keeps the Pareto set. Work is limited in nodes, never in seconds, so that
-an answer is the same on every machine; where the limit is met, the answer has an incumbent, a lower bound and a gap.
+`solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
+Work is limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the
+answer has an incumbent, a lower bound and a gap.
 
 What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
 """
@@ -19,7 +19,7 @@ from memplan.solvers.exact_block import Rows, reverse
 from memplan.solvers.exact_bound import NEVER, moments_of, network_of
 from memplan.solvers.exact_kernel import Cell, Rules, Space, search, windows
 from memplan.solvers.flat import Ints
-from memplan.solvers.options import LocalBlock, Option
+from memplan.solvers.options import LocalBlock, Option, _measure
 
 NO_LIMIT = 1 << 60
 
@@ -61,7 +61,7 @@ class BlockSearch:
     """One block, many questions; what does not depend on the limits is made once."""
 
     def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000) -> None:
-        """Raises TooLarge where a block has more values than the search can tell apart."""
+        """Raises Unsuited where the search can't take the block."""
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
         self._arrays, self._tick_s = reverse(block)
         self._net = network_of(self._arrays)
@@ -112,6 +112,63 @@ class BlockSearch:
     def _order(self, path: Ints) -> tuple[int, ...]:
         n = self.block.flat.arrays.boundary
         return (*range(n), BOUNDARY, n, *(int(move) if move >= 0 else n - int(move) for move in path))
+
+    def least_peak_bytes(self) -> int:
+        """No order has a lower backward peak: each backward op needs its operands beside the gradients."""
+        b = self._arrays
+        reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
+        return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
+
+    def keep_all(self) -> tuple[int, ...]:
+        """The order that repeats nothing."""
+        n = self.block.flat.arrays.boundary
+        return (*range(n), BOUNDARY, *range(n, self.block.flat.op_count))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """answers: one for each budget."""
+
+    budgets: tuple[BlockBudget, ...]
+    answers: tuple[Answer, ...]
+
+    @property
+    def certified(self) -> float:
+        """The share of cells whose answer is certain."""
+        return sum(answer.certified for answer in self.answers) / len(self.answers)
+
+
+def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_parts: int, peak_parts: int) -> Grid:
+    """Budgets from the least saved bytes and backward peak to those that need no recomputation, the loosest first.
+
+    known: orders to start from. An answer that a tighter budget admits is its answer too.
+    """
+    orders = {tuple(order): measured(searched.block, order) for order in (searched.keep_all(), *known)}
+    everything = orders[searched.keep_all()]
+    least_saved = min(option.saved_bytes for option in orders.values())
+    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
+    budgets = [
+        BlockBudget(saved, NO_LIMIT, peak)
+        for saved in _steps(least_saved, everything.saved_bytes, saved_parts)
+        for peak in _steps(least_peak, everything.backward_peak_bytes, peak_parts)
+    ]
+    answers = []
+    for budget in budgets:
+        fitting = [order for order, option in orders.items() if budget.admits(option)]
+        answers.append(searched.solve(budget, fitting))
+        order = answers[-1].order
+        if order is not None and order not in orders:
+            orders[order] = measured(searched.block, order)
+    return Grid(tuple(budgets), tuple(answers))
+
+
+def measured(block: LocalBlock, order: Sequence[int]) -> Option:
+    """What an order of a block comes to."""
+    return _measure(block, np.array(order, dtype=np.int64))
+
+
+def _steps(low: int, high: int, parts: int) -> list[int]:
+    return sorted({low + (high - low) * i // max(1, parts - 1) for i in range(parts)}, reverse=True)
 
 
 def _row(rows: Rows, index: int) -> Ints:

@@ -21,7 +21,8 @@ from memplan.solvers.options import LocalBlock
 from memplan.solvers.replay import replay
 
 TICKS = 1 << 40  # ticks in the seconds of one forward part: sums of times are exact
-MOST_VALUES = 126
+WORD = 63  # values whose bits one word of a node holds
+MOST_VALUES = 2 * WORD
 
 
 class Rows(NamedTuple):
@@ -36,7 +37,7 @@ class Reversed(NamedTuple):
     part; steps the backward ops in their order.
 
     size_bytes[v]. maker[v]: op, or -1 for a generator state. reads, makes, takes: rows of ops in a repeated run.
-    run_bytes[op]: new memory and scratch of a repeated run. ticks[op]: its time. again[op]: it can run again.
+    run_bytes[op]: new memory and scratch of a repeated run. ticks[op]: its time, one at least. again[op]: it can run again.
     step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
     between_bytes[t]: the same just before step t, and after the last.
     cut[v]: held at the boundary in any case. barred[v]: gone at the boundary in any case.
@@ -63,18 +64,23 @@ class Reversed(NamedTuple):
     cut_bytes: int
 
 
-class TooLarge(Exception):
-    """More values than a state has bits for."""
+class Unsuited(Exception):
+    """The search can't take this block: more values than a node has bits for, or an output that takes over more bytes
+    than it has, as one does that stands outside the block."""
 
 
 def reverse(block: LocalBlock) -> tuple[Reversed, float]:
-    """The arrays of a block, and the seconds of one tick. Raises TooLarge beyond `MOST_VALUES` values."""
+    """The arrays of a block, and the seconds of one tick. Raises Unsuited."""
     a, flat = block.flat.arrays, block.flat
     n = a.boundary
     tracked = [v for op in range(n) for v in flat.makes[op] if not a.held[v]]
     drawing = [op for op in range(n) if a.random[op] and a.rerunnable[op] and a.rng_state_bytes]
     if len(tracked) + len(drawing) > MOST_VALUES:
-        raise TooLarge
+        raise Unsuited(f"{len(tracked) + len(drawing)} values; {MOST_VALUES} is the most")
+    for v in (v for row in flat.makes for v in row):
+        taken_over = int(a.taken[v])
+        if taken_over >= 0 and a.producer[taken_over] < n and a.size_bytes[taken_over] != a.size_bytes[v]:
+            raise Unsuited("an output takes over a value of another size")
     index = {v: k for k, v in enumerate(tracked)}
     state = {op: len(tracked) + k for k, op in enumerate(drawing)}
 
@@ -116,7 +122,7 @@ def reverse(block: LocalBlock) -> tuple[Reversed, float]:
             [new_bytes[op] + int(a.scratch_bytes[op]) + (a.rng_state_bytes if a.random[op] else 0) for op in range(n)],
             dtype=np.int64,
         ),
-        ticks=np.array([round(float(a.time_s[op]) / total_s * TICKS) for op in range(n)], dtype=np.int64),
+        ticks=np.array([max(1, round(float(a.time_s[op]) / total_s * TICKS)) for op in range(n)], dtype=np.int64),
         again=a.rerunnable[:n].copy(),
         step_reads=rows([inside(flat.reads[op]) for op in steps]),
         step_takes=rows([taken(op) for op in steps]),

@@ -5,6 +5,10 @@ cross it. What is demanded after a moment crosses it or is made by an op that ru
 after the moment too. For a price of bytes that is a minimum cut (Picard and Ratliff, 1975), and cut less price times
 capacity is a lower bound for every price (Everett, 1963, doi:10.1287/opre.11.3.399). The best price is found by
 intersecting lines. Every moment by itself is a relaxation of the search.
+
+Where prices leave a gap, `least_after` solves the same question in whole values by a label-setting sweep: in reverse
+topological order each demanded op has its outputs cross or runs again, and labels (bytes, ticks, demand) that another
+one beats are dropped.
 """
 
 from __future__ import annotations
@@ -13,20 +17,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact_block import Reversed
+from memplan.solvers.exact_block import WORD, Reversed, Rows
 from memplan.solvers.flat import Flags, Ints
 from memplan.solvers.jit import kernel
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 _BARRED = -1
 _ROUNDS = 12  # prices tried for one moment
+_LABELS = 192  # labels of one sweep; beyond that the prices' bound has to do
 
 
 class Network(NamedTuple):
     """The graph of all minimum cuts of a block: node 0 is the source, 1 the sink, then values, then ops.
 
     Edge e and e ^ 1 are opposite. of_value[v], to_op[v], to_sink[op]: edges whose room depends on the question.
-    room: of the others. work arrays: left, level, queue, path, cursor.
+    room: of the others. work arrays: left, level, queue, path, cursor. made, read: what an op makes and reads as two
+    words of bits each.
     """
 
     values: int
@@ -44,6 +50,8 @@ class Network(NamedTuple):
     queue: Ints
     path: Ints
     cursor: Ints
+    made: Ints
+    read: Ints
 
 
 class Moments(NamedTuple):
@@ -81,7 +89,15 @@ def network_of(b: Reversed) -> Network:
         head[tail] = e
     ints = (np.array(x, dtype=np.int64) for x in (source, target, head, after, of_value, to_op, to_sink, room, room))
     blank = (np.zeros(nodes + 1, dtype=np.int64) for _ in range(4))
-    return Network(values, nodes, *ints, *blank)
+    return Network(values, nodes, *ints, *blank, _words(b.makes), _words(b.reads))
+
+
+def _words(rows: Rows) -> Ints:
+    words = np.zeros((len(rows.start) - 1, 2), dtype=np.int64)
+    for i in range(len(words)):
+        for v in rows.item[rows.start[i] : rows.start[i + 1]].tolist():
+            words[i, v // WORD] |= 1 << (v % WORD)
+    return words
 
 
 def moments_of(b: Reversed, with_forward: bool) -> Moments:
@@ -248,3 +264,70 @@ def best_line(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> tup
         if most_bytes <= least_bytes:
             break
     return best, best_price
+
+
+@kernel
+def _crossing_bytes(weight: Ints, low: int, high: int) -> int:
+    """Bytes of these values; -1 where one can't cross."""
+    total = 0
+    for v in range(len(weight)):
+        if ((low >> v) & 1 if v < WORD else (high >> (v - WORD)) & 1) != 0:
+            if weight[v] < 0:
+                return -1
+            total += weight[v]
+    return total
+
+
+@kernel
+def _beaten(low: Ints, high: Ints, held: Ints, ticks: Ints, count: int, i: int) -> bool:
+    """Whether another of the first `count` labels is no worse than label i; of equal ones the first stays."""
+    for k in range(count):
+        if k != i and held[k] <= held[i] and ticks[k] <= ticks[i] and not low[k] & ~low[i] and not high[k] & ~high[i]:
+            if k < i or held[k] < held[i] or ticks[k] < ticks[i] or low[k] != low[i] or high[k] != high[i]:
+                return True
+    return False
+
+
+@kernel
+def least_after(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> int:
+    """Least ticks of what runs after a moment: exact for that moment, NEVER where nothing fits, -1 if it is too much
+    work."""
+    low, high, held, ticks = np.zeros((4, 2 * _LABELS + 2), dtype=np.int64)
+    for v in range(net.values):
+        if demand[v]:
+            if v < WORD:
+                low[0] |= 1 << v
+            else:
+                high[0] |= 1 << (v - WORD)
+    count = 1
+    for op in range(len(net.to_sink) - 1, -1, -1):
+        fresh = count
+        rerun_ticks = net.room[net.to_sink[op]]
+        for i in range(count):
+            asked_low, asked_high = low[i] & net.made[op, 0], high[i] & net.made[op, 1]
+            if asked_low == 0 and asked_high == 0:
+                continue
+            low[i] &= ~net.made[op, 0]
+            high[i] &= ~net.made[op, 1]
+            if rerun_ticks < NEVER:
+                low[fresh], high[fresh] = low[i] | net.read[op, 0], high[i] | net.read[op, 1]
+                held[fresh], ticks[fresh] = held[i], ticks[i] + rerun_ticks
+                fresh += 1
+            size = _crossing_bytes(weight, asked_low, asked_high)
+            held[i] = held[i] + size if size >= 0 else NEVER
+        kept = 0
+        for i in range(fresh):
+            ticks[i] = -ticks[i] - 1 if held[i] > room_bytes or _beaten(low, high, held, ticks, fresh, i) else ticks[i]
+        for i in range(fresh):
+            if ticks[i] >= 0:
+                low[kept], high[kept], held[kept], ticks[kept] = low[i], high[i], held[i], ticks[i]
+                kept += 1
+        if kept > _LABELS:
+            return -1
+        count = kept
+    best = NEVER
+    for i in range(count):
+        size = _crossing_bytes(weight, low[i], high[i])
+        if size >= 0 and held[i] + size <= room_bytes:
+            best = min(best, ticks[i])
+    return best

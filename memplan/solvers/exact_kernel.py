@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact_block import Reversed, Rows
-from memplan.solvers.exact_bound import NEVER, Moments, Network, best_line, line_at
+from memplan.solvers.exact_block import WORD, Reversed, Rows
+from memplan.solvers.exact_bound import NEVER, Moments, Network, best_line, least_after, line_at
 from memplan.solvers.flat import Flags, Floats, Ints
 from memplan.solvers.jit import kernel
 
@@ -30,14 +30,17 @@ _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
 class Rules(NamedTuple):
     """Switches. Any subset gives the same least time; they only differ in nodes.
 
-    capacity: bound by moments ahead. windows: add what has to run before a moment. postpone: cross no step just after
-    a run that could have been taken back on the other side of it. dominance: drop nodes whose demand includes that of
+    capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run before a moment. postpone: cross no step just after
+    a run that could have been taken back on the other side of it. ordered: of two runs that could be taken back in
+    either order, take back the later op first. dominance: drop nodes whose demand includes that of
     one no dearer. plunge: dive for solutions now and then.
     """
 
     capacity: bool = True
+    whole: bool = True
     windows: bool = True
     postpone: bool = True
+    ordered: bool = True
     dominance: bool = True
     plunge: bool = True
 
@@ -203,6 +206,11 @@ def _appraise(space: Space, cell: Cell, rules: Rules, step: int, demand: Flags, 
             best, best_moment, best_price = found, m, price
             if best >= enough:
                 break
+    if rules.whole and best_moment >= 0 and best < enough:
+        u = moments.after[best_moment]
+        asked = demand | moments.needed[u + 1, step]
+        found = least_after(space.net, moments.weight[best_moment], asked, cell.room_bytes[best_moment])
+        best = max(best, found + (cell.before[u] if rules.windows and u >= 0 and found > 0 else 0))
     return best, best_moment, best_price
 
 
@@ -223,7 +231,7 @@ def _glance(space: Space, cell: Cell, rules: Rules, step: int, demand: Flags, mo
 @kernel
 def _unpack(low: int, high: int, demand: Flags) -> None:
     for v in range(len(demand)):
-        demand[v] = ((low >> v) & 1) != 0 if v < 63 else ((high >> (v - 63)) & 1) != 0
+        demand[v] = ((low >> v) & 1) != 0 if v < WORD else ((high >> (v - WORD)) & 1) != 0
 
 
 @kernel
@@ -232,10 +240,10 @@ def _pack(demand: Flags) -> tuple[int, int]:
     high = 0
     for v in range(len(demand)):
         if demand[v]:
-            if v < 63:
+            if v < WORD:
                 low |= 1 << v
             else:
-                high |= 1 << (v - 63)
+                high |= 1 << (v - WORD)
     return low, high
 
 
@@ -368,6 +376,23 @@ def _postponable(b: Reversed, tree: Tree, node: int, limit_bytes: int) -> bool:
 
 
 @kernel
+def _out_of_order(b: Reversed, tree: Tree, node: int, op: int, limit_bytes: int) -> bool:
+    """Whether a run of `op` could have been taken back before the one that was taken back last, of an earlier op.
+
+    What is then demanded is no more, for an op reads what earlier ops make.
+    """
+    last = tree.move[node]
+    if last < 0 or op <= last:
+        return False
+    demand = np.zeros(len(b.size_bytes), np.bool_)
+    after = np.zeros(len(b.size_bytes), np.bool_)
+    _unpack(tree.low[tree.before[node]], tree.high[tree.before[node]], demand)
+    if not take_back(b, tree.step[node], op, demand, limit_bytes, after):
+        return False
+    return take_back(b, tree.step[node], last, after, limit_bytes, demand)
+
+
+@kernel
 def _wanted(space: Space, cell: Cell, rules: Rules, tree: Tree, heap: Heap, node: int, upper: int,
             demand: Flags) -> bool:  # fmt: skip
     """Whether a node is worth expanding. One that is costlier than it seemed goes back to the heap."""
@@ -382,9 +407,7 @@ def _wanted(space: Space, cell: Cell, rules: Rules, tree: Tree, heap: Heap, node
     if not rules.capacity:
         return True
     spent = tree.spent[node]
-    ahead, tree.moment[node], tree.price[node] = _appraise(
-        space, cell, rules, tree.step[node], demand, upper - spent
-    )
+    ahead, tree.moment[node], tree.price[node] = _appraise(space, cell, rules, tree.step[node], demand, upper - spent)
     if spent + ahead <= tree.bound[node]:
         return True
     tree.bound[node] = spent + ahead
@@ -408,7 +431,7 @@ def _expand(space: Space, cell: Cell, rules: Rules, tree: Tree, heap: Heap, node
             fits = cross(b, step - 1, demand, cell.limit_bytes, after)
         else:
             fits = _has(b.makes, op, demand) and take_back(b, step, op, demand, cell.limit_bytes, after)
-        if not fits:
+        if not fits or (rules.ordered and op >= 0 and _out_of_order(b, tree, node, op, cell.limit_bytes)):
             continue
         spent = tree.spent[node] + (b.ticks[op] if op >= 0 else 0)
         to = step - 1 if op < 0 else step

@@ -1,0 +1,159 @@
+"""The exact search over a block against slower ways to the same answer."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from memplan.problem import Problem
+from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.exact import NO_LIMIT, Answer, BlockBudget, BlockSearch, measured, solve_block, solve_grid
+from memplan.solvers.exact_block import Unsuited
+from memplan.solvers.exact_kernel import Rules
+from memplan.solvers.expand import _last_reads, _outside
+from memplan.solvers.flat import flatten
+from memplan.solvers.options import LocalBlock, _measure, localise
+from tests.milp_oracle import checkmate, facts_of, shortest
+from tests.random_graphs import llama_like, random_problems
+
+CALM = settings(max_examples=60, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
+RULES = [Rules(*switches) for switches in itertools.product((False, True), repeat=len(Rules._fields))]
+
+
+def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
+    flat = flatten(problem)
+    last_read = _last_reads(flat)
+    chain = make_chain(flat, fine_cuts(flat, most_blocks) if most_blocks > 1 else ())
+    outside = _outside(flat, chain, last_read)
+    keys = tuple(op.key for op in problem.graph.ops)
+    return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain.blocks)]
+
+
+def suited(block: LocalBlock) -> bool:
+    try:
+        BlockSearch(block)
+    except Unsuited:
+        return False
+    return True
+
+
+def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Limits that allow little, and limits that allow all."""
+    n = block.flat.arrays.boundary
+    everything = _measure(block, np.array([*range(n), n, *range(n + 1, block.flat.op_count)]))
+    facts = facts_of(block)
+    least_peak = max([0, *(b + facts.bytes_of(r) for b, r in zip(facts.during, facts.step_reads, strict=True))])
+    lows = (facts.bytes_of(facts.cut), 0, least_peak)
+    return lows, (everything.saved_bytes, everything.forward_peak_bytes, everything.backward_peak_bytes)
+
+
+@st.composite
+def questions(draw: st.DrawFn, most_ops: int, most_values: int, forward: bool = True) -> tuple[LocalBlock, BlockBudget]:
+    problem = draw(random_problems(most_ops=most_ops))
+    block = draw(st.sampled_from(blocks_of(problem, draw(st.integers(1, 3)))))
+    assume(suited(block))
+    assume(2 <= len(facts_of(block).size) <= most_values and len(facts_of(block).step_reads) > 0)
+    low, high = range_of_budgets(block)
+    limits = [a + max(0, b - a) * draw(st.integers(0, 6)) // 6 for a, b in zip(low, high, strict=True)]
+    limits[1] = limits[1] if forward and draw(st.booleans()) else NO_LIMIT
+    return block, BlockBudget(*limits)
+
+
+def checked(block: LocalBlock, budget: BlockBudget, answer: Answer) -> float:
+    """Seconds of an answer whose order has been measured by the accountant."""
+    if answer.order is None:
+        assert math.isinf(answer.recompute_s)
+        return math.inf
+    option = _measure(block, np.array(answer.order))
+    assert budget.admits(option)
+    assert option.recompute_s == pytest.approx(answer.recompute_s, rel=1e-9, abs=1e-9)
+    assert answer.bound_s <= answer.recompute_s
+    return answer.recompute_s
+
+
+@CALM
+@given(questions(6, 9))
+def test_equals_the_shortest_path_over_sets(question: tuple[LocalBlock, BlockBudget]) -> None:
+    answer = solve_block(*question)
+    assert answer.certified
+    assert checked(*question, answer) == pytest.approx(shortest(*question), rel=1e-9, abs=1e-9)
+
+
+@settings(CALM, max_examples=12)
+@given(questions(6, 10))
+def test_every_subset_of_rules_gives_the_same_seconds(question: tuple[LocalBlock, BlockBudget]) -> None:
+    answers = [solve_block(*question, rules=rules, most_nodes=30_000) for rules in RULES]
+    assert all(answer.certified for answer in answers)
+    found = [checked(*question, answer) for answer in answers]
+    assert found == pytest.approx([found[0]] * len(found), rel=1e-9, abs=1e-9)
+
+
+def in_stages(block: LocalBlock, answer: Answer) -> bool:
+    """Whether an answer runs each op at most once a stage and in topological order, as the programme has to."""
+    n = block.flat.arrays.boundary
+    assert answer.order is not None
+    backward = answer.order[answer.order.index(n) + 1 :]
+    return all(left < right for left, right in itertools.pairwise(backward) if right < n and left < n)
+
+
+def compared(block: LocalBlock, budget: BlockBudget) -> bool:
+    """Whether HiGHS closed the programme; its seconds are never less than ours."""
+    answer = solve_block(block, budget)
+    seconds, closed = checkmate(block, budget)
+    assert answer.bound_s <= seconds * (1 + 1e-9) + 1e-12
+    if closed and answer.certified:
+        found = checked(block, budget, answer)
+        if answer.order is None or in_stages(block, answer):
+            assert found == pytest.approx(seconds, rel=1e-6, abs=1e-12)
+        else:
+            assert found <= seconds * (1 + 1e-6)
+    return closed
+
+
+@settings(CALM, max_examples=15)
+@given(questions(7, 12, forward=False))
+def test_equals_the_programme_on_random_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
+    assert compared(*question)
+
+
+@pytest.mark.slow
+@settings(CALM, max_examples=60)
+@given(questions(12, 20, forward=False))
+def test_equals_the_programme_on_larger_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
+    compared(*question)
+
+
+@CALM
+@given(random_problems(most_ops=10), st.integers(1, 3))
+def test_an_unfinished_search_has_an_incumbent_and_a_bound(problem: Problem, most_nodes: int) -> None:
+    for block in filter(suited, blocks_of(problem, 1)):
+        few, many = BlockSearch(block, most_nodes=most_nodes), BlockSearch(block)
+        for budget in solve_grid(few, (), 3, 3).budgets:
+            known = [few.keep_all()] if budget.admits(measured(block, few.keep_all())) else []
+            early, late = few.solve(budget, known), many.solve(budget)
+            checked(block, budget, early)
+            assert early.bound_s <= late.recompute_s * (1 + 1e-9) and late.recompute_s <= early.recompute_s * (1 + 1e-9)
+            assert early.gap_s >= 0.0 and early.nodes <= most_nodes
+            assert few.solve(budget, known) == early
+
+
+def test_a_layer_is_certified_over_its_grid() -> None:
+    problem = llama_like(1)
+    flat = flatten(problem)
+    keys = tuple(op.key for op in problem.graph.ops)
+    last_read = _last_reads(flat)
+    chain = make_chain(flat, coarse_cuts(flat, 8))
+    outside = _outside(flat, chain, last_read)
+    for index, part in enumerate(chain.blocks):
+        block = localise(flat, part, outside.incoming[index], last_read, keys)
+        if suited(block) and len(part.backward):
+            grid = solve_grid(BlockSearch(block), (), 4, 4)
+            assert grid.certified >= 0.99
+            for budget, answer in zip(grid.budgets, grid.answers, strict=True):
+                checked(block, budget, answer)
