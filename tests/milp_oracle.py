@@ -102,8 +102,8 @@ def forward_held(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[i
     for op in range(a.boundary):
         state = {STATE + op} & saved
         new = {v for v in f.makes[op] if not a.in_place[v]}
-        peak = max(peak, f.bytes_of(live | new | state) + int(a.scratch_bytes[op])
-                   + sum(int(a.size_bytes[v]) for v in flat.makes[op] if v not in f.size and not a.in_place[v]))  # fmt: skip
+        outside = sum(int(a.size_bytes[v]) for v in flat.makes[op] if v not in f.size and not a.in_place[v])
+        peak = max(peak, f.bytes_of(live | new | state) + int(a.scratch_bytes[op]) + outside)
         live = (live | f.makes[op] | state) - f.takes[op]
         live = {v for v in live if v in saved or any(v in flat.reads[q] for q in range(op + 1, a.boundary + 1))}
     return f.bytes_of(live), peak
@@ -190,7 +190,8 @@ def checkmate(block: LocalBlock, budget: BlockBudget, limit_s: float = 60.0) -> 
                 p.at_most(0.0, (1.0, live(t + 1, -1, v)), (-1.0, last))
                 if v in f.step_takes[t]:
                     p.at_most(0.0, (1.0, live(t + 1, -1, v)))
-        p.at_most(budget.backward_peak_bytes - f.during[t], *((float(s), live(t, ops - 1, v)) for v, s in f.size.items()))
+        held = [(float(size), live(t, ops - 1, v)) for v, size in f.size.items()]
+        p.at_most(budget.backward_peak_bytes - f.during[t], *held)
     if stages:
         _boundary(p, block, f, budget, live)
     return _solved(p, f, stages, limit_s)

@@ -152,8 +152,9 @@ class DagPlan:
 class DagLimits:
     """How hard to look; counts alone, so that a plan is the same on every machine.
 
-    trials: orders evaluated in all. intervals: most runs of one node in the search. width: outputs that a repair tries
-    at each step. rounds: stages of a descent to the budget. starts: descended orders that the search goes on from.
+    trials: orders evaluated in all; a step of a repair that has begun is finished. intervals: most runs of one node in
+    the search. width: outputs that a repair tries at each step. rounds: stages of a descent to the budget. starts:
+    descended orders that the search goes on from.
     exact_nodes, expansions: DAGs of at most so many nodes are first solved exactly, in at most so many states.
     moments, cuts: of the lower bound. front: start from `solve_front` as well.
     seed: of the search's random numbers.

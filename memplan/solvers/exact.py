@@ -100,7 +100,7 @@ class BlockSearch:
         room_bytes = np.array(room, dtype=np.int64)
         before = np.zeros(len(b.step_bytes) + 1, dtype=np.int64)
         if self.rules.windows:
-            before = windows(space, room_bytes)
+            before = windows(space, room_bytes, self.rules.whole)
         limits = (budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes)
         return Cell(*limits, room_bytes, before)
 
@@ -112,6 +112,10 @@ class BlockSearch:
     def _order(self, path: Ints) -> tuple[int, ...]:
         n = self.block.flat.arrays.boundary
         return (*range(n), BOUNDARY, n, *(int(move) if move >= 0 else n - int(move) for move in path))
+
+    def least_saved_bytes(self) -> int:
+        """Saved where the cut alone is kept."""
+        return self._arrays.cut_bytes
 
     def least_peak_bytes(self) -> int:
         """No order has a lower backward peak: each backward op needs its operands beside the gradients."""
@@ -145,7 +149,7 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     """
     orders = {tuple(order): measured(searched.block, order) for order in (searched.keep_all(), *known)}
     everything = orders[searched.keep_all()]
-    least_saved = min(option.saved_bytes for option in orders.values())
+    least_saved = searched.least_saved_bytes()
     least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
     budgets = [
         BlockBudget(saved, NO_LIMIT, peak)

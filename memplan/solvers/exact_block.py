@@ -37,8 +37,8 @@ class Reversed(NamedTuple):
     part; steps the backward ops in their order.
 
     size_bytes[v]. maker[v]: op, or -1 for a generator state. reads, makes, takes: rows of ops in a repeated run.
-    run_bytes[op]: new memory and scratch of a repeated run. ticks[op]: its time, one at least. again[op]: it can run again.
-    step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
+    run_bytes[op]: new memory and scratch of a repeated run. ticks[op]: its time, one at least. again[op]: it can run
+    again. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
     between_bytes[t]: the same just before step t, and after the last.
     cut[v]: held at the boundary in any case. barred[v]: gone at the boundary in any case.
     forward_bytes[i]: held while op i runs for the first time, if nothing is saved. forward_extra[i, v]: v would be

@@ -87,9 +87,13 @@ def network_of(b: Reversed) -> Network:
     for e, tail in enumerate(source):
         after[e] = head[tail]
         head[tail] = e
-    ints = (np.array(x, dtype=np.int64) for x in (source, target, head, after, of_value, to_op, to_sink, room, room))
-    blank = (np.zeros(nodes + 1, dtype=np.int64) for _ in range(4))
-    return Network(values, nodes, *ints, *blank, _words(b.makes), _words(b.reads))
+    lists = (np.array(x, dtype=np.int64) for x in (of_value, to_op, to_sink, room, room))
+    of_value_, to_op_, to_sink_, room_, left = lists
+    level, queue, path, cursor = np.zeros((4, nodes + 1), dtype=np.int64)
+    ends = (np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
+    made, read = _words(b.makes), _words(b.reads)
+    asked = (of_value_, to_op_, to_sink_)
+    return Network(values, nodes, *ends, head, after, *asked, room_, left, level, queue, path, cursor, made, read)
 
 
 def _words(rows: Rows) -> Ints:
@@ -293,6 +297,7 @@ def least_after(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> i
     """Least ticks of what runs after a moment: exact for that moment, NEVER where nothing fits, -1 if it is too much
     work."""
     low, high, held, ticks = np.zeros((4, 2 * _LABELS + 2), dtype=np.int64)
+    stays = np.zeros(2 * _LABELS + 2, dtype=np.bool_)
     for v in range(net.values):
         if demand[v]:
             if v < WORD:
@@ -317,9 +322,9 @@ def least_after(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> i
             held[i] = held[i] + size if size >= 0 else NEVER
         kept = 0
         for i in range(fresh):
-            ticks[i] = -ticks[i] - 1 if held[i] > room_bytes or _beaten(low, high, held, ticks, fresh, i) else ticks[i]
+            stays[i] = held[i] <= room_bytes and not _beaten(low, high, held, ticks, fresh, i)
         for i in range(fresh):
-            if ticks[i] >= 0:
+            if stays[i]:
                 low[kept], high[kept], held[kept], ticks[kept] = low[i], high[i], held[i], ticks[i]
                 kept += 1
         if kept > _LABELS:

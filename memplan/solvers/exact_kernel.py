@@ -30,10 +30,10 @@ _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
 class Rules(NamedTuple):
     """Switches. Any subset gives the same least time; they only differ in nodes.
 
-    capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run before a moment. postpone: cross no step just after
-    a run that could have been taken back on the other side of it. ordered: of two runs that could be taken back in
-    either order, take back the later op first. dominance: drop nodes whose demand includes that of
-    one no dearer. plunge: dive for solutions now and then.
+    capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run
+    before a moment. postpone: cross no step just after a run that could have been taken back on the other side of it.
+    ordered: of two runs that could be taken back in either order, take back the later op first. dominance: drop nodes
+    whose demand includes that of one no dearer. plunge: dive for solutions now and then.
     """
 
     capacity: bool = True
@@ -102,20 +102,27 @@ class Heap(NamedTuple):
 
 
 @kernel
-def windows(space: Space, room_bytes: Ints) -> Ints:
+def windows(space: Space, room_bytes: Ints, whole: bool) -> Ints:
     """before[t]: ticks that have to run again before step t has run; the last entry, before the end."""
     b, moments = space.block, space.moments
     steps = len(b.step_bytes)
     before = np.zeros(steps + 1, dtype=np.int64)
     for t in range(steps):
         least = before[t - 1] if t > 0 else 0
+        best_moment = -1
         for m in range(len(moments.after)):
             u = moments.after[m]
             if u < t and least < NEVER:
                 base = before[u] if u >= 0 else 0
                 asked = moments.needed[u + 1, t + 1]
                 found, _price = best_line(space.net, moments.weight[m], asked, room_bytes[m])
-                least = max(least, min(NEVER, base + found))
+                if found > 0 and base + found > least:
+                    least, best_moment = min(NEVER, base + found), m
+        if whole and best_moment >= 0 and least < NEVER:
+            u = moments.after[best_moment]
+            asked = moments.needed[u + 1, t + 1]
+            found = least_after(space.net, moments.weight[best_moment], asked, room_bytes[best_moment])
+            least = max(least, min(NEVER, found + (before[u] if u >= 0 else 0)))
         before[t] = least
     before[steps] = before[steps - 1] if steps else 0
     return before
@@ -123,10 +130,10 @@ def windows(space: Space, room_bytes: Ints) -> Ints:
 
 @kernel
 def _has(row: Rows, index: int, demand: Flags) -> bool:
+    found = False
     for e in range(row.start[index], row.start[index + 1]):
-        if demand[row.item[e]]:
-            return True
-    return False
+        found = found or demand[row.item[e]]
+    return found
 
 
 @kernel
