@@ -25,13 +25,18 @@ INFEASIBLE = {
     "recurrent_gemma": "forward keeps a tensor that depends on parameters in an attribute; the scan stays unplanned",
     "detr": "overflow is looked for in the values of activations; the backbone stays unplanned",
 }
-NAMES = [
-    pytest.param(
-        name,
-        marks=pytest.mark.xfail(raises=memplan.BudgetInfeasible, reason=INFEASIBLE[name]) if name in INFEASIBLE else (),
-    )
-    for name in ARCHITECTURES
-]
+FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """One of each family runs by default, `make test-slow` runs the others."""
+    found = [] if name in FIRST_OF_FAMILY.values() else [pytest.mark.slow]
+    if name in INFEASIBLE:
+        found.append(pytest.mark.xfail(raises=memplan.BudgetInfeasible, reason=INFEASIBLE[name]))
+    return found
+
+
+NAMES = [pytest.param(name, marks=marks(name)) for name in ARCHITECTURES]
 
 
 def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:

@@ -48,7 +48,14 @@ def plain_and_planned() -> tuple[nn.Module, nn.Module, torch.Tensor]:
     return net, planned, sample
 
 
-@pytest.mark.parametrize("name", [n for n in MODEL_CHANGES if n != "parameter-dtype"])  # which eager refuses too
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=pytest.mark.slow) if number % 3 else n  # a third of them by default
+        for number, n in enumerate(MODEL_CHANGES)
+        if n != "parameter-dtype"  # which eager refuses too
+    ],
+)
 def test_a_changed_model_gives_the_plain_models_bits(name: str) -> None:
     plain, planned, sample = plain_and_planned()
     change, _ = MODEL_CHANGES[name]
@@ -259,8 +266,15 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("batch_norm", [False, True], ids=["dropout", "batch-norm"])
-@pytest.mark.parametrize("grads", ["surface", "edges"])
+@pytest.mark.parametrize(
+    ("grads", "batch_norm"),
+    [
+        ("surface", True),
+        ("edges", False),
+        pytest.param("surface", False, marks=pytest.mark.slow),
+        pytest.param("edges", True, marks=pytest.mark.slow),
+    ],
+)
 def test_any_loss_outside(grads: str, batch_norm: bool) -> None:
     torch.manual_seed(0)
     net, sample = Outputs(batch_norm), torch.randn(64, 8)
@@ -369,9 +383,10 @@ def keeps_a_margin(net: nn.Module) -> bool:
 @pytest.mark.parametrize(
     ("name", "grads", "part"),
     [
-        *((*case, part) for case in (("gpt2", "surface"), ("handmade", "surface")) for part in (0.1, 0.45, 0.8)),
+        *(("handmade", "surface", part) for part in (0.1, 0.45, 0.8)),
         ("gpt2", "edges", 0.45),
-        ("resnet50", "surface", 0.45),
+        *(pytest.param("gpt2", "surface", part, marks=pytest.mark.slow) for part in (0.1, 0.45, 0.8)),
+        pytest.param("resnet50", "surface", 0.45, marks=pytest.mark.slow),
     ],
 )
 def test_out_of_memory_is_planned_around_and_nothing_is_lost(name: str, grads: str, part: float) -> None:
