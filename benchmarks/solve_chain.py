@@ -40,6 +40,13 @@ def random_chain(blocks: int, slots: int, options: int, seed: int = 0) -> ChainT
     )
 
 
+def equal_blocks(blocks: int, slots: int, options: int) -> ChainTable:
+    """A chain of one block again and again."""
+    table = random_chain(blocks, slots, options)
+    rows = {name: np.repeat(getattr(table, name)[:1], blocks, axis=0) for name in table._fields if name != "width"}
+    return ChainTable(width=np.ones((blocks, blocks), dtype=np.int64), **rows)
+
+
 def report(what: str, run: Callable[[], object]) -> None:
     start = time.perf_counter()
     run()
@@ -61,6 +68,8 @@ def main() -> None:
     for blocks, slots, options in ((96, 1000, 28), (200, 1000, 60)):
         chain = random_chain(blocks, slots, options)
         report(f"recurrence, L={blocks} M={slots} K={options}", lambda c=chain, m=slots: solve_chain(c, m))  # type: ignore[misc]
+    equal = equal_blocks(96, 1000, 28)
+    report("recurrence, L=96 M=1000 K=28, equal blocks", lambda: solve_chain(equal, 1000))
     step = llama_like(32)
     report(f"front, 32 layers, {len(step.graph.ops)} ops", lambda: solve_front(step))
     front = solve_front(step)

@@ -10,10 +10,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from memplan.api import apply as apply
     from memplan.api import explore as explore
+    from memplan.api import from_config as from_config
     from memplan.api import plan as plan
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
     from memplan.api import remove as remove
+    from memplan.config import Config as Config
+    from memplan.config import generate_config as generate_config
+    from memplan.config import load_config as load_config
+    from memplan.config import save_config as save_config
     from memplan.errors import BudgetInfeasible as BudgetInfeasible
     from memplan.errors import IllegalSchedule as IllegalSchedule
     from memplan.errors import InvalidPlanFile as InvalidPlanFile
@@ -27,7 +32,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "apply": "api", "explore": "api", "plan": "api", "plan_of": "api",
-    "prepare": "api", "remove": "api",
+    "prepare": "api", "remove": "api", "from_config": "api",
+    "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
     "Plan": "plans", "Budget": "problem",

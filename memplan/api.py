@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memplan.config import Config, ConfigLike, config_of
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner
@@ -29,6 +30,7 @@ def apply(
     costs: CostSource = "measure",
     accumulate: bool = False,
     grads: Grads = "surface",
+    config: ConfigLike = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
@@ -48,6 +50,9 @@ def apply(
     accumulate: gradients of earlier micro-batches are held while the step runs.
     grads: "surface" puts each gradient into `.grad` in the middle of backward, as soon as it is final. "edges" gives
         all of them to autograd at the end of backward, which serves `torch.autograd.grad` and `backward(inputs=...)`.
+    config: how the plan is looked for: a `Config` or the name of a preset ("auto", "noremat", "rotor", "checkmate",
+        "rockmate", "hilp", "hiremate"). None is "auto", the best of all. Ctrl-C during a long search takes the best
+        plan so far.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -63,7 +68,7 @@ def apply(
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
-    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads)
+    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom)
@@ -89,9 +94,10 @@ def plan(
     costs: CostSource = "measure",
     accumulate: bool = False,
     grads: Grads = "surface",
+    config: ConfigLike = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
-    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads)
+    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)
 
@@ -106,14 +112,20 @@ def explore(
     costs: CostSource = "measure",
     accumulate: bool = False,
     grads: Grads = "surface",
+    config: ConfigLike = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
     Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`.
     """
-    planner = Planner(None, loss_fn, optimizer, _device(device), costs, accumulate, grads)
+    planner = Planner(None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
     with _unplanned(model) as original:
         return planner.explore(model, original, sample)
+
+
+def from_config(model: nn.Module, sample: Sample, budget: BudgetLike, config: Config, **arguments: Any) -> nn.Module:
+    """`apply` with a configuration. Further arguments, errors and result as for `apply`."""
+    return apply(model, sample, budget, config=config, **arguments)
 
 
 def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from memplan.config import Config
 from memplan.errors import BudgetInfeasible, PlanMismatch
 from memplan.graph.call import Call
 from memplan.graph.capture import model_device
@@ -149,19 +150,21 @@ def plan_partially(
     *,
     reason: str = "",
     costs: str = "measure",
+    config: Config | None = None,
     extra_resident_bytes: int = 0,
 ) -> PartialStep:
     """Plan a call of a model that can't be captured whole.
 
     forward: the model's own. budget: bytes, or what gives them from the unplanned peak and what is resident. reason:
-    why the whole can't be captured. costs: "measure" or "estimate". extra_resident_bytes: held throughout beside the
+    why the whole can't be captured. costs: "measure" or "estimate". config: how units
+    are planned. extra_resident_bytes: held throughout beside the
     model (optimizer state, gradients of earlier micro-batches).
 
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.
     """
     call = _apart(call)
-    parts = parts_of(model, forward, call, reason, costs)
+    parts = parts_of(model, forward, call, reason, costs, config)
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
     least = smallest(problem)

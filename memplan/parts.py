@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.config import Config
 from memplan.errors import MemplanError, UnsupportedModel
 from memplan.graph import Capture, estimate, measure
 from memplan.graph.call import Call
@@ -30,6 +31,7 @@ from memplan.solvers.units import Chain, UnitOption, UnitProblem
 
 Forward = Callable[..., Any]
 
+_POINTS = 32  # of a unit's front
 _MOST_OPTIONS = 16  # of one unit
 
 
@@ -56,7 +58,7 @@ class Part:
         if self.front is None or self.problem is None:
             return None
         problem = self.problem
-        return min(self.front.points, key=lambda c: (pass_of(problem, c.schedule).saved_bytes, c.peak_bytes))
+        return min(self.front.spread(_POINTS), key=lambda c: (pass_of(problem, c.schedule).saved_bytes, c.peak_bytes))
 
     def step(self, candidate: Candidate) -> UnitStep:
         """A schedule of it, ready to run."""
@@ -92,7 +94,9 @@ class Parts:
     problem: UnitProblem
 
 
-def parts_of(model: nn.Module, forward: Forward, call: Call, reason: str, costs: str) -> Parts:
+def parts_of(
+    model: nn.Module, forward: Forward, call: Call, reason: str, costs: str, config: Config | None = None
+) -> Parts:
     """Find, capture, solve and measure. Raises UnsupportedModel where no part can be planned."""
     try:
         with nothing_kept(model, call), torch.enable_grad():
@@ -103,7 +107,7 @@ def parts_of(model: nn.Module, forward: Forward, call: Call, reason: str, costs:
         raise UnsupportedModel(f"{reason}\n  and the plain forward fails: {type(error).__name__}: {error}") from error
     while sites:
         try:
-            return _planned(model, forward, call, sites, blocks, costs)
+            return _planned(model, forward, call, sites, blocks, costs, config)
         except EditedArguments as error:
             sites = {m: site for m, site in sites.items() if m not in error.modules}
             blocks = {m: site for m, site in blocks.items() if m not in error.modules}
@@ -117,6 +121,7 @@ def _planned(
     sites: dict[nn.Module, Site],
     blocks: dict[nn.Module, Site],
     costs: str,
+    config: Config | None,
 ) -> Parts:
     rehearsal = Rehearsal(model, forward, call)
     rehearsal.run(dict.fromkeys(sites, ()))
@@ -124,7 +129,7 @@ def _planned(
     calls = Counter(unit.module for unit in units)
     for unit in units:
         _capture(unit, calls[unit.module] > 1 or _shares_parameters(model, unit.module))
-    _solve(units, costs)
+    _solve(units, costs, config)
     return _measured(model, forward, call, units, blocks)
 
 
@@ -165,7 +170,7 @@ def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
     return any(id(p) in outside for p in unit.parameters())
 
 
-def _solve(units: Sequence[Part], source: str) -> None:
+def _solve(units: Sequence[Part], source: str, config: Config | None) -> None:
     """The front of every captured unit; equal ones are solved once."""
     known: list[tuple[Problem, Front]] = []
     for unit in units:
@@ -179,7 +184,7 @@ def _solve(units: Sequence[Part], source: str) -> None:
         problem = Problem(unit.captured.traced.graph, costs)
         found = next((front for other, front in known if _equal(other, problem)), None)
         if found is None:
-            found = solve_front(problem)
+            found = solve_front(problem, config)
             known.append((problem, found))
         unit.problem, unit.front = problem, found
         unit.captured = dataclasses.replace(unit.captured, call=unit.captured.call.without_tensors())
@@ -303,7 +308,7 @@ def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
         unit.ways, found = ["recompute", "keep"], _opaque_options(around)
     else:
         measured = pass_of(unit.problem, unit.least.schedule)
-        unit.ways, found = [*_spread(unit.front.points, _MOST_OPTIONS), "keep"], []
+        unit.ways, found = [*_spread(unit.front.spread(_POINTS), _MOST_OPTIONS), "keep"], []
         for way in unit.ways:
             figures = pass_of(unit.problem, unit.front.keep_all.schedule if isinstance(way, str) else way.schedule)
             found.append(

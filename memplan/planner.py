@@ -6,12 +6,13 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from memplan.config import Config
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
@@ -21,9 +22,11 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Problem
+from memplan.report.progress import ProgressLine
 from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower
+from memplan.schedule import order_of
 from memplan.simulate import simulate
-from memplan.solvers import Candidate, Front, solve_front, textbook
+from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
 from memplan.units import format_bytes, parse_bytes
 
 BudgetLike = int | float | str | Budget
@@ -50,6 +53,7 @@ class Planner:
     costs: CostSource = "measure"
     accumulate: bool = False
     grads: Grads = "surface"
+    config: Config = field(default_factory=Config)
     budget_bytes: int | None = None
     margin: float = 0.0
 
@@ -66,8 +70,9 @@ class Planner:
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans from the smallest peak to the unplanned step."""
         problem = self.problem(model, self.capture(model, forward, sample))
-        front = solve_front(problem)
-        return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in front.points)
+        front = self._front(problem)
+        chosen = front.spread(self.config.points)
+        return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in chosen)
 
     def step(self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step] = ()) -> Step:
         """A step that serves such calls.
@@ -148,12 +153,20 @@ class Planner:
 
     def _plan(self, problem: Problem) -> Plan:
         """The fastest known schedule within the budget."""
-        front = solve_front(problem)
+        front = self._front(problem)
         limit = self._limit(problem, front.keep_all.peak_bytes)
         chosen = front.best(int(limit / (1 + self.margin))) or front.floor
         if chosen.peak_bytes > limit:
             raise self._infeasible(problem, front.floor, limit)
         return _plan_of(problem, front, chosen, limit)
+
+    def _front(self, problem: Problem) -> Front:
+        """The best schedules that the configured search finds, told about on a terminal where that takes long."""
+        with ProgressLine(sys.stderr) as line:
+            front = solve_front(dataclasses.replace(problem, budget_bytes=self.budget_bytes), self.config, line.show)
+        if front.truncated:
+            log.warning("memplan: the search was stopped before it was done; the best schedule so far is taken")
+        return front
 
     def _limit(self, problem: Problem, unplanned_bytes: int) -> int:
         if self.budget_bytes is None:
@@ -184,8 +197,7 @@ class Planner:
         found = list(textbook(problem))
         for step in known:
             if isinstance(step, WholeStep) and same_structure(step.plan.problem.graph, problem.graph):
-                schedule = step.plan.schedule
-                found.append(Candidate(step.plan.solver, (), schedule, simulate(problem, schedule)))
+                found.append(candidate(problem, step.plan.solver, order_of(step.plan.schedule)))
         limit = int(self.budget_bytes / (1 + self.margin))
         fitting = [c for c in found if c.peak_bytes <= limit]
         if not fitting:
@@ -230,7 +242,14 @@ class Planner:
 
         try:
             step = plan_partially(
-                model, forward, call, limit, reason=str(error), costs=self.costs, extra_resident_bytes=state_bytes
+                model,
+                forward,
+                call,
+                limit,
+                reason=str(error),
+                costs=self.costs,
+                extra_resident_bytes=state_bytes,
+                config=self.config,
             )
         except MemplanError:
             raise
@@ -257,7 +276,10 @@ def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: in
     timeline = simulate(problem, chosen.schedule)
     assert timeline.peak_bytes <= budget_bytes
     bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
-    return Plan(problem, chosen.schedule, timeline, chosen.solver, bound_s, front.floor.peak_bytes, front.floor.time_s)
+    floor = front.floor
+    return Plan(
+        problem, chosen.schedule, timeline, chosen.solver, bound_s, floor.peak_bytes, floor.time_s, front.truncated
+    )
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from memplan.errors import IllegalSchedule, InvalidPlanFile
-from memplan.problem import RESIDENT_ROLES, Costs, Effect, Graph, Op, Problem, Value
+from memplan.problem import Graph, Op, Problem, Value
+from memplan.problem_file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
 from memplan.report.text import report_text
 from memplan.schedule import (
     BOUNDARY,
@@ -30,8 +28,7 @@ from memplan.schedule import (
 from memplan.simulate import simulate
 
 _FORMAT = "memplan.plan"
-_VERSION = 1
-_GZIP_OVER_BYTES = 4 << 20
+_VERSION = 2
 _STEP_NAMES: dict[str, type[Any]] = {
     "compute": Compute,
     "drop": Drop,
@@ -41,7 +38,6 @@ _STEP_NAMES: dict[str, type[Any]] = {
     "surface": SurfaceGrads,
 }
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class Plan:
     problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
     timeline: what `simulate` says of `schedule`. solver: where the schedule came from.
     lower_bound_s: no schedule within the budget takes less. floor_bytes: the smallest budget that could have been met.
-    floor_time_s: the seconds of a step there.
+    floor_time_s: the seconds of a step there. truncated: the search for the schedule was stopped before it was done.
     """
 
     problem: Problem
@@ -61,6 +57,7 @@ class Plan:
     lower_bound_s: float
     floor_bytes: int
     floor_time_s: float
+    truncated: bool = False
 
     @property
     def peak_bytes(self) -> int:
@@ -126,8 +123,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, gzipped where it is large."""
-        data = json.dumps(_to_json(self), separators=(",", ":"), allow_nan=False).encode()
-        Path(path).write_bytes(gzip.compress(data, mtime=0) if len(data) > _GZIP_OVER_BYTES else data)
+        Path(path).write_bytes(pack(_to_json(self)))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -140,48 +136,14 @@ class Plan:
 
 def plan_from_bytes(data: bytes) -> Plan:
     """A plan from the contents of a plan file. Raises InvalidPlanFile."""
-    try:
-        if data[:2] == b"\x1f\x8b":
-            data = _gunzip(data)
-        content = json.loads(data)
-        return _from_json(content)
-    except InvalidPlanFile:
-        raise
-    except IllegalSchedule as error:
-        raise InvalidPlanFile(f"the plan file's schedule is not legal: {error}") from error
-    except (
-        ValueError,
-        TypeError,
-        KeyError,
-        IndexError,
-        AttributeError,
-        OverflowError,
-        RecursionError,
-        OSError,
-        EOFError,
-    ) as error:
-        raise InvalidPlanFile(f"not a sound plan file: {type(error).__name__}: {error}. Make the plan again") from error
-
-
-_MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
-
-
-def _gunzip(data: bytes) -> bytes:
-    import io
-    import zlib
-
-    try:
-        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
-            content = file.read(_MOST_BYTES + 1)
-    except zlib.error as error:
-        raise InvalidPlanFile(f"the plan file is damaged: {error}") from error
-    if len(content) > _MOST_BYTES:
-        raise InvalidPlanFile("the plan file unpacks to more than 1 GiB")
-    return content
+    with unsound("plan"):
+        try:
+            return _from_json(unpack(data))
+        except IllegalSchedule as error:
+            raise InvalidPlanFile(f"the plan file's schedule is not legal: {error}") from error
 
 
 def _to_json(plan: Plan) -> dict[str, Any]:
-    problem = plan.problem
     return {
         "format": _FORMAT,
         "version": _VERSION,
@@ -189,50 +151,13 @@ def _to_json(plan: Plan) -> dict[str, Any]:
         "lower_bound_s": plan.lower_bound_s,
         "floor_bytes": plan.floor_bytes,
         "floor_time_s": plan.floor_time_s,
-        "budget_bytes": problem.budget_bytes,
-        "extra_resident_bytes": problem.extra_resident_bytes,
-        "accumulate": problem.accumulate,
-        "update_bytes": problem.update_bytes,
-        "costs": asdict(problem.costs),
-        "graph": {
-            "boundary": problem.graph.boundary,
-            "rng_state_bytes": problem.graph.rng_state_bytes,
-            "values": [asdict(v) for v in problem.graph.values],
-            "ops": [asdict(op) for op in problem.graph.ops],
-        },
+        "truncated": plan.truncated,
         "schedule": [_step_to_json(s) for s in plan.schedule],
-    }
+    } | problem_to_json(plan.problem)
 
 
 def _step_to_json(step: Step) -> list[Any]:
     return [_NAMES_OF_STEPS[type(step)], *asdict(step).values()]
-
-
-class _Reader:
-    """Reads JSON of exactly the expected types."""
-
-    @staticmethod
-    def typed(content: dict[str, Any], key: str, kind: type[_T]) -> _T:
-        value = content[key]
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise InvalidPlanFile(f"{key!r} is {type(value).__name__}, expected {kind.__name__}")
-        if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
-            raise InvalidPlanFile(f"{key!r} is {value}, expected a number of 0 or more")
-        if isinstance(value, int) and value < 0:
-            raise InvalidPlanFile(f"{key!r} is {value}, expected 0 or more")
-        return value
-
-    @classmethod
-    def optional(cls, content: dict[str, Any], key: str, kind: type[_T]) -> _T | None:
-        return None if content[key] is None else cls.typed(content, key, kind)
-
-    @staticmethod
-    def indices(values: Any, limit: int, what: str) -> tuple[int, ...]:
-        if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < limit for v in values):
-            raise InvalidPlanFile(f"{what} must be a list of indices below {limit}")
-        return tuple(values)
 
 
 def _from_json(content: Any) -> Plan:
@@ -240,16 +165,8 @@ def _from_json(content: Any) -> Plan:
         raise InvalidPlanFile("this is not a memplan plan file")
     if content.get("version") != _VERSION:
         raise InvalidPlanFile(f"plan file version {content.get('version')!r}; this memplan reads version {_VERSION}")
-    graph = _read_graph(_Reader.typed(content, "graph", dict))
-    problem = Problem(
-        graph,
-        _read_costs(_Reader.typed(content, "costs", dict), len(graph.ops)),
-        _Reader.optional(content, "budget_bytes", int),
-        _Reader.typed(content, "extra_resident_bytes", int),
-        _Reader.typed(content, "accumulate", bool),
-        _Reader.typed(content, "update_bytes", int),
-    )
-    schedule = tuple(_read_step(s, graph) for s in _Reader.typed(content, "schedule", list))
+    problem = problem_from_json(content)
+    schedule = tuple(_read_step(s, problem.graph) for s in Reader.typed(content, "schedule", list))
     timeline = simulate(problem, schedule)
     if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
         raise InvalidPlanFile(
@@ -259,10 +176,11 @@ def _from_json(content: Any) -> Plan:
         problem,
         schedule,
         timeline,
-        _Reader.typed(content, "solver", str),
-        _Reader.typed(content, "lower_bound_s", float),
-        _Reader.typed(content, "floor_bytes", int),
-        _Reader.typed(content, "floor_time_s", float),
+        Reader.typed(content, "solver", str),
+        Reader.typed(content, "lower_bound_s", float),
+        Reader.typed(content, "floor_bytes", int),
+        Reader.typed(content, "floor_time_s", float),
+        Reader.typed(content, "truncated", bool),
     )
     if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:
         raise InvalidPlanFile("the plan beats its own lower bound or floor")
@@ -270,85 +188,16 @@ def _from_json(content: Any) -> Plan:
     return plan
 
 
-def _read_costs(content: dict[str, Any], op_count: int) -> Costs:
-    times, scratch = _Reader.typed(content, "time_s", list), _Reader.typed(content, "scratch_bytes", list)
-    if len(times) != op_count or len(scratch) != op_count:
-        raise InvalidPlanFile(f"costs of {len(times)} and {len(scratch)} ops for {op_count} ops")
-    return Costs(
-        tuple(_Reader.typed({"time_s": t}, "time_s", float) for t in times),
-        tuple(_Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
-        _Reader.typed(content, "source", str),
-    )
-
-
-def _read_graph(content: dict[str, Any]) -> Graph:
-    values, ops = _Reader.typed(content, "values", list), _Reader.typed(content, "ops", list)
-    boundary = _Reader.typed(content, "boundary", int)
-    graph = Graph(
-        tuple(_read_value(v, i) for i, v in enumerate(values)),
-        tuple(_read_op(op, len(values)) for op in ops),
-        boundary,
-        _Reader.typed(content, "rng_state_bytes", int),
-    )
-    phases = [op.phase for op in graph.ops]
-    if boundary > len(ops) or phases != ["forward"] * boundary + ["backward"] * (len(ops) - boundary):
-        raise InvalidPlanFile("the boundary does not stand between forward and backward ops")
-    written = [v for op in graph.ops for v in (*op.outputs, *(e.new for e in op.effects))]
-    if len(set(written)) != len(written):
-        raise InvalidPlanFile("a value is written by two ops")
-    taken = [v.reuses for v in graph.values if v.reuses is not None]
-    if len(set(taken)) != len(taken):
-        raise InvalidPlanFile("two values take over the memory of one")
-    return graph
-
-
-def _read_value(content: Any, index: int) -> Value:
-    role = _Reader.typed(content, "role", str)
-    if role not in RESIDENT_ROLES | {"tangent", "activation", "gradient"}:
-        raise InvalidPlanFile(f"value {index} has role {role!r}")
-    reuses = _Reader.optional(content, "reuses", int)
-    if reuses is not None and reuses >= index:
-        raise InvalidPlanFile(f"value {index} reuses the memory of value {reuses}, which comes later")
-    return Value(
-        _Reader.typed(content, "name", str),
-        _Reader.typed(content, "size_bytes", int),
-        role,  # type: ignore[arg-type]
-        _Reader.typed(content, "held", bool),
-        reuses,
-    )
-
-
-def _read_op(content: Any, value_count: int) -> Op:
-    phase = _Reader.typed(content, "phase", str)
-    if phase not in ("forward", "backward"):
-        raise InvalidPlanFile(f"an op has phase {phase!r}")
-    effects = [_Reader.indices(e, value_count, "an effect") for e in _Reader.typed(content, "effects", list)]
-    if any(len(e) != 2 for e in effects):
-        raise InvalidPlanFile("an effect has two values")
-    return Op(
-        name=_Reader.typed(content, "name", str),
-        kind=_Reader.typed(content, "kind", str),
-        phase=phase,  # type: ignore[arg-type]
-        inputs=_Reader.indices(content["inputs"], value_count, "inputs"),
-        outputs=_Reader.indices(content["outputs"], value_count, "outputs"),
-        effects=tuple(Effect(old, new) for old, new in effects),
-        random=_Reader.typed(content, "random", bool),
-        recomputable=_Reader.typed(content, "recomputable", bool),
-        layer=_Reader.typed(content, "layer", str),
-        key=_Reader.typed(content, "key", str),
-    )
-
-
 def _read_step(content: Any, graph: Graph) -> Step:
     name, *arguments = content
     if name == "boundary" and not arguments:
         return Boundary()
     if name == "surface" and len(arguments) == 1:
-        return SurfaceGrads(_Reader.indices(arguments[0], len(graph.values), "surface"))
+        return SurfaceGrads(Reader.indices(arguments[0], len(graph.values), "surface"))
     if name not in ("compute", "drop", "save_rng", "drop_rng") or len(arguments) != 1:
         raise InvalidPlanFile(f"unknown step {content!r}")
     limit = len(graph.values) if name == "drop" else len(graph.ops)
-    (index,) = _Reader.indices(arguments, limit, name)
+    (index,) = Reader.indices(arguments, limit, name)
     return _STEP_NAMES[name](index)  # type: ignore[no-any-return]
 
 

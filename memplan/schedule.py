@@ -113,6 +113,13 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
     return tuple(steps)
 
 
+def order_of(schedule: Schedule) -> tuple[int, ...]:
+    """The order of ops in a schedule, `BOUNDARY` among them."""
+    return tuple(
+        step.op if isinstance(step, Compute) else BOUNDARY for step in schedule if isinstance(step, (Compute, Boundary))
+    )
+
+
 def _last_uses(graph: Graph, order: Sequence[int]) -> list[list[int]]:
     """For each position of the order the values whose current instance is not read after it."""
     values = graph.values

@@ -28,14 +28,15 @@ OURS: dict[str, set[str]] = {
     "graph": PLAIN,
     "runtime": PLAIN | {"graph"},
     "report": PLAIN,
-    "plans": PLAIN | {"report"},
+    "problem_file": {"errors", "problem"},
+    "plans": PLAIN | {"problem_file", "report"},
 }
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
-ANNOTATIONS = {"report": {"plans", "partial"}}
+ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"report", "plans"}},
+    **{layer: set() for layer in PLAIN | {"problem_file", "report", "plans"}},
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.problem import Problem
 from memplan.schedule import schedule_of
 from memplan.simulate import simulate
-from memplan.solvers import Limits, lower_bound, solve_front
+from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.baselines import baselines, keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
+from memplan.solvers.options import cut_orders
 from memplan.solvers.orders import demand_order, lower, split
 from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import ChainTable, distinct_slots, solve_chain
@@ -34,7 +36,7 @@ from tests.random_graphs import (
 )
 from tests.solver_oracle import all_orders, chain_optimum, recount
 
-SMALL = Limits(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
+SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
                sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
 CALM = settings(max_examples=60, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
@@ -96,7 +98,7 @@ def test_fast_accountant_refuses_what_simulate_refuses(problem: Problem, data: s
 @CALM
 @given(random_problems())
 def test_front_is_legal_and_monotone_and_above_the_bound(problem: Problem) -> None:
-    front = solve_front(problem, limits=SMALL)
+    front = solve_front(problem, config=SMALL)
     for point in (*front.points, front.keep_all):
         timeline = simulate(problem, point.schedule)
         assert (timeline.peak_bytes, timeline.time_s) == (point.peak_bytes, point.time_s)
@@ -116,7 +118,7 @@ def test_front_is_legal_and_monotone_and_above_the_bound(problem: Problem) -> No
 @given(random_problems(most_ops=4, most_size=4))
 def test_bound_holds_for_every_short_order(problem: Problem) -> None:
     bound = lower_bound(problem)
-    front = solve_front(problem, limits=SMALL)
+    front = solve_front(problem, config=SMALL)
     for order in all_orders(problem, 2):
         try:
             timeline = simulate(problem, schedule_of(problem.graph, order))
@@ -130,7 +132,7 @@ def test_bound_holds_for_every_short_order(problem: Problem) -> None:
 @settings(CALM, max_examples=10)
 @given(random_problems())
 def test_front_is_deterministic(problem: Problem) -> None:
-    first, second = solve_front(problem, limits=SMALL), solve_front(problem, limits=SMALL)
+    first, second = solve_front(problem, config=SMALL), solve_front(problem, config=SMALL)
     assert [p.order for p in first.points] == [p.order for p in second.points]
 
 
@@ -145,14 +147,14 @@ def test_chain_plans_are_legal(problem: Problem) -> None:
         assert [op for b in chain.blocks for op in b.forward] == list(range(problem.graph.boundary))
         backward = [op for b in reversed(chain.blocks) for op in b.backward]
         assert backward == list(range(problem.graph.boundary, len(problem.graph.ops)))
-        solved = solved_chain(flat, keys, chain, 2 * most, 2 * most, 4, 8)  # one slot a byte
-        for m in distinct_slots(solved.opt, 6):
+        solved = solved_chain(flat, keys, chain, 2 * most, 2 * most, lambda b: cut_orders(b, 4), 8)  # one slot a byte
+        for m in distinct_slots(solved.front, 6):
             peak, time_s = accounted(problem, expand(flat, solved, m))
             replays = any(op.random for op in problem.graph.ops)  # kept generator states are not part of a table
             reruns_held = any(v.held and v.role == "activation" for v in problem.graph.values[:-1])
             if not replays and not reruns_held and not problem.accumulate:
                 assert peak <= m + flat.arrays.base_bytes
-            assert time_s <= problem.baseline_time_s + float(solved.opt[0, -1, m]) + 1e-3
+            assert time_s <= problem.baseline_time_s + float(solved.front.seconds[m]) + 1e-3
 
 
 def tables(count: int) -> st.SearchStrategy[ChainTable]:
@@ -180,9 +182,25 @@ def tables(count: int) -> st.SearchStrategy[ChainTable]:
 @CALM
 @given(st.integers(1, 5).flatmap(tables))
 def test_recurrence_equals_trying_every_move(table: ChainTable) -> None:
-    opt = solve_chain(table, 24)
+    front = solve_chain(table, 24)
     for m in (0, 3, 6, 9, 12, 18, 24):
-        assert float(opt[0, -1, m]) == chain_optimum(table, m)
+        assert float(front.seconds[m]) == chain_optimum(table, m)
+
+
+@CALM
+@given(st.integers(1, 3).flatmap(tables), st.integers(2, 4), st.integers(0, 1))
+def test_equal_blocks_share_what_is_true_of_both(table: ChainTable, times: int, first: int) -> None:
+    count = len(table.option_count)
+    chosen = [*([0] if first else []), *(list(range(count)) * times)]
+    own = table.width[:, -1] - np.append(table.width[1:, -1], 0)
+    rows = {name: getattr(table, name)[chosen] for name in table._fields if name != "width"}
+    width = np.array([[own[chosen[i : c + 1]].sum() for c in range(len(chosen))] for i in range(len(chosen))])
+    repeated = ChainTable(width=width, **rows)
+    front = solve_chain(repeated, 20)
+    if count == 1 and times > 2 and not first:
+        assert len(front.opt) < len(chosen) * (len(chosen) + 1) // 2
+    for m in (0, 4, 8, 14, 20):
+        assert float(front.seconds[m]) == chain_optimum(repeated, m)
 
 
 @CALM
@@ -230,7 +248,7 @@ def test_split_recomputes_just_before_the_next_use() -> None:
 
 def test_layers_alike_reach_the_floor_and_stay_near_the_bound() -> None:
     problem = llama_like(3, dropout=True)
-    front = solve_front(problem, limits=SMALL)
+    front = solve_front(problem, config=SMALL)
     assert front.floor.peak_bytes < 1.02 * front.bound.floor_bytes
     middle = (front.floor.peak_bytes + front.keep_all.peak_bytes) // 2
     best = front.best(middle)
@@ -241,7 +259,7 @@ def test_layers_alike_reach_the_floor_and_stay_near_the_bound() -> None:
 @pytest.mark.parametrize("build", [resnet_like, unet_like, encoder_decoder_like])
 def test_wide_cuts_beat_the_textbook(build: Callable[[], Problem]) -> None:
     problem = build()
-    front = solve_front(problem, limits=replace(SMALL, grid=16, coarse_slots=300, coarse_blocks=32))
+    front = solve_front(problem, config=replace(SMALL, grid=16, coarse_slots=300, coarse_blocks=32))
     flat = flatten(problem)
     for _name, order in baselines(flat, 32):
         peak, time_s = accounted(problem, order)
@@ -268,7 +286,7 @@ def test_what_only_the_backward_pass_reads_may_wait_for_it() -> None:
     y = b.forward("use", (x,), (64,), saved=(x, mask))[0]
     wide = b.forward("wide", (y,), (8192,), saved=(y,))[0]
     problem = b.finish(b.forward("loss", (wide,), (8,), saved=(wide,))[0])
-    front = solve_front(problem, limits=SMALL)
+    front = solve_front(problem, config=SMALL)
     best = front.best(front.keep_all.peak_bytes - 4096)
     assert best is not None and best.time_s == pytest.approx(problem.baseline_time_s)
     assert front.bound.time_s(best.peak_bytes) <= best.time_s * (1 + 1e-9)

@@ -5,6 +5,7 @@ from memplan.solvers.bound import lower_bound as lower_bound
 from memplan.solvers.dag import solve_dag as solve_dag
 from memplan.solvers.front import Candidate as Candidate
 from memplan.solvers.front import Front as Front
-from memplan.solvers.front import Limits as Limits
+from memplan.solvers.front import Progress as Progress
+from memplan.solvers.front import candidate as candidate
 from memplan.solvers.front import solve_front as solve_front
 from memplan.solvers.front import textbook as textbook

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from memplan.config import Config
 from memplan.errors import BudgetInfeasible
 from memplan.problem import Costs, Graph, Op, Problem, Value
 from memplan.schedule import BOUNDARY, Compute, Drop, Timeline, schedule_of
@@ -28,14 +29,14 @@ from memplan.solvers import dag_search as search
 from memplan.solvers.dag_bound import Relations, floor_bytes, lower_bound_s, relations_of
 from memplan.solvers.dag_exact import best_order
 from memplan.solvers.flat import Flat, Ints, flatten
-from memplan.solvers.front import Limits, solve_front
+from memplan.solvers.front import solve_front
 from memplan.units import format_bytes
 
 PROBLEM_FORMAT = "memplan.dag/1"
 PLAN_FORMAT = "memplan.dag-plan/1"
 
 DagStep = Compute | Drop  # of a node: run it, or free its output
-_FRONT = Limits(coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12,
+_FRONT = Config(coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12,
                 sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, moments=1)  # fmt: skip
 _THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 _CERTIFIED = 1e-9  # sums of floats in different orders differ by less, as a part of the whole
@@ -382,7 +383,7 @@ def _from_front(task: _Task) -> list[tuple[str, Ints]]:
     boundary = sum(isinstance(step, Compute) for step in until_peak)
     if not 0 < boundary < len(task.problem.nodes):
         return []
-    points = solve_front(dag_as_problem(task.problem, boundary), limits=_FRONT).points
+    points = solve_front(dag_as_problem(task.problem, boundary), _FRONT).spread(_FRONT.points)
     below = [c for c in points if c.peak_bytes <= task.budget_bytes][-2:]
     above = [c for c in points if c.peak_bytes > task.budget_bytes][:2]
     orders = [np.array([op for op in c.order if op != BOUNDARY], dtype=np.int64) for c in (*below, *above)]

@@ -19,7 +19,8 @@ from memplan.solvers.exact_block import Rows, reverse
 from memplan.solvers.exact_bound import NEVER, moments_of, network_of
 from memplan.solvers.exact_kernel import Cell, Rules, Space, search, windows
 from memplan.solvers.flat import Ints
-from memplan.solvers.options import LocalBlock, Option, _measure
+from memplan.solvers.options import LocalBlock, Option
+from memplan.solvers.options import measured as option_of
 
 NO_LIMIT = 1 << 60
 
@@ -168,7 +169,7 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
 
 def measured(block: LocalBlock, order: Sequence[int]) -> Option:
     """What an order of a block comes to."""
-    return _measure(block, np.array(order, dtype=np.int64))
+    return option_of(block, np.array(order, dtype=np.int64))
 
 
 def _steps(low: int, high: int, parts: int) -> list[int]:

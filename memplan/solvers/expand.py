@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -13,21 +13,23 @@ from memplan.solvers.chain import Block, Chain
 from memplan.solvers.flat import Flat, Ints
 from memplan.solvers.options import BlockOptions, LocalBlock, block_options, localise
 from memplan.solvers.replay import prune
-from memplan.solvers.rotor import ChainTable, Costs32, Leaf, moves, solve_chain
+from memplan.solvers.rotor import ChainFront, ChainTable, Leaf, moves, solve_chain
+
+BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
 
 @dataclass(frozen=True, slots=True)
 class SolvedChain:
     """A chain with its options, and the recurrence's answer for every memory size.
 
-    unit_bytes: bytes of one slot. opt[0, -1, m]: seconds of recomputation with m slots beyond the residents.
+    unit_bytes: bytes of one slot. front.seconds[m]: seconds of recomputation with m slots beyond the residents.
     """
 
     chain: Chain
     locals: tuple[LocalBlock, ...]
     options: tuple[BlockOptions, ...]
     table: ChainTable
-    opt: Costs32
+    front: ChainFront
     unit_bytes: int
 
 
@@ -45,8 +47,12 @@ class _Outside:
 
 
 def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
-                 cuts_limit: int, option_limit: int) -> SolvedChain:  # fmt: skip
-    """Options of every distinct block, then the recurrence. most_bytes: beyond the residents, more is never needed."""
+                 orders: BlockOrders, option_limit: int) -> SolvedChain:  # fmt: skip
+    """Options of every distinct block, then the recurrence.
+
+    most_bytes: beyond the residents, more is never needed. orders: ways to run a block; option_limit: most
+    that are kept.
+    """
     last_read = _last_reads(flat)
     outside = _outside(flat, chain, last_read)
     known: dict[tuple[object, ...], BlockOptions] = {}
@@ -55,7 +61,7 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
     for index, block in enumerate(chain.blocks):
         local = localise(flat, block, outside.incoming[index], last_read, keys)
         if local.signature not in known:
-            known[local.signature] = block_options(local, cuts_limit, option_limit)
+            known[local.signature] = block_options(local, orders(local), option_limit)
         local_blocks.append(local)
         options.append(known[local.signature])
     unit = max(1, -(-most_bytes // slots))
@@ -159,7 +165,7 @@ def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
     blocks = solved.chain.blocks
     order: list[int] = []
     ran = [False] * len(blocks)
-    found = iter(moves(solved.table, solved.opt, slots))
+    found = iter(moves(solved.table, solved.front, slots))
 
     def forward(index: int) -> None:
         again = ran[index]

@@ -5,15 +5,17 @@ block's part of the cut and brings the gradients that come in), and its backward
 each gives a sparse order (recompute every time) and a dense one (recompute once and keep), and `fill` makes those in
 between. The kernels that account for whole steps account for these, so peaks agree with `simulate`.
 
-An exact search under the peak can replace `_orders` without touching anything else: it only has to return orders.
+Where orders come from is the caller's choice: minimum cuts (`cut_orders`) or an exact search under the peak.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
+from memplan.schedule import BOUNDARY
 from memplan.solvers.chain import Block
 from memplan.solvers.flat import Arrays, Flat, Ints, compressed
 from memplan.solvers.mincut import saved_sets
@@ -189,13 +191,13 @@ def _signature(local: Flat, cut: Row, keys: list[str]) -> tuple[object, ...]:
     )
 
 
-def block_options(block: LocalBlock, cuts_limit: int, option_limit: int) -> BlockOptions:
-    """The Pareto set of options of a block, at most `option_limit` of them. cuts_limit: minimum cuts to spend."""
+def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> BlockOptions:
+    """The Pareto set of what these orders of a block come to, at most `limit` options."""
     a = block.flat.arrays
     forward_s = float(a.time_s[: a.boundary].sum())
     found: dict[tuple[float, ...], Option] = {}
-    for order in _orders(block, cuts_limit):
-        option = _measure(block, order)
+    for order in orders:
+        option = measured(block, order)
         found.setdefault(option.figures, option)
     options = _pareto(list(found.values()))
     leaf = np.array([*range(a.boundary), a.boundary], dtype=np.int64)
@@ -203,10 +205,17 @@ def block_options(block: LocalBlock, cuts_limit: int, option_limit: int) -> Bloc
     replay(a, leaf, during)
     leaf_s = _closure_s(block.flat, set(block.cut))
     leaf_peak = int(during[: a.boundary].max(initial=0))
-    return BlockOptions(_thin(options, option_limit), leaf_peak, min(leaf_s, forward_s))
+    return BlockOptions(_thin(options, limit), leaf_peak, min(leaf_s, forward_s))
 
 
-def _orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
+def kept_whole(block: LocalBlock) -> Ints:
+    """The order that repeats nothing."""
+    stand_in = block.flat.arrays.boundary
+    return np.array([*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)], dtype=np.int64)
+
+
+def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
+    """Orders from minimum cuts of the block. cuts_limit: cuts to spend."""
     a = block.flat.arrays
     needed = {
         v for op in range(a.boundary + 1, block.flat.op_count) for v in block.flat.reads[op]
@@ -233,7 +242,8 @@ def _peak(a: Arrays, order: Ints) -> int:
     return int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
 
 
-def _measure(block: LocalBlock, order: Ints) -> Option:
+def measured(block: LocalBlock, order: Ints) -> Option:
+    """What an order of a block comes to."""
     a = block.flat.arrays
     during = np.zeros(len(order), dtype=np.int64)
     peak, _position, time_s = replay(a, order, during)

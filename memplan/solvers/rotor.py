@@ -71,7 +71,7 @@ class Leaf:
 
 
 @kernel
-def _save_move(t: ChainTable, table: Costs32, i: int, j: int, k: int) -> tuple[int, float]:
+def _save_move(t: ChainTable, i: int, j: int, k: int) -> tuple[int, float]:
     """Least memory at which option k of block i may be taken in the segment (i, j), and its seconds."""
     last = len(t.option_count) - 1
     outside = t.outside_first[i] if j == last else t.outside_again[j]
@@ -79,27 +79,102 @@ def _save_move(t: ChainTable, table: Costs32, i: int, j: int, k: int) -> tuple[i
     return low, t.cost_first[i, k] if j == last else t.cost_again[i, k]
 
 
+class ChainFront(NamedTuple):
+    """The recurrence's answer. opt[segment[i, j], m]: least seconds of recomputation for blocks i..j with m slots;
+    infinite where m is too little. Segments of equal blocks share a row."""
+
+    segment: Ints
+    opt: Costs32
+
+    @property
+    def seconds(self) -> Costs32:
+        """Of the whole chain, for every memory size."""
+        seconds: Costs32 = self.opt[self.segment[0, -1]]
+        return seconds
+
+
 @kernel
-def solve_chain(t: ChainTable, slots: int) -> Costs32:
-    """opt[i, j, m]: least seconds of recomputation for blocks i..j with m slots; infinite where m is too little."""
+def _same_blocks(t: ChainTable, i: int, other: int) -> bool:
+    """Whether two blocks have the same options and the same outside."""
+    if t.option_count[i] != t.option_count[other] or t.outside_first[i] != t.outside_first[other]:
+        return False
+    if t.leaf_peak[i] != t.leaf_peak[other] or t.leaf_again[i] != t.leaf_again[other]:
+        return False
+    for k in range(t.option_count[i]):
+        same = t.saved[i, k] == t.saved[other, k] and t.forward_peak[i, k] == t.forward_peak[other, k]
+        same = same and t.backward_peak[i, k] == t.backward_peak[other, k]
+        if not same or t.cost_first[i, k] != t.cost_first[other, k] or t.cost_again[i, k] != t.cost_again[other, k]:
+            return False
+    return True
+
+
+@kernel
+def _period(t: ChainTable) -> int:
+    """The distance at which the most blocks have an equal one."""
+    count = len(t.option_count)
+    best = 1
+    most = 0
+    for period in range(1, count // 2 + 1):
+        equal = 0
+        for i in range(count - period):
+            if _same_blocks(t, i, i + period):
+                equal += 1
+        if equal > most:
+            best = period
+            most = equal
+    return best
+
+
+@kernel
+def _shared_rows(t: ChainTable) -> tuple[Ints, int]:
+    """segment[i, j] and the number of rows: a segment that equals the one a period further on has its row."""
+    count = len(t.option_count)
+    period = _period(t)
+    segment = np.full((count, count), -1, dtype=np.int64)
+    same = np.zeros(count, dtype=np.bool_)
+    for i in range(count - period):
+        same[i] = _same_blocks(t, i, i + period)
+    # alike[j] for the current i: blocks i..j equal those a period further on, cuts and what stands outside included.
+    rows = 0
+    for i in range(count - 1, -1, -1):
+        alike = True
+        for j in range(i, count):
+            further = j + period
+            alike = alike and further < count - 1 and same[j]
+            alike = alike and t.width[i, j] == t.width[min(i + period, count - 1), min(further, count - 1)]
+            if alike and t.outside_again[j] == t.outside_again[further]:
+                segment[i, j] = segment[i + period, further]
+            else:
+                segment[i, j] = rows
+                rows += 1
+    return segment, rows
+
+
+@kernel
+def solve_chain(t: ChainTable, slots: int) -> ChainFront:
+    """The least seconds of every segment for every memory size up to `slots`."""
     count = len(t.option_count)
     last = count - 1
-    opt = np.full((count, count, slots + 1), np.inf, dtype=np.float32)
-    least = np.full((count, count), slots + 1, dtype=np.int64)
+    segment, rows = _shared_rows(t)
+    opt = np.full((rows, slots + 1), np.inf, dtype=np.float32)
+    least = np.full(rows, -1, dtype=np.int64)  # the least memory of a row, -1 where it is not made yet
     for length in range(count):
         for i in range(count - length):
             j = i + length
-            row = opt[i, j]
+            if least[segment[i, j]] >= 0:
+                continue
+            row = opt[segment[i, j]]
             for k in range(t.option_count[i]):
-                low, cost = _save_move(t, opt, i, j, k)
+                low, cost = _save_move(t, i, j, k)
                 if i == j:
                     if low <= slots:
                         row[low] = min(row[low], np.float32(cost))
                     continue
                 saved = t.saved[i, k]
-                low = max(low, least[i + 1, j] + saved)
+                rest = segment[i + 1, j]
+                low = max(low, least[rest] + saved)
                 if low <= slots:
-                    _relax(row[low:], opt[i + 1, j, low - saved :], np.float32(cost))
+                    _relax(row[low:], opt[rest, low - saved :], np.float32(cost))
             if i == j:
                 for m in range(1, slots + 1):
                     row[m] = min(row[m], row[m - 1])
@@ -111,16 +186,18 @@ def solve_chain(t: ChainTable, slots: int) -> Costs32:
                 low = max(low, t.leaf_peak[at] + outside + (t.width[i, at - 1] if at > i else 0))
                 cost += 0.0 if j == last else t.leaf_again[at]
                 width = t.width[i, c - 1]
-                start = max(low, width + least[c, j], least[i, c - 1])
+                right, left = segment[c, j], segment[i, c - 1]
+                start = max(low, width + least[right], least[left])
                 if low > slots:
                     break
                 if start <= slots:
-                    _relax_two(row[start:], opt[c, j, start - width :], opt[i, c - 1, start:], np.float32(cost))
+                    _relax_two(row[start:], opt[right, start - width :], opt[left, start:], np.float32(cost))
+            least[segment[i, j]] = slots + 1
             for m in range(slots + 1):
                 if row[m] < np.inf:
-                    least[i, j] = m
+                    least[segment[i, j]] = m
                     break
-    return opt
+    return ChainFront(segment, opt)
 
 
 @kernel
@@ -136,19 +213,20 @@ def _relax_two(row: Costs32, right: Costs32, left: Costs32, cost: np.float32) ->
 
 
 @kernel
-def _best_move(t: ChainTable, opt: Costs32, i: int, j: int, m: int) -> tuple[int, int]:
-    """(0, option) or (1, stop) of the move that gives opt[i, j, m]; (-1, -1) where it is infinite."""
+def _best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tuple[int, int]:
+    """(0, option) or (1, stop) of the best move for blocks i..j with m slots; (-1, -1) where there is none."""
+    segment, opt = front.segment, front.opt
     last = len(t.option_count) - 1
     best = np.float32(np.inf)
     kind = -1
     which = -1
     for k in range(t.option_count[i]):
-        low, cost = _save_move(t, opt, i, j, k)
+        low, cost = _save_move(t, i, j, k)
         if low > m:
             continue
         total = np.float32(cost)
         if i < j:
-            total = np.float32(cost) + opt[i + 1, j, m - t.saved[i, k]]
+            total = np.float32(cost) + opt[segment[i + 1, j], m - t.saved[i, k]]
         if total < best:
             best, kind, which = total, 0, k
     low = 0
@@ -160,19 +238,19 @@ def _best_move(t: ChainTable, opt: Costs32, i: int, j: int, m: int) -> tuple[int
         cost += 0.0 if j == last else t.leaf_again[at]
         if max(low, t.width[i, at]) > m:
             break
-        total = np.float32(cost) + opt[c, j, m - t.width[i, at]] + opt[i, at, m]
+        total = np.float32(cost) + opt[segment[c, j], m - t.width[i, at]] + opt[segment[i, at], m]
         if total < best:
             best, kind, which = total, 1, c
     return kind, which
 
 
-def moves(t: ChainTable, opt: Costs32, slots: int) -> tuple[Save | Leaf, ...]:
+def moves(t: ChainTable, front: ChainFront, slots: int) -> tuple[Save | Leaf, ...]:
     """The moves of the best plan with `slots` slots, a segment before those inside it. Raises ValueError if none."""
     found: list[Save | Leaf] = []
     segments = [(0, len(t.option_count) - 1, slots)]
     while segments:
         i, j, m = segments.pop()
-        kind, which = _best_move(t, opt, i, j, m)
+        kind, which = _best_move(t, front, i, j, m)
         if kind < 0:
             raise ValueError(f"no plan for blocks {i}..{j} fits {m} slots")
         if kind == 0:
@@ -186,9 +264,9 @@ def moves(t: ChainTable, opt: Costs32, slots: int) -> tuple[Save | Leaf, ...]:
     return tuple(found)
 
 
-def distinct_slots(opt: Costs32, limit: int) -> tuple[int, ...]:
+def distinct_slots(front: ChainFront, limit: int) -> tuple[int, ...]:
     """At most `limit` memory sizes at which the whole chain's least seconds change, the extremes among them."""
-    row = opt[0, -1]
+    row = front.seconds
     finite = np.nonzero(np.isfinite(row))[0]
     if len(finite) == 0:
         return ()

@@ -1,0 +1,87 @@
+"""Every preset on every instance: seconds of solving, overhead, and gap to the lower bound.
+
+    python -m benchmarks.solvers [--instances NAME ...] [--presets NAME ...] [--output FILE]
+
+Budgets are 0.7, 0.5 and 0.35 of the unplanned activation peak (what is held beyond parameters, buffers and inputs).
+`gap` is time / bound - 1; `share` is (time - bound) / (bound - baseline), the same as a share of what has to be
+recomputed in any case. A cell without figures: nothing found fits. Instances are problems captured from real models and
+timed on one machine (`benchmarks.solvers.capture`); solving runs no model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import environment
+from benchmarks.gpt8 import gpt8
+from benchmarks.solvers.capture import INSTANCES
+from memplan import config as configs
+from memplan.problem import Problem
+from memplan.problem_file import load_problem
+from memplan.solvers import Front, solve_front
+
+SHARES = (0.7, 0.5, 0.35)
+OUTPUT = Path(__file__).parent.parent / "results" / "solvers.json"
+
+
+def instances() -> dict[str, Problem]:
+    found = {path.name.removesuffix(".json.gz"): load_problem(path) for path in sorted(INSTANCES.glob("*.json.gz"))}
+    return found | {"rockmate_gpt8": gpt8()}
+
+
+def row(problem: Problem, front: Front, share: float) -> dict[str, Any]:
+    resident = problem.resident_bytes
+    budget_bytes = resident + int(share * (front.keep_all.peak_bytes - resident))
+    chosen = front.best(budget_bytes)
+    baseline_s, bound_s = problem.baseline_time_s, front.bound.time_s(budget_bytes)
+    if chosen is None:
+        return {"overhead": None, "gap": None, "share": None}
+    must_s = bound_s - baseline_s
+    return {
+        "overhead": chosen.time_s / baseline_s - 1,
+        "gap": chosen.time_s / bound_s - 1,
+        "share": (chosen.time_s - bound_s) / must_s if must_s > 0 else None,
+    }
+
+
+def table(names: list[str], presets: list[str]) -> dict[str, Any]:
+    solve_front(gpt8())  # loads the compiled solvers
+    result: dict[str, Any] = {}
+    print(f"{'instance':16} {'preset':10} {'ops':>5} {'s':>7}  " + "  ".join(f"{s:>4}: overhead, gap" for s in SHARES))
+    for name, problem in instances().items():
+        if name not in names:
+            continue
+        result[name] = {"ops": len(problem.graph.ops), "presets": {}}
+        for preset in presets:
+            start = time.perf_counter()
+            front = solve_front(problem, configs.generate_config(preset))
+            solve_s = time.perf_counter() - start
+            rows = {str(share): row(problem, front, share) for share in SHARES}
+            result[name]["presets"][preset] = {"solve_s": solve_s, "floor_bytes": front.floor.peak_bytes} | rows
+            cells = [
+                f"{r['overhead']:>12.2%} {r['gap']:>7.2%}" if r["gap"] is not None else f"{'-':>12} {'-':>7}"
+                for r in rows.values()
+            ]
+            print(f"{name:16} {preset:10} {len(problem.graph.ops):5} {solve_s:7.2f}  " + "  ".join(cells), flush=True)
+    result["most_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--instances", nargs="+", default=list(instances()))
+    parser.add_argument("--presets", nargs="+", default=list(configs.PRESETS), choices=list(configs.PRESETS))
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    result = {"environment": environment()} | table(args.instances, args.presets)
+    args.output.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

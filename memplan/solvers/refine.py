@@ -1,0 +1,92 @@
+"""Local search on flat schedules: from what the methods found to a front.
+
+The lowest candidates are pushed lower (`lower`); at each peak of a grid neighbours are brought down or filled up to it
+(`fill`); last, dear recomputations are traded for cheap ones (`exchange`). Every stage only adds to what there is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from memplan.config import Config
+from memplan.solvers.exchange import exchange
+from memplan.solvers.flat import Flat
+from memplan.solvers.orders import lower
+from memplan.solvers.replay import fill
+from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
+
+Stage = tuple[float, list[Sketch]]  # the share of the work that is done, and what was found since the last stage
+
+
+def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config) -> Iterator[Stage]:
+    """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it."""
+    a = flat.arrays
+    rounds = _rounds(flat, config)
+    start = pareto(sketches)
+    found = list(start)
+    for index, sketch in enumerate(start[: config.descents]):
+        new = _descend(flat, sketch, floor_bytes, config)
+        order = lower(a, sketch.order, floor_bytes, rounds, config.width)
+        new.append(sketch_of(flat, _lowered(sketch.solver), order))
+        found += new
+        yield 0.3 * (index + 1) / config.descents, new
+    found = pareto(found)
+    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, config.grid) * config.passes
+    for index, target in enumerate(targets):
+        below = [s for s in found if s.peak_bytes <= target][-2:]
+        above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
+        new = [sketch_of(flat, s.solver, fill(a, s.order, target, 8)) for s in below]
+        for sketch in above:
+            order = lower(a, sketch.order, target, rounds // 4, config.width)
+            new.append(sketch_of(flat, _lowered(sketch.solver), fill(a, order, target, 8)))
+        found = pareto([*found, *new])
+        yield 0.3 + 0.4 * (index + 1) / len(targets), new
+    thinned = thin(found, config.points)
+    last: Sketch | None = None
+    for index, sketch in enumerate(thinned):
+        if last is not None and last.time_s < sketch.time_s:
+            sketch = last  # a faster plan of a lower peak is taken on upwards
+        tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
+        if tries:
+            order = exchange(a, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
+            sketch = sketch_of(flat, sketch.solver, order)
+        last = sketch
+        yield 0.7 + 0.3 * (index + 1) / len(thinned), [sketch]
+
+
+def _rounds(flat: Flat, config: Config) -> int:
+    """Rounds of lowering; fewer on long steps, where each costs more."""
+    return min(config.rounds, max(8, config.lower_work // flat.op_count))
+
+
+def _lowered(solver: str) -> str:
+    return solver if solver.endswith("lowered") else solver + ", lowered"
+
+
+def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, config: Config) -> list[Sketch]:
+    """Lower a peak towards the floor in steps, smaller ones where a step fails.
+
+    A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
+    """
+    found: list[Sketch] = []
+    rounds = _rounds(flat, config)
+    part = 4
+    for _ in range(config.descent_steps):
+        target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
+        order = lower(flat.arrays, sketch.order, target, rounds, config.width)
+        lowered = sketch_of(flat, _lowered(sketch.solver), order)
+        if lowered.peak_bytes < sketch.peak_bytes:
+            found.append(lowered)
+            sketch = lowered
+        if lowered.peak_bytes > target:
+            part *= 2
+            if part > 64:
+                break
+    return found
+
+
+def _grid(low: int, high: int, count: int) -> list[int]:
+    """Peaks from low to high, closer to one another at the low end, where seconds change the most."""
+    if count < 2 or high <= low:
+        return [high]
+    return sorted({low + int((high - low) * (i / (count - 1)) ** 1.5) for i in range(count)}, reverse=True)

@@ -1,0 +1,167 @@
+"""Configurations: presets, files, what is refused; and what a search does when it is stopped."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+
+import memplan
+from memplan.config import METHODS, PRESETS, Config
+from memplan.problem import Problem
+from memplan.solvers import Progress, solve_front
+from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
+from tests.test_solvers import CALM, SMALL
+
+SMALL_CHANGES = {
+    field.name: getattr(SMALL, field.name)
+    for field in dataclasses.fields(Config)
+    if field.name not in ("methods", "polish", "timeout_s")
+}
+
+
+def small(preset: str) -> Config:
+    return memplan.generate_config(preset, **SMALL_CHANGES)
+
+
+@CALM
+@given(random_problems())
+def test_auto_is_never_worse_than_any_preset(problem: Problem) -> None:
+    assert_best(problem)
+
+
+@pytest.mark.parametrize("build", [encoder_decoder_like, unet_like, lambda: llama_like(4)])
+def test_auto_is_never_worse_on_shapes_of_real_models(build: object) -> None:
+    assert_best(build())  # type: ignore[operator]
+
+
+def assert_best(problem: Problem) -> None:
+    fronts = {preset: solve_front(problem, small(preset)) for preset in PRESETS}
+    for preset, front in fronts.items():
+        for left, right in itertools.pairwise(front.points):
+            assert left.peak_bytes < right.peak_bytes and left.time_s > right.time_s
+        for point in front.points:
+            best = fronts["auto"].best(point.peak_bytes)
+            assert best is not None and best.time_s <= point.time_s, preset
+            assert point.timeline.peak_bytes == point.peak_bytes
+            assert point.timeline.time_s == pytest.approx(point.time_s)
+    assert [p.order for p in fronts["noremat"].points] == [fronts["auto"].keep_all.order]
+    for point in fronts["rockmate"].points:
+        best = fronts["hiremate"].best(point.peak_bytes)
+        assert best is not None and best.time_s <= point.time_s
+
+
+def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    for preset in PRESETS:
+        config = memplan.generate_config(preset, grid=7, timeout_s=1.5)
+        memplan.save_config(config, path)
+        assert memplan.load_config(path) == config
+    path.write_text('{"format": "memplan.config", "version": 1, "grid": 3}')
+    assert memplan.load_config(path) == Config(grid=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"gird": 3}, ValueError, "gird"),
+        ({"format": "other"}, ValueError, "not a memplan configuration"),
+        ({"version": 9}, ValueError, "version 9"),
+        ({"methods": "rotor"}, TypeError, "list"),
+        ({"methods": ["simplex"]}, ValueError, "simplex"),
+        ({"grid": -1}, ValueError, "grid"),
+        ({"grid": 1.5}, TypeError, "grid"),
+        ({"grid": True}, TypeError, "grid"),
+        ({"polish": 1}, TypeError, "polish"),
+        ({"timeout_s": -1}, ValueError, "timeout_s"),
+        ({"options": 0}, ValueError, "options"),
+    ],
+)
+def test_bad_files_are_refused_by_name(
+    tmp_path: Path, changes: dict[str, object], error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"format": "memplan.config", "version": 1} | changes))
+    with pytest.raises(error, match=message):
+        memplan.load_config(path)
+
+
+def test_bad_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="checkmat"):
+        memplan.generate_config("checkmat")
+    with pytest.raises(TypeError, match="gird"):
+        memplan.generate_config("auto", gird=3)
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="fastest"):
+        memplan.apply(net, torch.ones(1, 2), 0.9, config="fastest")
+    with pytest.raises(TypeError, match="config"):
+        memplan.apply(net, torch.ones(1, 2), 0.9, config=3)  # type: ignore[arg-type]
+
+
+def test_every_field_is_documented() -> None:
+    words = (Config.__doc__ or "").replace(",", " ").replace(":", " ").split()
+    assert all(field.name in words for field in dataclasses.fields(Config))
+    assert all(f'"{method}"' in (Config.__doc__ or "") for method in METHODS)
+
+
+def test_a_configuration_reaches_the_plan() -> None:
+    net = torch.nn.Sequential(*(layer for _ in range(6) for layer in (torch.nn.Linear(32, 32), torch.nn.GELU())))
+    sample = torch.randn(512, 32)
+    plan = memplan.plan(net, sample, 0.8, config="rotor", costs="estimate")
+    assert plan.solver == "rotor" and not plan.truncated
+    everything = memplan.plan(net, sample, 1.0, config="noremat", costs="estimate")
+    assert everything.solver == "keep all"
+    with pytest.raises(memplan.BudgetInfeasible):
+        memplan.plan(net, sample, 0.8, config="noremat", costs="estimate")
+    model = memplan.from_config(net, sample, 0.8, memplan.generate_config("rotor"), costs="estimate")
+    planned = memplan.plan_of(model)
+    assert planned is not None and planned.solver == "rotor"
+
+
+def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
+    problem = llama_like(4)
+    whole = solve_front(problem, SMALL)
+    assert not whole.truncated
+    for stage in ("bounds", "cuts", "blocks", "polishing"):
+
+        def stop(progress: Progress, stage: str = stage) -> None:
+            if progress.stage == stage:
+                raise KeyboardInterrupt
+
+        front = solve_front(problem, SMALL, stop)
+        assert front.truncated and front.points
+        for point in front.points:
+            assert point.timeline.peak_bytes == point.peak_bytes
+            assert front.bound.time_s(point.peak_bytes) <= point.time_s * (1 + 1e-9)
+    clocked = solve_front(problem, dataclasses.replace(SMALL, timeout_s=0.0))
+    assert clocked.truncated and clocked.points
+
+
+def test_progress_tells_the_gap_at_the_budget() -> None:
+    problem = llama_like(4)
+    budget = solve_front(problem, SMALL).keep_all.peak_bytes * 6 // 10
+    told: list[Progress] = []
+    solve_front(dataclasses.replace(problem, budget_bytes=budget), SMALL, told.append)
+    gaps = [progress.gap for progress in told if progress.gap is not None]
+    assert gaps and gaps[-1] < 0.1 and all(later <= earlier for earlier, later in itertools.pairwise(gaps))
+    assert {progress.stage for progress in told} == {"bounds", *METHODS, "polishing"}
+    assert all(0 <= progress.done <= 1 for progress in told)
+
+
+def test_plans_are_the_same_on_any_number_of_threads() -> None:
+    import numba
+
+    problem = encoder_decoder_like()
+    before = numba.get_num_threads()
+    first = solve_front(problem, SMALL)
+    numba.set_num_threads(1)
+    try:
+        second = solve_front(problem, SMALL)
+    finally:
+        numba.set_num_threads(before)
+    assert [p.order for p in first.points] == [p.order for p in second.points]
