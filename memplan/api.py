@@ -16,6 +16,7 @@ from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner
 from memplan.plans import Plan
+from memplan.problem import Link
 from memplan.runtime import Grads, OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
 
 
@@ -31,6 +32,8 @@ def apply(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
+    host_budget: int | str | None = None,
+    link: Link | None = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
@@ -53,6 +56,10 @@ def apply(
     config: how the plan is looked for: a `Config` or the name of a preset ("auto", "noremat", "rotor", "checkmate",
         "rockmate", "hilp", "hiremate"). None is "auto", the best of all. Ctrl-C during a long search takes the best
         plan so far.
+    host_budget: pinned host memory that the step may use, an int or "64GiB": activations are then offloaded to it, and
+        parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model, on
+        the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever. None: nothing is offloaded.
+    link: speed of the connection to host memory, where it should not be measured.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -68,7 +75,9 @@ def apply(
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
-    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
+    planner = Planner(
+        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link
+    )
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom)
@@ -95,9 +104,13 @@ def plan(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
+    host_budget: int | str | None = None,
+    link: Link | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
-    planner = Planner(budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
+    planner = Planner(
+        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link
+    )
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)
 
@@ -113,6 +126,8 @@ def explore(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
+    host_budget: int | str | None = None,
+    link: Link | None = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 

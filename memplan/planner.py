@@ -17,16 +17,19 @@ from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, Unsuppo
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
+from memplan.graph.homes import movables, with_homes
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
-from memplan.problem import Budget, Costs, Problem
+from memplan.problem import Budget, Costs, Link, Problem
 from memplan.report.progress import ProgressLine
-from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower
+from memplan.residency import all_names, choose, floor_bytes
+from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower, measure_link
 from memplan.schedule import order_of
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
+from memplan.solvers.offload import offload_bound_s
 from memplan.units import format_bytes, parse_bytes
 
 BudgetLike = int | float | str | Budget
@@ -42,7 +45,8 @@ class Planner:
     """Plans steps of one model under one budget; a step for each kind of call.
 
     budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
-    than predicted the device has been seen to hold; plans keep that much below the budget where they can.
+    than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
+    of the parameters that live on the host, once the first plan with a host budget has decided that.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -54,18 +58,25 @@ class Planner:
     accumulate: bool = False
     grads: Grads = "surface"
     config: Config = field(default_factory=Config)
+    host_budget: int | str | None = None
+    link: Link | None = None
     budget_bytes: int | None = None
     margin: float = 0.0
+    host: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
             _device_bytes(self.budget)  # a bad one is refused before anything runs
+        if self.host_budget is None and isinstance(self.budget, Budget):
+            self.host_budget = self.budget.host
+        if self.host_budget is not None:
+            _limit(self.host_budget, 0)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
-        return self._plan(self.problem(model, self.capture(model, forward, sample)))
+        return self._plan(model, self.capture(model, forward, sample))
 
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans from the smallest peak to the unplanned step."""
@@ -91,18 +102,20 @@ class Planner:
                 return self._whole(model, captured, other.plan, other.provisional)
         plan = self._hurried(model, captured, known) if known else None
         provisional = plan is not None and plan.overhead > 0
-        return self._whole(model, captured, plan or self._plan(self.problem(model, captured)), provisional)
+        return self._whole(model, captured, plan or self._plan(model, captured), provisional)
 
     def step_for(
         self, model: nn.Module, forward: Forward, call: Call, tangents: dict[int, TangentLayout] | None
     ) -> WholeStep:
         """A step for gradients that arrive at these outputs, in these layouts."""
         captured = self.capture(model, forward, call, tangents)
-        return self._whole(model, captured, self._plan(self.problem(model, captured)))
+        return self._whole(model, captured, self._plan(model, captured))
 
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
-        captured = self.capture(model, forward, sample)
+        values = plan.problem.graph.values
+        self.host = frozenset(v.name for v in values if v.fetched)
+        captured = self._homed(self.capture(model, forward, sample))
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
@@ -147,18 +160,82 @@ class Planner:
         inputs = captured.call.tensors
 
         def resident(kind: str, name: str, position: int) -> torch.Tensor:
-            return inputs[position] if kind == "input" else tensors[name]
+            tensor = inputs[position] if kind == "input" else tensors[name]
+            return tensor.to(captured.traced.device)
 
         return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
 
-    def _plan(self, problem: Problem) -> Plan:
+    def _plan(self, model: nn.Module, captured: Capture) -> Plan:
         """The fastest known schedule within the budget."""
+        problem = self.problem(model, captured)
+        if self.host_budget is not None:
+            return self._plan_with_host(model, captured, problem)
         front = self._front(problem)
         limit = self._limit(problem, front.keep_all.peak_bytes)
         chosen = front.best(int(limit / (1 + self.margin))) or front.floor
         if chosen.peak_bytes > limit:
             raise self._infeasible(problem, front.floor, limit)
         return _plan_of(problem, front, chosen, limit)
+
+    def _plan_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
+        """The same where values may be offloaded, and parameters may live on the host."""
+        link = self.link or measure_link(captured.traced.device)
+        problem = dataclasses.replace(problem, link=link)
+        parts = movables(captured.traced)
+        parameters = dict(model.named_parameters())
+
+        def on_host(names: frozenset[str]) -> list[torch.Tensor]:
+            return [parameters[name] for name in names]
+
+        def problem_of(names: frozenset[str]) -> Problem:
+            graph = with_homes(captured.traced, names).graph
+            needs = (0, 0)
+            if self.optimizer is not None:
+                needs = optimizer_needs(self.optimizer, captured.traced.device, on_host(names))
+            return dataclasses.replace(problem, graph=graph, extra_resident_bytes=needs[0], update_bytes=needs[1])
+
+        def host_bytes_of(names: frozenset[str]) -> int:
+            state = 0
+            if self.optimizer is not None:
+                rest = [p for name, p in parameters.items() if name not in names]
+                state = optimizer_needs(self.optimizer, torch.device("cpu"), rest)[0]
+            return state + sum(2 * p.numel() * p.element_size() for p in on_host(names))
+
+        front = self._front(problem_of(all_names(parts)))
+        everything = front.keep_all.peak_bytes + problem.resident_bytes - problem_of(all_names(parts)).resident_bytes
+        limit, host_limit = self._limit(problem, everything), _limit(self.host_budget or 0, 0)
+        room = int(limit / (1 + self.margin))
+        chosen = choose(parts, front, problem_of, host_bytes_of, room, host_limit, self.host)
+        if chosen is None:
+            raise self._no_room(problem, floor_bytes(parts, front, problem_of), limit, host_limit)
+        self.host = chosen.host
+        found = chosen.found
+        bound_s = min(offload_bound_s(chosen.problem, front.bound, limit), found.timeline.time_s)
+        return Plan(
+            dataclasses.replace(chosen.problem, budget_bytes=limit), found.schedule, found.timeline,
+            f"{found.solver}, with offload", bound_s, min(limit, found.timeline.peak_bytes), found.timeline.time_s,
+            front.truncated,
+        )  # fmt: skip
+
+    def _no_room(self, problem: Problem, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
+        return BudgetInfeasible(
+            f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
+            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least. Raise one of the "
+            "budgets, or use a smaller batch",
+            floor,
+            float("inf"),
+        )
+
+    def _homed(self, captured: Capture) -> Capture:
+        """The capture with the parameters where they live."""
+        if not self.host:
+            return captured
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured,
+            traced=with_homes(captured.traced, self.host),
+            expanded=None if expanded is None else with_homes(expanded, self.host),
+        )
 
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, told about on a terminal where that takes long."""
@@ -185,13 +262,14 @@ class Planner:
         )
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
+        captured = self._homed(captured)
         return WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
 
     # -- what there is no time for, or no capture -------------------------------------------------------------------
 
     def _hurried(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
         """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's. No search."""
-        if self.budget_bytes is None:
+        if self.budget_bytes is None or self.host_budget is not None:
             return None
         problem = self.problem(model, captured, quick=True)
         found = list(textbook(problem))

@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from memplan.addresses import place_host_copies
 from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.problem import Graph, Op, Problem, Value
 from memplan.problem_file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
@@ -17,12 +18,16 @@ from memplan.schedule import (
     Boundary,
     Compute,
     Drop,
+    DropHost,
     DropRng,
+    Offload,
+    Prefetch,
     SaveRng,
     Schedule,
     Step,
     SurfaceGrads,
     Timeline,
+    Wait,
     schedule_of,
 )
 from memplan.simulate import simulate
@@ -36,6 +41,10 @@ _STEP_NAMES: dict[str, type[Any]] = {
     "drop_rng": DropRng,
     "boundary": Boundary,
     "surface": SurfaceGrads,
+    "offload": Offload,
+    "prefetch": Prefetch,
+    "wait": Wait,
+    "drop_host": DropHost,
 }
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 
@@ -76,9 +85,10 @@ class Plan:
 
     @cached_property
     def _baseline(self) -> Timeline:
-        graph = self.problem.graph
+        problem = self.problem.all_on_device
+        graph = problem.graph
         order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
-        return simulate(self.problem, schedule_of(graph, order))
+        return simulate(problem, schedule_of(graph, order))
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -104,6 +114,20 @@ class Plan:
     def gap(self) -> float:
         """How far the plan may be from the fastest schedule in the budget: time / lower bound - 1."""
         return self.time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that the step copies to host memory, gradients of parameters that live there included."""
+        values = self.problem.graph.values
+        return sum(values[step.value].size_bytes for step in self.schedule if isinstance(step, Offload))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the step needs: the slab for offloaded values, and parameters that live there with their
+        gradients."""
+        graph = self.problem.graph
+        gradients = sum(v.size_bytes for v in graph.values if v.role == "gradient" and v.home == "host")
+        return place_host_copies(graph, self.schedule).size_bytes + graph.host_resident_bytes + gradients
 
     @property
     def recomputed(self) -> tuple[int, ...]:
@@ -194,9 +218,9 @@ def _read_step(content: Any, graph: Graph) -> Step:
         return Boundary()
     if name == "surface" and len(arguments) == 1:
         return SurfaceGrads(Reader.indices(arguments[0], len(graph.values), "surface"))
-    if name not in ("compute", "drop", "save_rng", "drop_rng") or len(arguments) != 1:
+    if name not in _STEP_NAMES or len(arguments) != 1:
         raise InvalidPlanFile(f"unknown step {content!r}")
-    limit = len(graph.values) if name == "drop" else len(graph.ops)
+    limit = len(graph.ops) if name in ("compute", "save_rng", "drop_rng") else len(graph.values)
     (index,) = Reader.indices(arguments, limit, name)
     return _STEP_NAMES[name](index)  # type: ignore[no-any-return]
 

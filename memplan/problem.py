@@ -9,10 +9,11 @@ Sizes are bytes (of the storage, as the allocator counts them), times are second
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
+Home = Literal["device", "host"]
 Role = Literal["parameter", "buffer", "input", "constant", "tangent", "activation", "gradient"]
 RESIDENT_ROLES: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
 
@@ -27,6 +28,8 @@ class Value:
     held: once made, it stays to the end of the step, for somebody outside holds it: a model output or a
         parameter's gradient.
     reuses: the value whose memory this one takes over, where an op writes in place; that value is gone from then on.
+    home: where it lives between steps. A parameter whose home is the host is fetched to the device to be read, and its
+        gradient, whose home is the host too, is sent there once it is final.
     """
 
     name: str
@@ -34,10 +37,16 @@ class Value:
     role: Role = "activation"
     held: bool = False
     reuses: int | None = None
+    home: Home = "device"
 
     @property
     def resident(self) -> bool:
         return self.role in RESIDENT_ROLES
+
+    @property
+    def fetched(self) -> bool:
+        """Whether it is resident on the host: on the device it is a copy that comes and goes."""
+        return self.resident and self.home == "host"
 
 
 class Effect(NamedTuple):
@@ -85,8 +94,13 @@ class Graph:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of parameters, buffers, inputs and constants; versions of one storage count once."""
-        return sum(v.size_bytes for v in self.values if v.resident and v.reuses is None)
+        """Bytes of parameters, buffers, inputs and constants on the device; versions of one storage count once."""
+        return sum(v.size_bytes for v in self.values if v.resident and v.home == "device" and v.reuses is None)
+
+    @property
+    def host_resident_bytes(self) -> int:
+        """Bytes of parameters whose home is the host."""
+        return sum(v.size_bytes for v in self.values if v.fetched)
 
     @property
     def tangents(self) -> tuple[int, ...]:
@@ -123,15 +137,29 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Link:
+    """The connection between device and host memory: bytes per second each way, and seconds that each copy takes more.
+
+    Both directions run at once at full speed, as they do on a PCI Express link.
+    """
+
+    to_host_bytes_per_s: float
+    to_device_bytes_per_s: float
+    latency_s: float = 10e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of one training step, in parts; None is no limit.
 
     device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
     activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
+    host: bytes of pinned host memory to which values may be offloaded; None forbids it.
     """
 
     device: int | float | str | None = None
     activations: int | float | str | None = None
+    host: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +170,7 @@ class Problem:
     extra_resident_bytes: held throughout though no op reads it (declared optimizer state).
     accumulate: gradients of earlier micro-batches are held throughout, and each new one is added and freed.
     update_bytes: what the optimizer's step allocates for a while, after backward.
+    link: to host memory; None where nothing may be offloaded.
     """
 
     graph: Graph
@@ -150,13 +179,27 @@ class Problem:
     extra_resident_bytes: int = 0
     accumulate: bool = False
     update_bytes: int = 0
+    link: Link | None = None
 
     @property
     def resident_bytes(self) -> int:
-        held = sum(self.graph.values[g].size_bytes for g in self.graph.gradients) if self.accumulate else 0
+        values = self.graph.values
+        on_device = [values[g].size_bytes for g in self.graph.gradients if values[g].home == "device"]
+        held = sum(on_device) if self.accumulate else 0
         return self.graph.resident_bytes + self.extra_resident_bytes + held
 
     @property
     def baseline_time_s(self) -> float:
         """Seconds of the step when every op runs once."""
         return sum(self.costs.time_s)
+
+    @property
+    def all_on_device(self) -> Problem:
+        """The same step with every parameter and gradient on the device, as it runs without a plan."""
+        if all(v.home == "device" for v in self.graph.values):
+            return self
+        values = tuple(
+            replace(v, home="device", held=v.held or v.role == "gradient") if v.home == "host" else v
+            for v in self.graph.values
+        )
+        return replace(self, graph=replace(self.graph, values=values))

@@ -9,15 +9,15 @@ import json
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.errors import InvalidPlanFile
-from memplan.problem import RESIDENT_ROLES, Costs, Effect, Graph, Op, Problem, Value
+from memplan.problem import RESIDENT_ROLES, Costs, Effect, Graph, Link, Op, Problem, Value
 
 _FORMAT = "memplan.problem"
-_VERSION = 1
+_VERSION = 2
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
 _T = TypeVar("_T")
@@ -45,6 +45,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "extra_resident_bytes": problem.extra_resident_bytes,
         "accumulate": problem.accumulate,
         "update_bytes": problem.update_bytes,
+        "link": None if problem.link is None else asdict(problem.link),
         "costs": asdict(problem.costs),
         "graph": {
             "boundary": problem.graph.boundary,
@@ -65,6 +66,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "extra_resident_bytes", int),
         Reader.typed(content, "accumulate", bool),
         Reader.typed(content, "update_bytes", int),
+        _read_link(content["link"]),
     )
 
 
@@ -170,6 +172,15 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     return graph
 
 
+def _read_link(content: Any) -> Link | None:
+    if content is None:
+        return None
+    link = Link(*(Reader.typed(content, field.name, float) for field in fields(Link)))
+    if not link.to_host_bytes_per_s or not link.to_device_bytes_per_s:
+        raise InvalidPlanFile("a link of no bytes per second")
+    return link
+
+
 def _read_value(content: Any, index: int) -> Value:
     role = Reader.typed(content, "role", str)
     if role not in RESIDENT_ROLES | {"tangent", "activation", "gradient"}:
@@ -177,12 +188,16 @@ def _read_value(content: Any, index: int) -> Value:
     reuses = Reader.optional(content, "reuses", int)
     if reuses is not None and reuses >= index:
         raise InvalidPlanFile(f"value {index} reuses the memory of value {reuses}, which comes later")
+    home = Reader.typed(content, "home", str)
+    if home not in ("device", "host") or (home == "host" and role not in ("parameter", "gradient")):
+        raise InvalidPlanFile(f"value {index}, a {role}, has its home on {home!r}")
     return Value(
         Reader.typed(content, "name", str),
         Reader.typed(content, "size_bytes", int),
         role,  # type: ignore[arg-type]
         Reader.typed(content, "held", bool),
         reuses,
+        home,  # type: ignore[arg-type]
     )
 
 

@@ -56,7 +56,35 @@ class SurfaceGrads:
     values: tuple[int, ...]
 
 
-Step = Compute | Drop | SaveRng | DropRng | Boundary | SurfaceGrads
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Begin to copy a value to host memory. It stays on the device until it is dropped there."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Begin to copy a value from host memory into new memory on the device."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Compute nothing further until the value's copy is done."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropHost:
+    """Free a value's host memory."""
+
+    value: int
+
+
+Step = Compute | Drop | SaveRng | DropRng | Boundary | SurfaceGrads | Offload | Prefetch | Wait | DropHost
 Schedule = tuple[Step, ...]
 
 
@@ -66,7 +94,9 @@ class Timeline:
 
     live_bytes[i]: bytes held after step i. peak_bytes_at[i]: the most held while step i runs, scratch and saved
     generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
-    generator states. time_s: seconds of all steps.
+    generator states. time_s: seconds of all steps, those in which computing waits for copies included; stall_s: of the
+    latter alone. host_bytes[i]: host memory held after step i, parameters that live there left out; host_peak_bytes:
+    the most of it.
     """
 
     live_bytes: tuple[int, ...]
@@ -75,6 +105,9 @@ class Timeline:
     live_peak_bytes: int
     peak_step: int
     time_s: float
+    host_bytes: tuple[int, ...] = ()
+    host_peak_bytes: int = 0
+    stall_s: float = 0.0
 
 
 def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:

@@ -10,15 +10,34 @@ What is counted, in the order in which the runtime does it:
 - an op that writes in place takes over the memory of the value that it overwrites;
 - replaying a random op holds one more generator state while it runs;
 - the optimizer's step comes last, where one was declared.
+
+Copies to and from host memory run beside the ops, one after the other in each direction. A copy begins when it is
+issued, or when its direction is free. Legal is only what a wait makes sure of: what is being fetched can't be read,
+what is being copied out can't be overwritten or freed, and host memory can't be freed under a copy.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
 from memplan.problem import Op, Problem
-from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, Step, SurfaceGrads, Timeline
+from memplan.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Schedule,
+    Step,
+    SurfaceGrads,
+    Timeline,
+    Wait,
+)
 
 _T = TypeVar("_T")
 
@@ -42,13 +61,23 @@ class _Refusal(Exception):
     pass
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """direction: "out" to the host or "in" to the device. end_s: when it will be done."""
+
+    direction: str
+    end_s: float
+
+
 class _Machine:
     """The state of a replay: which values are live, and how many bytes that makes."""
 
     def __init__(self, problem: Problem) -> None:
         graph = problem.graph
         self.problem, self.graph = problem, graph
-        self.live = [v.resident and v.reuses is None for v in graph.values]
+        self.live = [v.resident and v.home == "device" and v.reuses is None for v in graph.values]
+        self.on_host = [v.fetched for v in graph.values]
+        self.copying: dict[int, _Copy] = {}
         self.overwritten = [False] * len(graph.values)
         self.runs = [0] * len(graph.ops)
         self.saved_rng: set[int] = set()
@@ -57,10 +86,13 @@ class _Machine:
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
         self.in_backward = False
         self.live_bytes = problem.resident_bytes  # without saved generator states
-        self.rng_bytes = 0
-        self.time_s = 0.0
+        self.rng_bytes = self.host_bytes = 0
+        self.time_s = self.stall_s = 0.0
+        self.lane_free_s = {"out": 0.0, "in": 0.0}
         self.after: list[int] = []
         self.during: list[int] = []
+        self.host_after: list[int] = []
+        self.host_peak = 0
         self.live_peak = self.live_bytes
 
     def run(self, step: Step) -> None:
@@ -77,6 +109,15 @@ class _Machine:
                 peak = self._cross_boundary()
             case SurfaceGrads(values):
                 peak = self._surface(values)
+            case Offload(value):
+                peak = self._offload(value)
+            case Prefetch(value):
+                peak = self._prefetch(value)
+            case Wait(value):
+                peak = self._wait(value)
+            case DropHost(value):
+                peak = self._drop_host(value)
+        self.host_after.append(self.host_bytes)
         self.during.append(peak)
         self.after.append(self.live_bytes + self.rng_bytes)
 
@@ -92,6 +133,8 @@ class _Machine:
         for v in op.inputs:
             if not live[v]:
                 raise _Refusal(self._missing(op, v))
+            if self._being_copied(v, "in"):
+                raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
         new_bytes = gone_bytes = 0
         for v in op.outputs:
             value = values[v]
@@ -133,6 +176,8 @@ class _Machine:
         held = self.graph.values[value]
         if not self.live[value]:
             raise _Refusal(self._missing(op, value))
+        if value in self.copying:
+            raise _Refusal(f"{op.name} would overwrite {held.name}, which is being copied")
         if held.held:
             raise _Refusal(f"{op.name} would overwrite {held.name}, which the caller holds")
         self.live[value] = False
@@ -147,10 +192,12 @@ class _Machine:
 
     def _drop(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
-        if value.resident or value.held or value.role == "tangent":
+        if (value.resident and not value.fetched) or value.held or value.role == "tangent":
             raise _Refusal(f"{value.name} is held from outside and can't be dropped")
         if not self.live[index]:
             raise _Refusal(f"{value.name} is dropped but not live")
+        if index in self.copying:
+            raise _Refusal(f"{value.name} is dropped while it is being copied")
         peak = self.live_bytes + self.rng_bytes
         self.live[index] = False
         self.live_bytes -= value.size_bytes
@@ -181,6 +228,8 @@ class _Machine:
         for v in self.graph.outputs:
             if not self.live[v]:
                 raise _Refusal(f"output {self.graph.values[v].name} is not there at the boundary")
+            if v in self.copying:
+                raise _Refusal(f"output {self.graph.values[v].name} is being copied at the boundary")
         self.in_backward = True
         for v in self.graph.tangents:
             self.live[v] = True
@@ -194,12 +243,72 @@ class _Machine:
             value = _indexed(index, self.graph.values, "value")
             if value.role != "gradient" or index in self.surfaced:
                 raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
+            self.surfaced.add(index)
+            if value.home == "host":
+                if not self.on_host[index] or index in self.copying:
+                    raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
+                continue
             if not self.live[index]:
                 raise _Refusal(f"gradient {value.name} is handed over but not live")
-            self.surfaced.add(index)
             if self.problem.accumulate:
                 self.live_bytes -= value.size_bytes
         return peak
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def _offload(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not self.live[index] or self.on_host[index] or index in self.copying:
+            raise _Refusal(f"{value.name} can't be offloaded: it is not live, on the host already, or being copied")
+        if value.resident:
+            raise _Refusal(f"{value.name} is resident on the device and is not offloaded")
+        self.on_host[index] = True
+        self.host_bytes += value.size_bytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
+        self._begin(index, "out")
+        return self.live_bytes + self.rng_bytes
+
+    def _prefetch(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if self.live[index] or not self.on_host[index] or index in self.copying:
+            raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host, or being copied")
+        self.live[index] = True
+        self.live_bytes += value.size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        self._begin(index, "in")
+        return self.live_bytes + self.rng_bytes
+
+    def _begin(self, index: int, direction: str) -> None:
+        link = self.problem.link
+        if link is None:
+            raise _Refusal("the problem has no link to host memory")
+        speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
+        begin_s = max(self.time_s, self.lane_free_s[direction])
+        end_s = begin_s + link.latency_s + self.graph.values[index].size_bytes / speed
+        self.lane_free_s[direction] = end_s
+        self.copying[index] = _Copy(direction, end_s)
+
+    def _being_copied(self, index: int, direction: str) -> bool:
+        return index in self.copying and self.copying[index].direction == direction
+
+    def _wait(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if index not in self.copying:
+            raise _Refusal(f"{value.name} is waited for, but is not being copied")
+        stall_s = max(0.0, self.copying.pop(index).end_s - self.time_s)
+        self.time_s += stall_s
+        self.stall_s += stall_s
+        return self.live_bytes + self.rng_bytes
+
+    def _drop_host(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not self.on_host[index] or index in self.copying:
+            raise _Refusal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
+        if value.home == "host":
+            raise _Refusal(f"{value.name} lives on the host and can't be freed there")
+        self.on_host[index] = False
+        self.host_bytes -= value.size_bytes
+        return self.live_bytes + self.rng_bytes
 
     def finish(self) -> None:
         if not self.in_backward:
@@ -213,8 +322,13 @@ class _Machine:
         if self.saved_rng:
             raise _Refusal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
         for index, value in enumerate(self.graph.values):
-            if self.live[index] and not (value.resident or value.held or value.role == "tangent"):
+            outlives = value.resident and not value.fetched
+            if self.live[index] and not (outlives or value.held or value.role == "tangent"):
                 raise _Refusal(f"{value.name} is never freed")
+            if self.on_host[index] and value.home == "device":
+                raise _Refusal(f"the host copy of {value.name} is never freed")
+            if index in self.copying:
+                raise _Refusal(f"the copy of {value.name} is never waited for")
 
     def timeline(self) -> Timeline:
         updating = self.live_bytes + self.problem.update_bytes if self.problem.update_bytes else 0
@@ -226,6 +340,9 @@ class _Machine:
             live_peak_bytes=max(self.live_peak, updating),
             peak_step=self.during.index(peak) if peak in self.during else 0,
             time_s=self.time_s,
+            host_bytes=tuple(self.host_after),
+            host_peak_bytes=self.host_peak,
+            stall_s=self.stall_s,
         )
 
 

@@ -24,19 +24,20 @@ OURS: dict[str, set[str]] = {
     "problem": set(),
     "schedule": {"problem"},
     "simulate": {"errors", "problem", "schedule"},
+    "addresses": {"problem", "schedule"},
     "solvers": PLAIN,
     "graph": PLAIN,
-    "runtime": PLAIN | {"graph"},
+    "runtime": PLAIN | {"addresses", "graph"},
     "report": PLAIN,
     "problem_file": {"errors", "problem"},
-    "plans": PLAIN | {"problem_file", "report"},
+    "plans": PLAIN | {"addresses", "problem_file", "report"},
 }
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
 ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"problem_file", "report", "plans"}},
+    **{layer: set() for layer in PLAIN | {"addresses", "problem_file", "report", "plans"}},
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},

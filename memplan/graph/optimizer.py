@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections import defaultdict
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,8 +15,12 @@ from memplan.graph import private_api as private
 from memplan.graph.layout import allocated_bytes, storage_key
 
 
-def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> tuple[int, int]:
+def optimizer_needs(
+    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
+) -> tuple[int, int]:
     """(bytes of its state once it has stepped, bytes that a step allocates beyond that), on `device`.
+
+    without: parameters that are left out, because they live elsewhere.
 
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
@@ -30,6 +36,10 @@ def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> t
                 if isinstance(tensor, torch.Tensor):
                     memo[id(tensor)] = mode.from_tensor(tensor.detach())
         twin = _twin(optimizer, memo)
+        elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
+        for group in twin.param_groups:
+            group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+        twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
         meter = _AllocationMeter(device)
         try:
             with meter, torch.no_grad():
@@ -40,7 +50,8 @@ def optimizer_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> t
                 "and allow for its state in the budget"
             ) from error
         state_bytes = _state_bytes(twin, device)
-        grown = state_bytes - _state_bytes(optimizer, device)
+        left_out = {id(p) for p in without}
+        grown = state_bytes - _state_bytes(optimizer, device, left_out)
         return state_bytes, max(0, meter.peak_bytes - grown)
 
 
@@ -52,8 +63,9 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
     return twin
 
 
-def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device) -> int:
-    tensors = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> int:
+    states = [s for p, s in optimizer.state.items() if id(p) not in left_out]
+    tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
     storages = {storage_key(t): t for t in tensors if t.device.type == device.type}
     return sum(allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, SurfaceGrads
+from memplan.schedule import Boundary, Compute, Drop, DropHost, DropRng, Offload, Prefetch, SaveRng, SurfaceGrads, Wait
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def _live_at_peak(plan: Plan) -> set[int]:
                 live.discard(value)
             case Boundary():
                 live.update(graph.tangents)
-            case SaveRng() | DropRng() | SurfaceGrads():
+            case Prefetch(value):
+                live.add(value)
+            case SaveRng() | DropRng() | SurfaceGrads() | Offload() | Wait() | DropHost():
                 pass
     return {v for v in live if not graph.values[v].resident}
 

@@ -11,3 +11,4 @@ from memplan.runtime.lower import lower as lower
 from memplan.runtime.step import EagerStep as EagerStep
 from memplan.runtime.step import Step as Step
 from memplan.runtime.step import WholeStep as WholeStep
+from memplan.runtime.transfers import measure_link as measure_link

@@ -23,6 +23,7 @@ from memplan.runtime.check import run_checked
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, restore_rng
+from memplan.runtime.transfers import Transfers
 
 
 class OtherTangents(PlanMismatch):
@@ -42,9 +43,13 @@ class Written:
 
 
 class ParameterStore:
-    """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work."""
+    """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
 
-    def __init__(self, model: nn.Module, names: Iterable[str]) -> None:
+    transfers: the model's copies to and from host memory.
+    """
+
+    def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+        self.transfers = Transfers(device)
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")

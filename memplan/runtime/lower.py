@@ -15,12 +15,26 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from memplan.addresses import place_host_copies
 from memplan.graph import private_api as private
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
 from memplan.runtime.rng import replay, save_rng
-from memplan.schedule import Boundary, Compute, Drop, DropRng, SaveRng, Schedule, SurfaceGrads
+from memplan.runtime.transfers import look_at, offload, offload_gradient, on_host, open_slab, prefetch, wait
+from memplan.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Schedule,
+    SurfaceGrads,
+    Wait,
+)
 
 aten = torch.ops.aten
 
@@ -133,6 +147,10 @@ class _Lowering:
         self.carried_values: set[int] = set()
         self.tangents: tuple[int, ...] = ()
         self.outputs: list[fx.Node] = []
+        self.host_memory = place_host_copies(self.graph, schedule)
+        self.slab: fx.Node | None = None
+        self.host_copies: dict[int, fx.Node] = {}  # tickets of copies to the host
+        self.fetches: dict[int, fx.Node] = {}  # tickets of copies to the device that nobody waited for yet
 
     def program(self) -> Program:
         for index, step in enumerate(self.schedule):
@@ -149,6 +167,14 @@ class _Lowering:
                     self._cross_boundary()
                 case SurfaceGrads(values):
                     self._surface(values)
+                case Offload(value):
+                    self._offload(value, index)
+                case Prefetch(value):
+                    self._prefetch(value)
+                case Wait(value):
+                    self._wait(value)
+                case DropHost(value):
+                    del self.host_copies[value]
         return self._finish()
 
     def _dead_after(self, index: int) -> set[int]:
@@ -165,7 +191,7 @@ class _Lowering:
 
     def _tensor(self, node: fx.Node, value: int) -> fx.Node:
         """The program's node for `node` of the trace, seen as a look at `value`'s memory."""
-        if self.graph.values[value].resident:
+        if self.graph.values[value].resident and not self.graph.values[value].fetched:
             return self._look(node, self.side.residents, value)
         return self._look(node, self.live[value], value)
 
@@ -277,6 +303,46 @@ class _Lowering:
                 fresh.add(value)
         return fresh
 
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def _the_slab(self) -> fx.Node:
+        if self.slab is None:
+            self.slab = self.side.call(open_slab, (self.side.store, self.host_memory.size_bytes))
+        return self._carry(self.slab)
+
+    def _offload(self, value: int, index: int) -> None:
+        slab, instance = self._the_slab(), self.live[value]
+        tensor = self._look(next(n for n in self.traced.roots[value] if n in instance), instance, value)
+        if value in self.graph.gradients:
+            self.host_copies[value] = self.side.call(offload_gradient, (slab, tensor))
+        else:
+            self.host_copies[value] = self.side.call(offload, (slab, tensor, self.host_memory.offsets[index]))
+
+    def _prefetch(self, value: int) -> None:
+        if self.graph.values[value].fetched:
+            name = next(r.name for n in self.traced.roots[value] if (r := self.traced.residents.get(n)) is not None)
+            source = self.side.state(name)
+        else:
+            source = self.host_copies[value] = self._carry(self.host_copies[value])
+        self.fetches[value] = self.side.call(prefetch, (self._the_slab(), source))
+        self.live[value] = {}
+
+    def _wait(self, value: int) -> None:
+        slab = self._the_slab()
+        if value in self.fetches:
+            self._see_copy(value, self.side.call(wait, (slab, self._carry(self.fetches.pop(value)))))
+        else:
+            self.host_copies[value] = self._carry(self.host_copies[value])
+            self.side.call(wait, (slab, self.host_copies[value]))
+
+    def _see_copy(self, value: int, memory: fx.Node) -> None:
+        """Bind a value to memory that holds a copy of it."""
+        self.live[value] = instance = {}
+        for root in self.traced.roots[value]:
+            made = root.meta["val"]
+            layout = (made.dtype, list(made.shape), list(made.stride()), made.storage_offset())
+            instance[root] = self.side.call(look_at, (memory, *layout), name=root.name)
+
     def _cross_boundary(self) -> None:
         for output in self.traced.outputs:
             self.outputs.append(self._tensor(output.node, output.value))
@@ -294,6 +360,9 @@ class _Lowering:
         names, tensors = [], []
         for gradient in self.traced.gradients:
             if gradient.value in values:
+                if self.graph.values[gradient.value].home == "host":
+                    ticket = self.host_copies[gradient.value]
+                    self._see_copy(gradient.value, self.side.call(on_host, (self._the_slab(), ticket)))
                 for name, node in gradient.nodes:
                     kind, _, parameter = name.partition(" ")
                     if kind == "parameter":

@@ -124,7 +124,7 @@ def _runner(model: nn.Module, capture: Capture, programs: tuple[Program, ...]) -
     outputs = [traced.template.names[i] or "output" for i in range(len(traced.outputs))]
     return Runner(
         program=programs[0],
-        store=ParameterStore(model, names),
+        store=ParameterStore(model, names, traced.device),
         trainable=trainable if programs[0].grads == "edges" else (),
         backwards=tuple((_layouts(v, outputs), p.backward) for v, p in zip(variants, programs)),
         requires_grad=tuple(o.requires_grad for o in traced.outputs),

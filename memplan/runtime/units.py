@@ -134,9 +134,10 @@ class UnitRunner(Runner):
             if output.tangent is not None
         }
         state = [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
+        names_of_state = [*state, *(n for n in program.parameter_gradients if n not in state)]
         return UnitRunner(
             program=program,
-            store=ParameterStore(module, [*state, *(n for n in program.parameter_gradients if n not in state)]),
+            store=ParameterStore(module, names_of_state, traced.device),
             trainable=program.parameter_gradients,
             backwards=((layouts, program.backward),),
             requires_grad=tuple(o.requires_grad for o in traced.outputs),

@@ -95,7 +95,7 @@ def flatten(problem: Problem) -> Flat:
         taken=_ints(taken_of),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
-        gradient=np.array([v.role == "gradient" for v in values], dtype=np.bool_),
+        gradient=np.array([v.role == "gradient" and v.home == "device" for v in values], dtype=np.bool_),
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
         rerunnable=np.array(_rerunnable(graph, reads, producer, overwritten), dtype=np.bool_),

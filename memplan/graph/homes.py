@@ -1,0 +1,67 @@
+"""Where parameters live between steps, written into a captured step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from memplan.graph.traced import Traced
+from memplan.problem import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A parameter that may live on the host. value, gradient: in the graph; it need not have the latter.
+
+    names: by which the model knows it (the first is the one that the step looks it up by).
+    """
+
+    value: int
+    names: tuple[str, ...]
+    gradient: int | None
+    size_bytes: int
+
+
+def movables(traced: Traced) -> tuple[Movable, ...]:
+    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use."""
+    graph = traced.graph
+    taken = {v.reuses for v in graph.values if v.reuses is not None}
+    outputs = {o.value for o in traced.outputs}
+    gradient_of: dict[str, int] = {}
+    shared: set[int] = set()
+    for gradient in traced.gradients:
+        for name, _ in gradient.nodes:
+            kind, _, leaf = name.partition(" ")
+            if kind == "parameter":
+                gradient_of[leaf] = gradient.value
+        if len(gradient.nodes) != 1 or not gradient.nodes[0][0].startswith("parameter "):
+            shared.add(gradient.value)
+    found = []
+    for v in _in_order_of_use(traced):
+        value = graph.values[v]
+        names = tuple(r.name for n in traced.roots.get(v, ()) if (r := traced.residents.get(n)) is not None)
+        gradients = {gradient_of[n] for n in names if n in gradient_of}
+        if value.role != "parameter" or not names or v in taken | outputs or value.reuses is not None:
+            continue
+        if len(gradients) > 1 or gradients & (shared | outputs):
+            continue
+        found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes))
+    return tuple(found)
+
+
+def _in_order_of_use(traced: Traced) -> list[int]:
+    return list(dict.fromkeys(v for op in traced.graph.ops for v in op.inputs))
+
+
+def with_homes(traced: Traced, host: Collection[str]) -> Traced:
+    """The same step where the movable parameters of these names, and their gradients, live on the host."""
+    values: list[Value] = list(traced.graph.values)
+    for movable in movables(traced):
+        if not any(name in host for name in movable.names):
+            continue
+        values[movable.value] = dataclasses.replace(values[movable.value], home="host")
+        if movable.gradient is not None:
+            gradient = values[movable.gradient]
+            values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False)
+    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

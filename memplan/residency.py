@@ -1,0 +1,85 @@
+"""Which parameters live on the host, and a plan for a step that may offload.
+
+Every parameter that lives there has to be fetched for the forward and for the backward pass, and its gradient sent
+back; what that frees on the device (the parameter, its gradient, its optimizer state) is free all the time. So a few
+shares are tried, from none to all of them, each with every order of one front of recomputations, and the fastest is
+taken. A share is spread evenly over the step, so that copies of what lives on the host have computing to hide behind.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memplan.graph.homes import Movable
+from memplan.problem import Problem
+from memplan.solvers import Front
+from memplan.solvers.offload import Offloaded, least_bytes, solve_offload
+
+_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+_ORDERS = 24
+_WORTH = 1e-3  # of a step: for less, no further parameters move to the host
+
+ProblemOf = Callable[[frozenset[str]], Problem]  # the step's problem where these parameters live on the host
+HostBytesOf = Callable[[frozenset[str]], int]  # what lives on the host then: parameters, gradients, optimizer state
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """host: names of the parameters that live there. problem: the step with those homes."""
+
+    host: frozenset[str]
+    problem: Problem
+    found: Offloaded
+
+
+def all_names(movables: Sequence[Movable]) -> frozenset[str]:
+    """Every name of every parameter that can live on the host."""
+    return frozenset(name for movable in movables for name in movable.names)
+
+
+def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
+    """Names of about this share of the bytes, spread evenly over the order of first use."""
+    chosen: list[str] = []
+    owed_bytes = 0.0
+    for movable in movables:
+        owed_bytes += share * movable.size_bytes
+        if owed_bytes >= movable.size_bytes * (1 - 1e-9):
+            owed_bytes -= movable.size_bytes
+            chosen += movable.names
+    return frozenset(chosen)
+
+
+def choose(
+    movables: Sequence[Movable],
+    front: Front,
+    problem_of: ProblemOf,
+    host_bytes_of: HostBytesOf,
+    budget_bytes: int,
+    host_budget_bytes: int,
+    fixed: frozenset[str] | None,
+) -> Residency | None:
+    """The fastest step that keeps both budgets; None where there is none.
+
+    front: of the step without its movable parameters. fixed: the homes that were decided before, for another call.
+    """
+    candidates = front.spread(_ORDERS)
+    shares = [fixed] if fixed is not None else [spread_share(movables, share) for share in _SHARES]
+    best: Residency | None = None
+    for host in dict.fromkeys(shares):
+        room_bytes = host_budget_bytes - host_bytes_of(host)
+        if room_bytes < 0:
+            continue
+        problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
+        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
+        found = solve_offload(problem, candidates, budget_bytes, room_bytes, under_s)
+        if found is not None:
+            best = Residency(host, problem, found)
+    return best
+
+
+def floor_bytes(movables: Sequence[Movable], front: Front, problem_of: ProblemOf) -> int:
+    """The smallest budget on the device that copies can reach from these orders, with all parameters on the host."""
+    problem = problem_of(all_names(movables))
+    return min(least_bytes(problem, c.order) for c in front.spread(_ORDERS))

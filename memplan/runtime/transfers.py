@@ -1,0 +1,278 @@
+"""Copies between device and host memory: the one place with streams, events and pinned memory.
+
+A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
+of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. A copy's
+source and target are kept alive until somebody has waited for it, so no allocator has to know about streams.
+
+Without a GPU the same program runs on `FakeStreams`: a copy happens when it is waited for, or at random before, and its
+target holds NaN until then, so that a wait or a reference that is missing shows as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+
+from memplan.problem import Link
+
+Direction = Literal["out", "in"]
+_POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
+
+
+class Streams(Protocol):
+    """Copies that run beside the computing stream, one after the other in each direction."""
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Begin to copy bytes once all that was issued before is done. Gives what `wait` takes."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from here on wait for the copy."""
+
+    def finish(self, event: Any) -> None:
+        """Return when the copy is done."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New host memory that copies can use."""
+
+
+class CudaStreams:
+    """A stream for each direction of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        event.synchronize()
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of a storage that may be gone by the time that somebody looks."""
+
+    storage: weakref.ref[Any]
+    start: int
+    size_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Span:
+        # A storage's Python object lives exactly as long as the storage, whoever holds that.
+        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
+
+    def tensor(self) -> torch.Tensor | None:
+        storage = self.storage()
+        return None if storage is None else _bytes(storage, self.start, self.size_bytes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _FakeCopy:
+    source: _Span
+    target: _Span
+
+    def run(self) -> None:
+        source, target = self.source.tensor(), self.target.tensor()
+        if source is not None and target is not None:  # else the memory is somebody else's by now
+            target.copy_(source)
+
+
+class FakeStreams:
+    """Streams on a CPU whose copies are as late as they may be, or early at random. They keep nothing alive.
+
+    Harder than real ones: copies are in no order, so that each has to be waited for. seed: of the random early copies;
+    None never copies early.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._pending: list[_FakeCopy] = []
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
+        target.fill_(_POISON)
+        copy = _FakeCopy(_Span.of(source), _Span.of(target))
+        self._pending.append(copy)
+        self._run_some()
+        return copy
+
+    def wait(self, event: _FakeCopy) -> None:
+        if event in self._pending:
+            self._pending.remove(event)
+            event.run()
+        self._run_some()
+
+    def finish(self, event: _FakeCopy) -> None:
+        self.wait(event)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+
+    def _run_some(self) -> None:
+        if self._random is not None:
+            early = [copy for copy in self._pending if self._random.random() < 0.3]
+            self._pending = [copy for copy in self._pending if copy not in early]
+            for copy in early:
+                copy.run()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else FakeStreams()
+
+
+class Transfers:
+    """The copies of one planned model.
+
+    slabs: pinned memory that no forward is using. allocations: slabs that were ever made.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.device = device
+        self._streams = streams
+        self.slabs: list[torch.Tensor] = []
+        self.allocations = 0
+
+    @property
+    def streams(self) -> Streams:
+        """Made when the first copy is."""
+        if self._streams is None:
+            self._streams = streams_for(self.device)
+        return self._streams
+
+    def open(self, size_bytes: int) -> Slab:
+        """A slab for one forward and its backward; its memory comes back when nobody holds the slab any more."""
+        fitting = [memory for memory in self.slabs if memory.numel() >= size_bytes]
+        if fitting:
+            memory = min(fitting, key=torch.Tensor.numel)
+            self.slabs = [m for m in self.slabs if m is not memory]
+        else:
+            memory = self.streams.pinned(size_bytes)
+            self.allocations += 1
+        slab = Slab(self, memory)
+        weakref.finalize(slab, self.slabs.append, memory).atexit = False
+        return slab
+
+    def close(self) -> None:
+        """Give all pinned memory back that no forward is using."""
+        self.slabs.clear()
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Slab:
+    """Pinned host memory of one forward and its backward, and the copies that run."""
+
+    transfers: Transfers
+    memory: torch.Tensor
+
+
+@dataclass(eq=False, slots=True)
+class Ticket:
+    """A copy. data: what it writes, as bytes. kept: what it reads and writes, until it has been waited for."""
+
+    event: Any
+    data: torch.Tensor
+    kept: tuple[torch.Tensor, ...]
+
+
+def open_slab(store: Any, size_bytes: int) -> Slab:
+    """Host memory for one forward and its backward."""
+    return store.transfers.open(size_bytes)  # type: ignore[no-any-return]
+
+
+def offload(slab: Slab, tensor: torch.Tensor, offset_bytes: int) -> Ticket:
+    """Begin to copy the memory behind `tensor` into the slab."""
+    source = _bytes_of(tensor)
+    return _begin(slab, "out", source, slab.memory[offset_bytes : offset_bytes + source.numel()])
+
+
+def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
+    """Begin to copy the memory behind a gradient into host memory of its own, which outlives the step."""
+    source = _bytes_of(tensor)
+    return _begin(slab, "out", source, slab.transfers.streams.pinned(source.numel()))
+
+
+def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
+    """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
+    held = source.data if isinstance(source, Ticket) else _bytes_of(source)
+    target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
+    return _begin(slab, "in", held, target)
+
+
+def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
+    """Let what follows wait for a copy; gives what it wrote."""
+    slab.transfers.streams.wait(ticket.event)
+    ticket.kept = ()
+    return ticket.data
+
+
+def on_host(slab: Slab, ticket: Ticket) -> torch.Tensor:
+    """What a copy to the host wrote, once it is there for the CPU to read."""
+    slab.transfers.streams.finish(ticket.event)
+    return ticket.data
+
+
+def look_at(
+    memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor over memory that was copied as bytes. offset: in elements."""
+    empty = torch.empty(0, dtype=dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
+
+
+def _begin(slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+    event = slab.transfers.streams.copy(direction, source, target)
+    return Ticket(event, target, (source, target))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.detach().untyped_storage()
+    return _bytes(storage, 0, storage.nbytes())
+
+
+def _bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (size_bytes,), (1,))
+
+
+_SAMPLE_BYTES = 64 << 20
+_PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
+
+
+@functools.cache
+def measure_link(device: torch.device) -> Link:
+    """The speed of pinned copies to and from a device, the better of three each way, with both ways busy."""
+    if device.type != "cuda":
+        return _PRETENDED
+    out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    host = [torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    there = [torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    best = [0.0, 0.0]
+    for _ in range(3):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]
+        for way, (stream, source, target) in enumerate(((out, there[0], host[0]), (back, host[1], there[1]))):
+            with torch.cuda.stream(stream):
+                events[way][0].record(stream)
+                target.copy_(source, non_blocking=True)
+                events[way][1].record(stream)
+        torch.cuda.synchronize(device)
+        best = [max(b, _SAMPLE_BYTES / (1e-3 * e[0].elapsed_time(e[1]))) for b, e in zip(best, events)]
+    return Link(best[0], best[1])

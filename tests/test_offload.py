@@ -1,0 +1,338 @@
+"""Copies to host memory: what is legal, what they hold, and that planned steps with them are the plain model's bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import memplan
+from memplan.addresses import place_host_copies
+from memplan.errors import IllegalSchedule
+from memplan.problem import Graph, Link, Problem, Value
+from memplan.runtime import planned_forward
+from memplan.runtime import transfers as engine
+from memplan.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    Offload,
+    Prefetch,
+    Schedule,
+    SurfaceGrads,
+    Wait,
+    schedule_of,
+)
+from memplan.simulate import simulate
+from memplan.solvers import solve_front
+from memplan.solvers.flat import flatten
+from memplan.solvers.offload import least_bytes, offload_bound_s, place_copies, solve_offload
+from tests.meter import LiveMeter, storage_bytes
+from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
+from tests.test_solvers import CALM, SMALL, some_orders
+from tests.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
+
+SLOW, FAST = Link(10.0, 20.0, 0.5), Link(1e9, 1e9, 0.0)
+PCIE = Link(25e9, 25e9)
+
+
+def with_random_homes(problem: Problem, picks: list[bool]) -> Problem:
+    """Some parameters, and the gradients of as many, live on the host."""
+    graph = problem.graph
+    taken = {v.reuses for v in graph.values}
+    values: list[Value] = []
+    for index, value in enumerate(graph.values):
+        movable = value.role in ("parameter", "gradient") and value.reuses is None and index not in taken
+        if movable and picks[index % len(picks)]:
+            value = replace(value, home="host", held=False)
+        values.append(value)
+    return replace(problem, graph=replace(graph, values=tuple(values)))
+
+
+@CALM
+@given(random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.sampled_from([SLOW, FAST]))
+def test_orders_with_copies_are_legal_and_keep_the_budget(problem: Problem, picks: list[bool], link: Link) -> None:
+    problem = replace(with_random_homes(problem, picks), link=link)
+    for order in [tuple(o.tolist()) for o in some_orders(flatten(problem))[:8]]:
+        low = least_bytes(problem, order)
+        everything = place_copies(problem, order, 1 << 60)
+        assert everything is not None
+        high = simulate(problem, everything).peak_bytes
+        assert place_copies(problem, order, low - 1) is None
+        for budget in (low, (low + high) // 2, high):
+            schedule = place_copies(problem, order, budget)
+            assert schedule is not None
+            timeline = simulate(problem, schedule)
+            assert timeline.peak_bytes <= budget
+            assert recounted(problem, schedule) == (timeline.live_bytes, timeline.host_bytes)
+            ran = sum(problem.costs.time_s[op] for op in order if op >= 0)
+            assert timeline.time_s == pytest.approx(ran + timeline.stall_s)
+            assert_no_overlap(problem.graph, schedule)
+
+
+def recounted(problem: Problem, schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes held on the device and on the host after every step, counted anew from sets of what is where."""
+    graph = problem.graph
+    size = [v.size_bytes for v in graph.values]
+    resident = {i for i, v in enumerate(graph.values) if v.resident}
+    device, host = set[int](), set[int]()
+    states, held = 0, problem.resident_bytes
+    on_device, on_host = [], []
+    for step in schedule:
+        match step:
+            case Compute(op):
+                for v in graph.ops[op].outputs:
+                    taken = graph.values[v].reuses
+                    if taken in device:
+                        device.remove(taken)
+                    elif taken is not None and (taken in graph.tangents or (taken in resident and v not in resident)):
+                        held -= size[taken]
+                    if v not in resident:
+                        device.add(v)
+            case Drop(v):
+                device.remove(v)
+            case Offload(v):
+                host.add(v)
+            case Prefetch(v):
+                device.add(v)
+            case DropHost(v):
+                host.remove(v)
+            case Boundary():
+                held += sum(size[t] for t in graph.tangents)
+            case SurfaceGrads(values):
+                if problem.accumulate:
+                    device -= {v for v in values if graph.values[v].home == "device"}
+            case _:
+                pass
+        name = type(step).__name__
+        states += {"SaveRng": 1, "DropRng": -1}.get(name, 0)
+        on_device.append(held + sum(size[v] for v in device) + states * graph.rng_state_bytes)
+        on_host.append(sum(size[v] for v in host))
+    return tuple(on_device), tuple(on_host)
+
+
+def assert_no_overlap(graph: Graph, schedule: Schedule) -> None:
+    """No two values share an address of the slab at one time."""
+    memory = place_host_copies(graph, schedule)
+    standing: dict[int, tuple[int, int]] = {}
+    for index, step in enumerate(schedule):
+        if isinstance(step, Offload) and graph.values[step.value].home == "device":
+            start = memory.offsets[index]
+            stop = start + graph.values[step.value].size_bytes
+            assert stop <= memory.size_bytes
+            assert all(stop <= a or b <= start for a, b in standing.values())
+            standing[step.value] = start, stop
+        elif isinstance(step, DropHost):
+            del standing[step.value]
+
+
+@CALM
+@given(random_problems(), st.lists(st.booleans(), min_size=1, max_size=9))
+def test_every_missing_step_is_refused(problem: Problem, picks: list[bool]) -> None:
+    problem = replace(with_random_homes(problem, picks), link=FAST)
+    order = tuple(some_orders(flatten(problem))[0].tolist())
+    schedule = place_copies(problem, order, least_bytes(problem, order))
+    assert schedule is not None
+    for index, step in enumerate(schedule):
+        if isinstance(step, (Wait, Offload, Prefetch, DropHost)):
+            with pytest.raises(IllegalSchedule):
+                simulate(problem, (*schedule[:index], *schedule[index + 1 :]))
+
+
+def test_without_a_link_nothing_is_copied() -> None:
+    problem = llama_like(1)
+    order = solve_front(problem, SMALL).keep_all.order
+    schedule = place_copies(replace(problem, link=PCIE), order, 1 << 60)
+    assert schedule == schedule_of(problem.graph, order)
+    copied = place_copies(replace(problem, link=PCIE), order, solve_front(problem, SMALL).keep_all.peak_bytes - 1)
+    assert copied is not None
+    with pytest.raises(IllegalSchedule, match="no link"):
+        simulate(problem, copied)
+
+
+def test_time_is_that_of_the_lanes() -> None:
+    """Two values go out one after the other while ops run, and come back one after the other."""
+    b = StepBuilder()
+    x = b.value(8, "input")
+    first = b.forward("a", (x,), (100,), saved=())[0]
+    second = b.forward("b", (first,), (100,), saved=(first,))[0]
+    third = b.forward("c", (second,), (100,), saved=(second,), time_s=10.0)[0]
+    problem = replace(b.finish(third), link=Link(50.0, 25.0, 0.25))
+    order = solve_front(problem, SMALL).keep_all.order
+    schedule = list(schedule_of(problem.graph, order))
+    at = schedule.index(Compute(2))
+    schedule[at:at] = [Offload(first), Offload(second)]  # 2.25 s each, from 2 s on
+    plain = simulate(replace(problem, link=None), schedule_of(problem.graph, order))
+    back = next(i for i, s in enumerate(schedule) if isinstance(s, Compute) and first in problem.graph.ops[s.op].inputs
+                and problem.graph.ops[s.op].phase == "backward")  # fmt: skip
+    boundary = schedule.index(Boundary())
+    assert boundary < back
+    schedule[boundary:boundary] = [Wait(first), Drop(first), Wait(second)]
+    back += 3
+    schedule[back:back] = [Prefetch(first), Wait(first), DropHost(first), DropHost(second)]
+    timeline = simulate(problem, tuple(schedule))
+    assert timeline.stall_s == pytest.approx(4.25)  # out is hidden behind 10 s; 100 bytes back take 4.25 s
+    assert timeline.time_s == pytest.approx(plain.time_s + 4.25)
+    assert timeline.host_peak_bytes == 200
+
+
+@pytest.mark.parametrize("build", [lambda: llama_like(4), encoder_decoder_like, resnet_like])
+def test_offload_is_never_worse_than_recomputation_alone(build: object) -> None:
+    problem = build()  # type: ignore[operator]
+    front = solve_front(problem, SMALL)
+    linked = replace(problem, link=PCIE)
+    for share in (0.2, 0.4, 0.7, 1.0):
+        low, high = front.floor.peak_bytes, front.keep_all.peak_bytes
+        budget = low + int(share * (high - low))
+        alone, found = front.best(budget), solve_offload(linked, front.points, budget, 1 << 60)
+        assert alone is not None and found is not None
+        assert found.timeline.time_s <= alone.time_s * (1 + 1e-12)
+        assert offload_bound_s(linked, front.bound, budget) <= found.timeline.time_s * (1 + 1e-12)
+        nothing = solve_offload(linked, front.points, budget, 0)
+        assert nothing is not None and nothing.timeline.time_s <= alone.time_s * (1 + 1e-12)
+        assert nothing.timeline.host_peak_bytes == 0
+
+
+# -- running ----------------------------------------------------------------------------------------------------------
+
+
+def planned(name: str, share: float, seed: int | None, host_budget: str = "1GiB") -> tuple[torch.nn.Module, object]:
+    """A model under a share of its recomputation floor, with parameters on the host where it takes that."""
+    net, sample = MODELS[name](0)
+    low = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes
+    memplan.apply(net, sample, int(share * low), costs="estimate", host_budget=host_budget, link=PCIE)
+    for step in planned_forward(net).steps:  # type: ignore[union-attr]
+        step.runner.store.transfers = engine.Transfers(torch.device("cpu"), engine.FakeStreams(seed))  # type: ignore[union-attr]
+    return net, sample
+
+
+QUICK = ("gpt2", "llama", "handmade")
+CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_three_steps_are_the_plain_models_bits(name: str) -> None:
+    plain, sample = MODELS[name](0)
+    expected = run_steps(plain, sample, steps=3)
+    net, _ = planned(name, 0.7, None)
+    plan = memplan.plan_of(net)
+    assert plan is not None and plan.offloaded_bytes and plan.problem.graph.host_resident_bytes
+    start = copy.deepcopy(net.state_dict())
+    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
+    for seed in (None, 0, 1):
+        transfers._streams = engine.FakeStreams(seed)
+        net.load_state_dict(start)
+        assert_same_bits(expected, run_steps(net, sample, steps=3))
+    assert transfers.allocations == 1
+    moved = {n for n, p in net.named_parameters() if not torch.equal(p, start[n])}
+    assert moved == {n for n, p in plain.named_parameters() if not torch.equal(p, start[n])}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "handmade", "transformer"])
+def test_fifty_orders_of_copies(name: str) -> None:
+    plain, sample = MODELS[name](0)
+    expected = run_steps(plain, sample)
+    net, _ = planned(name, 0.7, None)
+    start = copy.deepcopy(net.state_dict())
+    for seed in range(50):
+        for step in planned_forward(net).steps:  # type: ignore[union-attr]
+            step.runner.store.transfers._streams = engine.FakeStreams(seed)  # type: ignore[union-attr]
+        net.load_state_dict(start)
+        assert_same_bits(expected, run_steps(net, sample))
+
+
+def calls_of(net: torch.nn.Module, target: object) -> Iterator[tuple[torch.fx.GraphModule, torch.fx.Node]]:
+    program = planned_forward(net).steps[0].runner.program  # type: ignore[union-attr]
+    for module in (program.forward, program.backward):
+        for node in list(module.graph.nodes):
+            if node.target is target:
+                yield module, node
+
+
+def test_each_missing_wait_makes_wrong_numbers() -> None:
+    plain, sample = MODELS["handmade"](0)
+    expected = run_steps(plain, sample, steps=1)
+    net, _ = planned("handmade", 0.7, None)
+    start = copy.deepcopy(net.state_dict())
+    waits = list(calls_of(net, engine.wait))
+    assert waits
+    for module, node in waits:
+        incoming = any(n.target is engine.look_at for n in node.users)
+        if not incoming:
+            continue  # an outgoing copy that nobody waits for keeps its source: bytes show that, below
+        node.target = _not_waiting
+        module.recompile()
+        with pytest.raises(AssertionError):
+            assert_same_bits(expected, run_steps(net, sample, steps=1))
+        node.target = engine.wait
+        module.recompile()
+        net.load_state_dict(start)
+    assert_same_bits(expected, run_steps(net, sample, steps=1))
+
+
+def _not_waiting(slab: engine.Slab, ticket: engine.Ticket) -> torch.Tensor:
+    return ticket.data
+
+
+def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sample = MODELS["handmade"](0)
+    expected = run_steps(plain, sample, steps=1)
+    net, _ = planned("handmade", 0.7, None)
+    begin = engine._begin
+
+    def forgetful(*arguments: object) -> engine.Ticket:
+        ticket = begin(*arguments)  # type: ignore[arg-type]
+        ticket.kept = ()
+        return ticket
+
+    monkeypatch.setattr(engine, "_begin", forgetful)
+    with pytest.raises(AssertionError):
+        assert_same_bits(expected, run_steps(net, sample, steps=1))
+
+
+def test_bytes_on_the_device_are_the_predicted_ones() -> None:
+    """What tensors hold at most in forward, the slab and the host's tensors left out."""
+    for name in QUICK:
+        net, sample = planned(name, 0.7, None)
+        plan = memplan.plan_of(net)
+        assert plan is not None
+        values = plan.problem.graph.values
+        at_home = {v.name for v in values if v.fetched}
+        call(net, sample)  # the slab is made
+        gc.collect()
+        on_host = {n: p for n, p in net.named_parameters() if n in at_home}
+        with LiveMeter() as meter:
+            meter.register([p for n, p in net.named_parameters() if n not in at_home])
+            meter.register(list(net.buffers()))
+            meter.register(list(sample.values()) if isinstance(sample, dict) else sample)
+            meter.register([s.memory for s in slabs(net)])
+            meter.register(list(on_host.values()))
+            outside = storage_bytes(on_host.values()) + sum(s.memory.numel() for s in slabs(net))
+            meter.reset_peak()
+            loss = loss_of(call(net, sample))
+            forward_peak = meter.peak_bytes - outside
+            loss.backward()
+        turn = plan.schedule.index(Boundary())
+        live = simulate(plan.problem, plan.schedule).live_bytes
+        assert forward_peak == max(live_peaks(plan)[:turn]), name
+        assert live
+
+
+def slabs(net: torch.nn.Module) -> list[engine.Slab]:
+    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
+    return [engine.Slab(transfers, memory) for memory in transfers.slabs]
+
+
+def live_peaks(plan: memplan.Plan) -> list[int]:
+    """The most that tensors hold during each step, kernel scratch left out."""
+    costs = replace(plan.problem.costs, scratch_bytes=(0,) * len(plan.problem.graph.ops))
+    graph = replace(plan.problem.graph, rng_state_bytes=0)
+    return list(simulate(replace(plan.problem, costs=costs, graph=graph), plan.schedule).peak_bytes_at)
