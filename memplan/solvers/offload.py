@@ -171,8 +171,8 @@ class _Places:
             value = values[v]
             if value.fetched:
                 self.held += value.size_bytes
-                self.close(_Gap(v, -1, touched[0], False), 0)
-                self.close(_Gap(v, touched[-1], end, False), touched[-1] + 1)
+                self.close(_Gap(v, -1, touched[0], False))
+                self.close(_Gap(v, touched[-1], end, False))
             elif value.home == "host":  # a gradient: it stays until it is copied out
                 self.held[touched[-1] + 1 :] += value.size_bytes
                 self.gaps.append(_Gap(v, touched[-1], end, True))
@@ -209,8 +209,10 @@ class _Places:
                     found.append((v, present[v]))
         return found
 
-    def close(self, gap: _Gap, gone: int) -> None:
-        """Let a value be away from position `gone` to its next use."""
+    def close(self, gap: _Gap, gone: int = 0) -> None:
+        """Let a value be away from position `gone` to its next use; from the start of the gap where leaving is free."""
+        if not gap.copies:
+            gone = gap.start + 1
         gap.gone = gone
         gap.back = gap.stop
         self.held[gone : gap.stop] -= self.problem.graph.values[gap.value].size_bytes
@@ -307,9 +309,12 @@ class _Places:
     def _keep_host_copies(self) -> None:
         """A value that leaves a second time is on the host already."""
         seen: set[tuple[int, int]] = set()
-        for gap in sorted(self.closed, key=lambda g: g.start):
+        for gap in sorted((g for g in self.closed if g.copies), key=lambda g: g.start):
             instance = (gap.value, self._made_before(gap))
-            gap.copies = gap.copies and instance not in seen
+            if instance in seen:
+                gap.copies = False
+                self.held[gap.start + 1 : gap.gone] -= self.problem.graph.values[gap.value].size_bytes
+                gap.gone = gap.start + 1
             seen.add(instance)
 
     def _made_before(self, gap: _Gap) -> int:
