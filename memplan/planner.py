@@ -25,7 +25,7 @@ from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Link, Problem
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes
-from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower, measure_link
+from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower, measure_link, place
 from memplan.schedule import order_of
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
@@ -263,6 +263,10 @@ class Planner:
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         captured = self._homed(captured)
+        if self.host is not None:
+            self.device = captured.traced.device
+            place(model, self.host, self.device, self.optimizer)
+            captured.key.moved()
         return WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
 
     # -- what there is no time for, or no capture -------------------------------------------------------------------

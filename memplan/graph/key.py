@@ -118,8 +118,7 @@ class StepKey:
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
         self._snapshot = Snapshot(attribute_tables(model), model)
-        tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
-        self._state_facts = tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
+        self._state_facts = _facts_of(model)
         self._hook_counts = tuple(private.foreign_hooks(table) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
@@ -143,6 +142,11 @@ class StepKey:
         other._snapshot = self._snapshot.adapted(attribute_tables(model))
         other._bind(model)
         return other
+
+    def moved(self) -> None:
+        """Parameters and buffers were moved to where the plan has them."""
+        self._state_facts = _facts_of(self._model)
+        self._bind(self._model)
 
     def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
@@ -227,9 +231,16 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """For each tensor the first one that shares its storage, and where in it the tensor starts."""
+    """For each tensor the first one that shares its storage, and how far behind its start the tensor starts. Where in a
+    larger storage they all lie is of no concern: batches may be slices of one tensor."""
     first: dict[int, int] = {}
-    return tuple((first.setdefault(storage_key(t), i), int(t.storage_offset())) for i, t in enumerate(tensors))
+    groups = [first.setdefault(storage_key(t), i) for i, t in enumerate(tensors)]
+    return tuple((i, int(t.storage_offset() - tensors[i].storage_offset())) for i, t in zip(groups, tensors))
+
+
+def _facts_of(model: nn.Module) -> tuple[_Tensor | None, ...]:
+    tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
+    return tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
 
 
 def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:

@@ -24,17 +24,16 @@ def optimizer_needs(
 
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    # A count of steps on the CPU is read as a number, which a fake tensor has not.
+    memo: dict[int, Any] = {id(t): t.detach().clone() for t in states if not t.dim() and t.device.type == "cpu"}
     with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        memo: dict[int, Any] = {}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 fake = torch.nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
                 fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
                 memo[id(parameter)] = fake
-        for state in optimizer.state.values():
-            for tensor in state.values():
-                if isinstance(tensor, torch.Tensor):
-                    memo[id(tensor)] = mode.from_tensor(tensor.detach())
+        memo |= {id(t): mode.from_tensor(t.detach()) for t in states if id(t) not in memo}
         twin = _twin(optimizer, memo)
         elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
         for group in twin.param_groups:

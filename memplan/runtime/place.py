@@ -1,0 +1,38 @@
+"""Puts parameters where a plan has them live: on the device, or in pinned host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import nn
+
+
+def place(
+    model: nn.Module, host: Collection[str], device: torch.device, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    """Move parameters of these names to the host and all else to the device, with gradients and optimizer state.
+
+    They stay the same `nn.Parameter` objects: an optimizer that was made before goes on with them. What is in its
+    place already is not touched.
+    """
+    cpu = torch.device("cpu")
+    for name, parameter in model.named_parameters():
+        home = cpu if name in host else device
+        parameter.data = _moved(parameter.data, home, pinned=device.type == "cuda")
+        if parameter.grad is not None:
+            parameter.grad = _moved(parameter.grad, home, pinned=False)
+        if optimizer is not None and parameter in optimizer.state:
+            state = optimizer.state[parameter]
+            for key, tensor in state.items():
+                if isinstance(tensor, torch.Tensor) and tensor.dim():  # step counts stay where the optimizer wants them
+                    state[key] = _moved(tensor, home, pinned=False)
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != device.type:
+            path, _, leaf = name.rpartition(".")
+            model.get_submodule(path)._buffers[leaf] = buffer.to(device)
+
+
+def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tensor:
+    moved = tensor if tensor.device.type == home.type else tensor.to(home)
+    return moved.pin_memory() if pinned and home.type == "cpu" and not moved.is_pinned() else moved
