@@ -1,40 +1,40 @@
 """Lower bounds that hold for every schedule of a problem that runs the backward pass in the given order.
 
-**Seconds.** Take the moment at which a backward op runs. What the rest of the backward pass reads from the forward pass
-is live at that moment or is computed later, with all that this takes. Live values weigh at most what the budget leaves
-beside residents, held values, live gradients and what the op itself makes. So a step takes at least its baseline plus
-the least recomputation over saved sets of that weight, and Lagrange multipliers bound the latter: each minimum cut of
-`mincut` is one line under it. Lines do not depend on the budget, so they are computed once.
+**Seconds.** Take a few moments at which backward ops run. What the backward pass reads from the forward pass is live at
+the moment before it or is computed after that, with all that this takes; and what is live at a moment, the op's operands
+among it, weighs at most what the budget leaves. `bound_program` writes that down as a linear programme, `bound_dual`
+finds multipliers for it, and each set of multipliers is a line: seconds against budget, true at every budget. Which
+moments count depends on the budget; a greedy search looks for them at a few budgets, and every line on its way is kept.
 
 **Bytes.** An op needs its operands, its outputs and its scratch beside what nothing can free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from memplan.problem import Problem
-from memplan.solvers.flat import Flat, Ints, flatten
-from memplan.solvers.mincut import SavedSet, saved_sets
+from memplan.solvers.bound_dual import Line, line_of
+from memplan.solvers.bound_program import Step, program_of, step_of
+from memplan.solvers.flat import Flat, Floats, Ints, flatten
 
-
-@dataclass(frozen=True, slots=True)
-class Moment:
-    """fixed_bytes: held at a moment whatever the schedule. sets: corners of (saved bytes, recompute seconds) there."""
-
-    fixed_bytes: int
-    sets: tuple[SavedSet, ...]
+_SPREAD = (0.7, 0.5, 0.35, 0.22, 0.12, 0.05, 0.012)  # budgets tried, as shares of the way from the floor to the peak
+_JOINT = 5  # moments of one programme at most
+_LOOK_ROUNDS = 300  # rounds that judge a set of moments, and rounds for the one that is taken
+_LAST_ROUNDS = 1500
+_GAIN = 2e-4  # of the baseline: what another moment has to add
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """baseline_s: every op once. floor_bytes: no schedule peaks below it."""
+    """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline."""
 
     baseline_s: float
     floor_bytes: int
-    moments: tuple[Moment, ...]
+    lines: tuple[Line, ...]
 
     def time_s(self, budget_bytes: int | None) -> float:
         """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
@@ -42,29 +42,119 @@ class Bound:
             return self.baseline_s
         if budget_bytes < self.floor_bytes:
             return float("inf")
-        lines = [
-            s.line_s - s.line_s_per_byte * (budget_bytes - moment.fixed_bytes)
-            for moment in self.moments
-            for s in moment.sets
-        ]
-        return self.baseline_s + max([0.0, *lines])
+        return self.baseline_s + max([0.0, *(line.at(budget_bytes) for line in self.lines)])
 
 
-def lower_bound(problem: Problem, moments: int = 3, cuts: int = 24) -> Bound:
-    """Bounds of a problem. moments: moments to look at, the boundary first; cuts: minimum cuts to spend at each."""
+def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
+    """Bounds of a problem. moments: half the moments that are tried; cuts: lines that are kept at most."""
     flat = flatten(problem)
     return bound_of(flat, problem.baseline_time_s, moments, cuts)
 
 
 def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     """`lower_bound` of a problem that is flattened already."""
-    a = flat.arrays
     fixed = backward_bytes(flat)
-    found = []
-    for first in _moments(flat, fixed, moments):
-        beyond = int(fixed[0]) if first == a.boundary else int(fixed[1 + first - a.boundary])
-        found.append(Moment(beyond, saved_sets(flat, needed_after(flat, first), cuts)))
-    return Bound(baseline_s, _floor(flat, fixed), tuple(found))
+    floor_bytes = _floor(flat, fixed)
+    if flat.op_count == flat.arrays.boundary:
+        return Bound(baseline_s, floor_bytes, ())
+    search = _Search(flat, fixed[1:], baseline_s)
+    high = int(search.whole_bytes.max())
+    budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
+    for budget_bytes in budgets:
+        search.improve(budget_bytes, 2 * moments)
+    return Bound(baseline_s, floor_bytes, _envelope(search.lines, floor_bytes, high, cuts))
+
+
+class _Search:
+    """Looks for sets of moments; `lines` are all lines found on the way.
+
+    fixed_bytes: what nothing can free while each backward op runs. whole_bytes: the same with all that the rest of the
+    backward pass reads.
+    """
+
+    def __init__(self, flat: Flat, fixed_bytes: Ints, baseline_s: float) -> None:
+        self.step: Step = step_of(flat)
+        self.first = flat.arrays.boundary
+        self.fixed_bytes = fixed_bytes
+        self.needed_bytes = _needed_bytes(flat)
+        self.whole_bytes = fixed_bytes + self.needed_bytes
+        self.least_gain_s = _GAIN * baseline_s
+        self.chosen: tuple[int, ...] = ()
+        self.lines: list[Line] = []
+
+    def improve(self, budget_bytes: int, tries: int) -> None:
+        """Add moments to those of the last budget as long as that lifts the bound at this one."""
+        singles = [(self._look((b,), budget_bytes), b) for b in self._candidates(budget_bytes, tries)]
+        best_s = self._look(self.chosen, budget_bytes) if self.chosen else 0.0
+        for single_s, b in sorted(singles, key=lambda pair: (-pair[0], pair[1])):
+            if b in self.chosen:
+                continue
+            trial = tuple(sorted((*self.chosen, b)))
+            found_s = single_s if len(trial) == 1 else self._look(trial, budget_bytes)
+            if found_s > best_s + self.least_gain_s:
+                best_s = found_s
+                self.chosen = self._thinned(trial, budget_bytes)
+        if self.chosen:
+            self._look(self.chosen, budget_bytes, _LAST_ROUNDS)
+
+    def _thinned(self, moments: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
+        """The moments without the one that matters least, where there are too many."""
+        if len(moments) <= _JOINT:
+            return moments
+        fewer = [tuple(m for m in moments if m != b) for b in moments]
+        return max(fewer, key=lambda rest: self._look(rest, budget_bytes))
+
+    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = _LOOK_ROUNDS) -> float:
+        at = np.array(moments, dtype=np.int64)
+        program = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
+        line = line_of(program, budget_bytes, rounds)
+        self.lines.append(line)
+        return line.at(budget_bytes)
+
+    def _candidates(self, budget_bytes: int, count: int) -> list[int]:
+        """Backward ops above the budget: where the most bytes have to go, and the most of what is needed has to."""
+        excess = (self.whole_bytes - budget_bytes).astype(np.float64)
+        share = excess / np.maximum(self.needed_bytes, 1)
+        apart = max(1, len(excess) // (4 * count))
+        found = [*_peaks(excess, count // 2, apart), *_peaks(share, count - count // 2, apart)]
+        return list(dict.fromkeys(found))
+
+
+def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
+    """The highest positions above zero, each more than `apart` from those before."""
+    left = height.copy()
+    for _ in range(count):
+        at = int(np.argmax(left))
+        if left[at] <= 0.0:
+            return
+        yield at
+        left[max(0, at - apart) : at + apart + 1] = 0.0
+
+
+def _needed_bytes(flat: Flat) -> Ints:
+    """Bytes of what each backward op and those after it read from the forward pass."""
+    a = flat.arrays
+    found = np.zeros(flat.op_count - a.boundary, dtype=np.int64)
+    seen = np.zeros(len(a.size_bytes), dtype=np.bool_)
+    total = 0
+    for b in range(flat.op_count - 1, a.boundary - 1, -1):
+        for v in flat.reads[b]:
+            if 0 <= a.producer[v] < a.boundary and not a.held[v] and not seen[v]:
+                seen[v] = True
+                total += int(a.size_bytes[v])
+        found[b - a.boundary] = total
+    return found
+
+
+def _envelope(lines: list[Line], low: int, high: int, count: int) -> tuple[Line, ...]:
+    """The lines that are highest at `count` budgets evenly apart, those that steepen last."""
+    if not lines or high <= low:
+        return ()
+    budgets = np.linspace(low, high, max(count, 2))
+    heights = np.array([line.at_zero_s for line in lines])[:, None] - np.outer([x.s_per_byte for x in lines], budgets)
+    best = np.unique(heights.argmax(axis=0))
+    kept = [lines[int(i)] for i in best if heights[i].max() > 0.0]
+    return tuple(sorted(kept, key=lambda line: line.s_per_byte))
 
 
 def needed_after(flat: Flat, first: int) -> frozenset[int]:
@@ -78,18 +168,6 @@ def needed_after(flat: Flat, first: int) -> frozenset[int]:
         v for op in range(first, flat.op_count) for v in flat.reads[op]
         if 0 <= a.producer[v] < a.boundary and not a.held[v] and v not in taken
     )  # fmt: skip
-
-
-def _moments(flat: Flat, fixed: Ints, count: int) -> list[int]:
-    """The boundary, then the backward ops at which the most stands that nothing can free, apart from one another."""
-    a = flat.arrays
-    span = flat.op_count - a.boundary
-    chosen = [a.boundary]
-    for part in range(count - 1):
-        low, high = 1 + span * part // (2 * count), 1 + span * (part + 1) // (2 * count)
-        if high > low:
-            chosen.append(a.boundary + low - 1 + int(np.argmax(fixed[low:high])))
-    return list(dict.fromkeys(chosen))
 
 
 def backward_bytes(flat: Flat) -> Ints:
