@@ -26,7 +26,6 @@ from memplan.solvers.flat import Flat, flatten
 from tests.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.solver_oracle import all_orders
 
-
 CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 SMALL = Config(sizes=6, points=8, grid=10, descents=2, descent_steps=6, exchanges=10)
 
@@ -75,6 +74,73 @@ def test_programme_and_multipliers_hold_for_every_short_order(problem: Problem, 
         assert bound.time_s(peak_bytes) <= time_s * (1 + 1e-9)
         assert problem.baseline_time_s + line.at(peak_bytes) <= time_s * (1 + 1e-9)
         assert problem.baseline_time_s + optimum(made, peak_bytes) <= time_s * (1 + 1e-7)
+
+
+def holds_for_short_orders(problem: Problem, most_repeats: int = 2) -> dict[int, float]:
+    """The least seconds of each peak of a legal order, after all of them were held against the bound."""
+    bound = lower_bound(problem)
+    least: dict[int, float] = {}
+    for order in all_orders(problem, most_repeats):
+        try:
+            timeline = simulate(problem, schedule_of(problem.graph, order))
+        except IllegalSchedule:
+            continue
+        assert bound.floor_bytes <= timeline.peak_bytes
+        assert bound.time_s(timeline.peak_bytes) <= timeline.time_s * (1 + 1e-9)
+        least[timeline.peak_bytes] = min(timeline.time_s, least.get(timeline.peak_bytes, float("inf")))
+    return least
+
+
+def test_a_value_that_was_overwritten_can_be_made_again_before_the_boundary() -> None:
+    """wide -> thin -> thin in place; backward reads the thin one as it was. It is made again at once, and wide goes."""
+    values = (
+        Value("input", 1, "input"), Value("wide", 100), Value("thin", 1), Value("after", 1, reuses=2),
+        Value("loss", 1, held=True), Value("big gradient", 60), Value("gradient", 1, "gradient", held=True),
+    )  # fmt: skip
+    ops = (
+        Op("widen", "a", "forward", (0,), (1,)), Op("thin", "b", "forward", (1,), (2,)),
+        Op("relu", "c", "forward", (2,), (3,)), Op("loss", "d", "forward", (3,), (4,)),
+        Op("start", "e", "backward", (4,), (5,)), Op("end", "f", "backward", (2, 5), (6,)),
+    )  # fmt: skip
+    problem = Problem(Graph(values, ops, 4), Costs((10.0, 2.0, 1.0, 1.0, 1.0, 1.0), (0, 0, 0, 0, 0, 60)))
+    least = holds_for_short_orders(problem)
+    bound = lower_bound(problem)
+    budget_bytes = bound.floor_bytes + 5
+    cheapest = min(time_s for peak, time_s in least.items() if peak <= budget_bytes)
+    assert cheapest == problem.baseline_time_s + 2.0
+    first = flatten(problem).arrays.boundary
+    for moments in ((first,), (first + 1,), (first, first + 1)):
+        assert optimum(program(problem, moments), budget_bytes) == pytest.approx(2.0)
+
+
+def test_no_held_output_still_makes_the_forward_pass_run_first() -> None:
+    """Nobody holds what the forward pass makes, yet the first backward op needs all of it: the rest is recomputed."""
+    count = 6
+    values = [Value(f"v{i}", 10) for i in range(count)]
+    ops = [Op(f"f{i}", "f", "forward", (i - 1,) if i else (), (i,)) for i in range(count)]
+    for i in reversed(range(count)):
+        values.append(Value(f"g{i}", 1))
+        above = () if i == count - 1 else (len(values) - 2,)
+        ops.append(Op(f"b{i}", "b", "backward", (i, *above), (len(values) - 1,)))
+    problem = Problem(Graph(tuple(values), tuple(ops), count), Costs((1.0,) * (2 * count), (0,) * (2 * count)))
+    least = holds_for_short_orders(problem)
+    assert lower_bound(problem).time_s(41) > problem.baseline_time_s + 0.5
+    assert min(least) < 60
+
+
+def test_memory_of_an_input_that_is_overwritten_is_given_back() -> None:
+    """The first op writes over the model's input, and what it wrote is freed: less is held than before the step."""
+    values = (
+        Value("input", 50, "input"), Value("scaled", 50, reuses=0), Value("small", 2), Value("loss", 1, held=True),
+        Value("gradient", 20), Value("end", 1, "gradient", held=True),
+    )  # fmt: skip
+    ops = (
+        Op("scale", "a", "forward", (0,), (1,)), Op("shrink", "b", "forward", (1,), (2,)),
+        Op("loss", "c", "forward", (2,), (3,)), Op("start", "d", "backward", (2, 3), (4,)),
+        Op("end", "e", "backward", (4,), (5,)),
+    )  # fmt: skip
+    problem = Problem(Graph(values, ops, 3), Costs((1.0,) * 5, (0,) * 5), update_bytes=3)
+    assert holds_for_short_orders(problem)
 
 
 @settings(CALM, max_examples=40)

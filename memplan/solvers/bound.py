@@ -1,10 +1,11 @@
 """Lower bounds that hold for every schedule of a problem that runs the backward pass in the given order.
 
 **Seconds.** Take a few moments at which backward ops run. What the backward pass reads from the forward pass is live at
-the moment before it or is computed after that, with all that this takes; and what is live at a moment, the op's operands
-among it, weighs at most what the budget leaves. `bound_program` writes that down as a linear programme, `bound_dual`
-finds multipliers for it, and each set of multipliers is a line: seconds against budget, true at every budget. Which
-moments count depends on the budget; a greedy search looks for them at a few budgets, and every line on its way is kept.
+the moment before it or is computed after that, with all that this takes; and what is live at a moment, the op's
+operands among it, weighs at most what the budget leaves. `bound_program` writes that down as a linear programme,
+`bound_dual` finds multipliers for it, and each set of multipliers is a line: seconds against budget, true at every
+budget. Which moments count depends on the budget; a greedy search looks for them at a few budgets, and every line on
+its way is kept.
 
 **Bytes.** An op needs its operands, its outputs and its scratch beside what nothing can free.
 """
@@ -21,10 +22,20 @@ from memplan.solvers.bound_dual import Line, line_of
 from memplan.solvers.bound_program import Step, program_of, step_of
 from memplan.solvers.flat import Flat, Floats, Ints, flatten
 
-_SPREAD = (0.7, 0.5, 0.35, 0.22, 0.12, 0.05, 0.012)  # budgets tried, as shares of the way from the floor to the peak
+_SPREAD = (
+    0.8,
+    0.65,
+    0.5,
+    0.38,
+    0.26,
+    0.15,
+    0.06,
+    0.012,
+)  # budgets tried, as shares of the way from the floor to the peak
 _JOINT = 5  # moments of one programme at most
-_LOOK_ROUNDS = 300  # rounds that judge a set of moments, and rounds for the one that is taken
-_LAST_ROUNDS = 1500
+_LOOK_ROUNDS = 250  # rounds that judge a set of moments, and rounds for the one that is taken
+_LAST_ROUNDS = 800
+_MORE_TRIES = 6000  # moments tried beside those asked for, divided by the number of ops
 _GAIN = 2e-4  # of the baseline: what another moment has to add
 
 
@@ -46,7 +57,8 @@ class Bound:
 
 
 def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
-    """Bounds of a problem. moments: half the moments that are tried; cuts: lines that are kept at most."""
+    """Bounds of a problem. moments: moments tried at each budget, more for short
+    steps; cuts: lines that are kept at most."""
     flat = flatten(problem)
     return bound_of(flat, problem.baseline_time_s, moments, cuts)
 
@@ -60,16 +72,17 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     search = _Search(flat, fixed[1:], baseline_s)
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
-    for budget_bytes in budgets:
-        search.improve(budget_bytes, 2 * moments)
+    tries = moments + _MORE_TRIES // flat.op_count
+    sets = [search.improve(budget_bytes, tries) for budget_bytes in budgets]
+    search.exchange(budgets, sets)
     return Bound(baseline_s, floor_bytes, _envelope(search.lines, floor_bytes, high, cuts))
 
 
 class _Search:
     """Looks for sets of moments; `lines` are all lines found on the way.
 
-    fixed_bytes: what nothing can free while each backward op runs. whole_bytes: the same with all that the rest of the
-    backward pass reads.
+    alone: the line of each moment that was tried, from where it was tried first. fixed_bytes: what nothing can free
+    while each backward op runs. whole_bytes: the same with all that the rest of the backward pass reads.
     """
 
     def __init__(self, flat: Flat, fixed_bytes: Ints, baseline_s: float) -> None:
@@ -81,43 +94,55 @@ class _Search:
         self.least_gain_s = _GAIN * baseline_s
         self.chosen: tuple[int, ...] = ()
         self.lines: list[Line] = []
+        self.alone: dict[int, Line] = {}
 
-    def improve(self, budget_bytes: int, tries: int) -> None:
-        """Add moments to those of the last budget as long as that lifts the bound at this one."""
-        singles = [(self._look((b,), budget_bytes), b) for b in self._candidates(budget_bytes, tries)]
-        best_s = self._look(self.chosen, budget_bytes) if self.chosen else 0.0
-        for single_s, b in sorted(singles, key=lambda pair: (-pair[0], pair[1])):
-            if b in self.chosen:
+    def improve(self, budget_bytes: int, tries: int) -> tuple[int, ...]:
+        """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments."""
+        candidates = self._candidates(budget_bytes, tries)
+        for b in candidates:
+            if b not in self.alone:
+                self.alone[b] = self._look((b,), budget_bytes)
+        best_s = self._look(self.chosen, budget_bytes).at(budget_bytes) if self.chosen else 0.0
+        for b in sorted(candidates, key=lambda b: (-self.alone[b].at(budget_bytes), b)):
+            trial = tuple(sorted({*self.chosen, b}))
+            if trial == self.chosen:
                 continue
-            trial = tuple(sorted((*self.chosen, b)))
-            found_s = single_s if len(trial) == 1 else self._look(trial, budget_bytes)
+            found_s = self._look(trial, budget_bytes).at(budget_bytes)
             if found_s > best_s + self.least_gain_s:
                 best_s = found_s
                 self.chosen = self._thinned(trial, budget_bytes)
-        if self.chosen:
-            self._look(self.chosen, budget_bytes, _LAST_ROUNDS)
+        return self.chosen
+
+    def exchange(self, budgets: list[int], sets: list[tuple[int, ...]]) -> None:
+        """A longer look at each budget at its own moments and those of its neighbours."""
+        for i, budget_bytes in enumerate(budgets):
+            for moments in dict.fromkeys(sets[max(0, i - 1) : i + 2]):
+                if moments:
+                    self._look(moments, budget_bytes, _LAST_ROUNDS)
 
     def _thinned(self, moments: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
         """The moments without the one that matters least, where there are too many."""
         if len(moments) <= _JOINT:
             return moments
         fewer = [tuple(m for m in moments if m != b) for b in moments]
-        return max(fewer, key=lambda rest: self._look(rest, budget_bytes))
+        return max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
 
-    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = _LOOK_ROUNDS) -> float:
+    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = _LOOK_ROUNDS) -> Line:
         at = np.array(moments, dtype=np.int64)
         program = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
         line = line_of(program, budget_bytes, rounds)
         self.lines.append(line)
-        return line.at(budget_bytes)
+        return line
 
     def _candidates(self, budget_bytes: int, count: int) -> list[int]:
-        """Backward ops above the budget: where the most bytes have to go, and the most of what is needed has to."""
+        """Backward ops above the budget: where the most bytes have to go, where the most of what is needed has to, and
+        where the least can be held."""
         excess = (self.whole_bytes - budget_bytes).astype(np.float64)
         share = excess / np.maximum(self.needed_bytes, 1)
-        apart = max(1, len(excess) // (4 * count))
-        found = [*_peaks(excess, count // 2, apart), *_peaks(share, count - count // 2, apart)]
-        return list(dict.fromkeys(found))
+        narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
+        apart = len(excess) // (6 * count)
+        each = -(-count // 3)
+        return list(dict.fromkeys(b for height in (excess, share, narrow) for b in _peaks(height, each, apart)))
 
 
 def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
@@ -181,7 +206,7 @@ def backward_bytes(flat: Flat) -> Ints:
     for op in range(a.boundary, flat.op_count):
         for v in flat.reads[op]:
             last_read[v] = op
-    live = a.base_bytes + a.tangent_bytes
+    live = a.base_bytes + a.tangent_bytes - _given_back(flat, range(a.boundary), held=True)
     live += sum(int(a.size_bytes[v]) for op in range(a.boundary) for v in flat.makes[op] if a.held[v])
     fixed = [live]
     for op in range(a.boundary, flat.op_count):
@@ -197,6 +222,16 @@ def backward_bytes(flat: Flat) -> Ints:
     return np.array(fixed, dtype=np.int64)
 
 
+def _given_back(flat: Flat, ops: range, held: bool) -> int:
+    """Bytes of residents and tangents whose memory values of these ops take over: freed with those values.
+
+    held: with the memory that held values take over, for who counts held values by themselves.
+    """
+    a = flat.arrays
+    made = (v for op in ops for v in flat.makes[op])
+    return sum(int(a.size_bytes[v]) for v in made if a.in_place[v] and a.taken[v] < 0 and (held or not a.held[v]))
+
+
 def _counted(flat: Flat, value: int) -> bool:
     a = flat.arrays
     taken = int(a.taken[value])
@@ -209,13 +244,15 @@ def _floor(flat: Flat, fixed: Ints) -> int:
     if a.update_bytes > 0:
         held = [v for row in flat.makes for v in row if a.held[v] and not (a.gradient[v] and a.accumulate)]
         new = sum(int(a.size_bytes[v]) for v in held if not a.in_place[v])
-        worst = max(worst, a.base_bytes + new + a.update_bytes)
+        given_back = _given_back(flat, range(flat.op_count), held=False)
+        worst = max(worst, a.base_bytes + a.tangent_bytes - given_back + new + a.update_bytes)
+    owned = a.base_bytes - _given_back(flat, range(a.boundary), held=False)
     for op in range(flat.op_count):
         forward = {v for v in flat.reads[op] if 0 <= a.producer[v] < a.boundary and not a.held[v]}
         if op < a.boundary:
             new = sum(int(a.size_bytes[v]) for v in flat.makes[op] if not a.in_place[v])
             read = sum(int(a.size_bytes[v]) for v in forward)
-            worst = max(worst, a.base_bytes + new + int(a.scratch_bytes[op]) + read)
+            worst = max(worst, owned + new + int(a.scratch_bytes[op]) + read)
         else:
             taken = {int(a.taken[v]) for v in flat.makes[op]}
             read = sum(int(a.size_bytes[v]) for v in forward - taken)

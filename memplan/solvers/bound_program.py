@@ -240,11 +240,12 @@ def _needs(step: Step, builder: _Builder, here: _Columns, runs: Ints, wanted: Fl
 def _second_runs(step: Step, builder: _Builder, first: _Columns, moment: int) -> None:
     """A value that was overwritten is live at the first moment only where its op has run twice by then."""
     a = step.flat.arrays
-    over = step.overwriter
-    values = np.nonzero((first.live > 0) & (over >= 0))[0]
-    values = values[step.certain[over[values]] <= moment]
+    values = np.nonzero(((first.live > 0) | first.free) & (step.overwriter >= 0))[0]
+    values = values[step.certain[step.overwriter[values]] <= moment]
     ops = np.zeros(a.boundary, dtype=np.bool_)
     ops[a.producer[values]] = True
     again = builder.add(ops, a.time_s[: a.boundary], np.ones(a.boundary), -1, np.zeros(a.boundary, dtype=np.int64))
+    chosen, operands = values[~first.free[values]], values[first.free[values]]
     none = np.zeros(len(values), dtype=np.int64)
-    builder.row(again[a.producer[values]], none, first.live[values], 0.0)
+    builder.row(again[a.producer[chosen]], none[: len(chosen)], first.live[chosen], 0.0)
+    builder.row(again[a.producer[operands]], none[: len(operands)], none[: len(operands)], 1.0)
