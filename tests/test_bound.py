@@ -22,7 +22,10 @@ from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.bound import backward_bytes, bound_of
 from memplan.solvers.bound_dual import line_of
 from memplan.solvers.bound_program import Program, program_of, step_of
+from memplan.solvers.bound_seeds import saved_of_moments
 from memplan.solvers.flat import Flat, flatten
+from memplan.solvers.orders import demand_order
+from memplan.solvers.replay import prune
 from tests.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.solver_oracle import all_orders
 
@@ -154,6 +157,17 @@ def test_every_line_stays_under_its_programme(problem: Problem, data: st.DataObj
     assert line.s_per_byte >= 0.0
     for budget_bytes in range(floor_bytes, floor_bytes + 40, 3):
         assert line.at(budget_bytes) <= optimum(made, budget_bytes) + 1e-7
+
+
+@CALM
+@given(random_problems())
+def test_saved_sets_of_moments_make_legal_schedules(problem: Problem) -> None:
+    flat = flatten(problem)
+    for _budget_bytes, saved in saved_of_moments(flat, lower_bound(problem, 4, 8)):
+        order = demand_order(flat.arrays, saved, flat.op_count, 4 * flat.op_count)
+        if len(order):
+            timeline = simulate(problem, schedule_of(problem.graph, prune(flat.arrays, order).tolist()))
+            assert timeline.time_s >= problem.baseline_time_s * (1 - 1e-9)
 
 
 @CALM

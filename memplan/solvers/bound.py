@@ -41,11 +41,15 @@ _GAIN = 2e-4  # of the baseline: what another moment has to add
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline."""
+    """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline.
+
+    moments: for some budgets the backward ops that count most, in order: a guide to schedules (`bound_seeds`).
+    """
 
     baseline_s: float
     floor_bytes: int
     lines: tuple[Line, ...]
+    moments: tuple[tuple[int, tuple[int, ...]], ...] = ()
 
     def time_s(self, budget_bytes: int | None) -> float:
         """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
@@ -75,7 +79,10 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     tries = moments + _MORE_TRIES // flat.op_count
     sets = [search.improve(budget_bytes, tries) for budget_bytes in budgets]
     search.exchange(budgets, sets)
-    return Bound(baseline_s, floor_bytes, _envelope(search.lines, floor_bytes, high, cuts))
+    guides = tuple(
+        (b, tuple(search.first + m for m in chosen)) for b, chosen in zip(budgets, sets, strict=True) if chosen
+    )
+    return Bound(baseline_s, floor_bytes, _envelope(search.lines, floor_bytes, high, cuts), guides)
 
 
 class _Search:

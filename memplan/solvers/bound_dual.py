@@ -38,12 +38,21 @@ def line_of(program: Program, budget_bytes: int, rounds: int) -> Line:
     room = (budget_bytes - program.fixed_bytes) / byte_scale
     scaled = program._replace(cost=program.cost / time_scale)
     weight = program.size_bytes / byte_scale
-    rows, prices = _multipliers(scaled, weight, room.astype(np.float64), rounds)
+    rows, prices, _point = _multipliers(scaled, weight, room.astype(np.float64), rounds)
     at_room_free, taken = _bound(scaled, weight, rows, prices)
     # What rounding may have added: a few units in the last place of each term.
     safe = at_room_free - 1e-12 * taken
     held = float((prices * (program.fixed_bytes / byte_scale)).sum())
     return Line((safe + held) * time_scale, float(prices.sum()) / byte_scale * time_scale)
+
+
+def point_of(program: Program, budget_bytes: int, rounds: int) -> Floats:
+    """A point near the programme's optimum, which may break rows a little: a guide for schedules, not a bound."""
+    byte_scale = float(max(1, int(program.size_bytes.max())))
+    time_scale = max(float(program.cost.max()), 1e-30)
+    room = (budget_bytes - program.fixed_bytes) / byte_scale
+    scaled = program._replace(cost=program.cost / time_scale)
+    return _multipliers(scaled, program.size_bytes / byte_scale, room.astype(np.float64), rounds)[2]
 
 
 @kernel
@@ -77,8 +86,8 @@ def _bound(p: Program, weight: Floats, rows: Floats, prices: Floats) -> tuple[fl
 
 
 @kernel
-def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple[Floats, Floats]:
-    """Multipliers of rows and of room: the best of all rounds."""
+def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple[Floats, Floats, Floats]:
+    """Multipliers of rows and of room, the best of all rounds, and the last mean of the columns."""
     n, m, moments = len(p.cost), len(p.left), len(room)
     step_x = np.full(n, 1e-9)
     step_y = np.zeros(m)
@@ -102,6 +111,7 @@ def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple
     prices = np.zeros(moments)
     sum_x, sum_y, sum_l = np.zeros(n), np.zeros(m), np.zeros(moments)
     best_y, best_l = y.copy(), prices.copy()
+    mean_x = x.copy()
     best = 0.0
     ratio = 1.0
     count = 0
@@ -131,7 +141,7 @@ def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple
             sum_l[k] += prices[k]
         count += 1
         if (r + 1) % _CHECK == 0:
-            mean_y, mean_l = sum_y / count, sum_l / count
+            mean_x, mean_y, mean_l = sum_x / count, sum_y / count, sum_l / count
             now = _bound(p, weight, y, prices)[0] - (prices * room).sum()
             mean = _bound(p, weight, mean_y, mean_l)[0] - (mean_l * room).sum()
             if now > best:
@@ -141,7 +151,7 @@ def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple
                 best = mean
                 best_y[:], best_l[:] = mean_y, mean_l
             if count >= length:
-                x = sum_x / count
+                x = mean_x.copy()
                 y, prices = mean_y, mean_l
                 moved_x = np.sqrt(((x - start_x) ** 2).sum())
                 moved_y = np.sqrt(((y - start_y) ** 2).sum() + ((prices - start_l) ** 2).sum())
@@ -151,4 +161,4 @@ def _multipliers(p: Program, weight: Floats, room: Floats, rounds: int) -> tuple
                 sum_x[:], sum_y[:], sum_l[:] = 0.0, 0.0, 0.0
                 count = 0
                 length += _CHECK
-    return best_y, best_l
+    return best_y, best_l, mean_x

@@ -30,7 +30,8 @@ class Program(NamedTuple):
     """Minimise `cost` x within 0 <= x <= most: x[left] + x[right] - x[needs] >= least for each row, and for moment k
     `size_bytes` x over the columns with `moment` k at most budget - `fixed_bytes[k]`.
 
-    Column 0 is always zero: rows of fewer terms point there. moment is -1 for columns that no moment weighs.
+    Column 0 is always zero: rows of fewer terms point there. moment and value are -1 for columns of runs, which no
+    moment weighs.
     """
 
     cost: Floats
@@ -40,6 +41,7 @@ class Program(NamedTuple):
     needs: Ints
     least: Floats
     moment: Ints
+    value: Ints
     size_bytes: Ints
     fixed_bytes: Ints
 
@@ -134,6 +136,7 @@ class _Builder:
         self.cost: list[Floats] = [np.zeros(1)]
         self.most: list[Floats] = [np.zeros(1)]
         self.moment: list[Ints] = [np.full(1, -1, dtype=np.int64)]
+        self.value: list[Ints] = [np.full(1, -1, dtype=np.int64)]
         self.size_bytes: list[Ints] = [np.zeros(1, dtype=np.int64)]
         self.rows: list[tuple[Ints, Ints, Ints, Floats]] = []
 
@@ -146,6 +149,7 @@ class _Builder:
         self.cost.append(cost[chosen])
         self.most.append(most[chosen])
         self.moment.append(np.full(count, moment, dtype=np.int64))
+        self.value.append(np.nonzero(chosen)[0] if moment >= 0 else np.full(count, -1, dtype=np.int64))
         self.size_bytes.append(size_bytes[chosen])
         return column
 
@@ -193,7 +197,8 @@ def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Progr
     left, right, needs, least = (np.concatenate(x) for x in zip(*builder.rows, strict=True))
     return Program(
         np.concatenate(builder.cost), np.concatenate(builder.most), left, right, needs, least,
-        np.concatenate(builder.moment), np.concatenate(builder.size_bytes), np.array(held, dtype=np.int64),
+        np.concatenate(builder.moment), np.concatenate(builder.value), np.concatenate(builder.size_bytes),
+        np.array(held, dtype=np.int64),
     )  # fmt: skip
 
 
