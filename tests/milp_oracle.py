@@ -16,7 +16,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from memplan.solvers.exact import NO_LIMIT, BlockBudget
+from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
 from memplan.solvers.options import LocalBlock
 
 STATE = 10**6  # the kept generator state of op i is value STATE + i

@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from memplan.problem import Problem
 from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
-from memplan.solvers.exact import NO_LIMIT, Answer, BlockBudget, BlockSearch, measured, solve_block, solve_grid
+from memplan.solvers.exact import Answer, BlockSearch, measured, solve_block, solve_grid
 from memplan.solvers.exact_block import Unsuited
 from memplan.solvers.exact_kernel import Rules
+from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
 from memplan.solvers.expand import _last_reads, _outside
 from memplan.solvers.flat import flatten
-from memplan.solvers.options import LocalBlock, _measure, localise
+from memplan.solvers.options import LocalBlock, localise
 from tests.milp_oracle import checkmate, facts_of, shortest
 from tests.random_graphs import llama_like, random_problems
 
@@ -46,7 +47,7 @@ def suited(block: LocalBlock) -> bool:
 def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Limits that allow little, and limits that allow all."""
     n = block.flat.arrays.boundary
-    everything = _measure(block, np.array([*range(n), n, *range(n + 1, block.flat.op_count)]))
+    everything = measured(block, np.array([*range(n), n, *range(n + 1, block.flat.op_count)]))
     facts = facts_of(block)
     least_peak = max([0, *(b + facts.bytes_of(r) for b, r in zip(facts.during, facts.step_reads, strict=True))])
     lows = (facts.bytes_of(facts.cut), 0, least_peak)
@@ -70,7 +71,7 @@ def checked(block: LocalBlock, budget: BlockBudget, answer: Answer) -> float:
     if answer.order is None:
         assert math.isinf(answer.recompute_s)
         return math.inf
-    option = _measure(block, np.array(answer.order))
+    option = measured(block, np.array(answer.order))
     assert budget.admits(option)
     assert option.recompute_s == pytest.approx(answer.recompute_s, rel=1e-9, abs=1e-9)
     assert answer.bound_s <= answer.recompute_s

@@ -1,51 +1,40 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
 `solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
-Work is limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the
-answer has an incumbent, a lower bound and a gap.
+Incumbents come from minimum cuts and local search (`exact_local`), the certificate from branch and bound. Work is
+limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the answer
+has an incumbent, a lower bound and a gap.
 
 What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memplan.schedule import BOUNDARY
-from memplan.solvers.exact_block import Rows, reverse
-from memplan.solvers.exact_bound import NEVER, moments_of, network_of
-from memplan.solvers.exact_kernel import Cell, Rules, Space, search, windows
+from memplan.solvers.exact_block import Reversed, Rows, reverse
+from memplan.solvers.exact_bound import NEVER, Space, least_after, space_of, windows
+from memplan.solvers.exact_kernel import Cell, Found, Rules, search
+from memplan.solvers.exact_local import NO_LIMIT, BlockBudget, improved
 from memplan.solvers.flat import Ints
 from memplan.solvers.options import LocalBlock, Option
 from memplan.solvers.options import measured as option_of
 
-NO_LIMIT = 1 << 60
-
-
-@dataclass(frozen=True, slots=True)
-class BlockBudget:
-    """Bytes saved between the two parts and the peaks of both, as in `Option`."""
-
-    saved_bytes: int = NO_LIMIT
-    forward_peak_bytes: int = NO_LIMIT
-    backward_peak_bytes: int = NO_LIMIT
-
-    def admits(self, option: Option) -> bool:
-        return (
-            option.saved_bytes <= self.saved_bytes
-            and option.forward_peak_bytes <= self.forward_peak_bytes
-            and option.backward_peak_bytes <= self.backward_peak_bytes
-        )
-
+_MOST_S = float("inf")
+_TRIES = 4  # incumbents that local search starts from, for each budget
+_SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
+_BOUNDARY_LABELS = 8192  # of the one at the boundary
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """order: of the block's ops, the stand-in among them; None where none was found. recompute_s: of repeated runs,
     infinite without an order. bound_s: nothing that keeps the limits takes less. certified: the two are equal, or it
-    is certain that there is no order. nodes: expanded."""
+    is certain that no order takes less than what was asked for. nodes: expanded."""
 
     order: tuple[int, ...] | None
     recompute_s: float
@@ -61,49 +50,71 @@ class Answer:
 class BlockSearch:
     """One block, many questions; what does not depend on the limits is made once."""
 
-    def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000) -> None:
-        """Raises Unsuited where the search can't take the block."""
+    def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000,
+                 most_forwards: float | None = None) -> None:  # fmt: skip
+        """most_forwards: an order that repeats more than so many forward parts in seconds is of no interest, and not
+        to be told from none. Raises Unsuited where the search can't take the block."""
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
         self._arrays, self._tick_s = reverse(block)
-        self._net = network_of(self._arrays)
+        self._most_ticks = NEVER
+        if most_forwards is not None:
+            self._most_ticks = int(most_forwards * int(self._arrays.ticks.sum()))
         self._spaces: dict[bool, Space] = {}
 
-    def solve(self, budget: BlockBudget, known: Iterable[Sequence[int]] = ()) -> Answer:
-        """known: orders that keep the budget; the best of them is where the search starts from."""
-        space = self._space(budget.forward_peak_bytes < NO_LIMIT)
-        upper, incumbent = NEVER, None
+    def solve(self, budget: BlockBudget, known: Iterable[Sequence[int]] = (), bound_s: float = 0.0) -> Answer:
+        """known: orders that keep the budget; the best of them is where the search starts from. bound_s: known to hold
+        for this budget."""
+        upper, incumbent = self._most_ticks, None
         for order in known:
             ticks = self._ticks(order)
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
-        found = search(space, self._cell(space, budget), self.rules, upper, self.most_nodes)
+        found = self._found(budget, upper, int(bound_s / self._tick_s * (1 - 1e-12)))
         if found.ticks < upper:
             upper, incumbent = found.ticks, self._order(found.path)
         certified = found.bound_ticks >= upper
-        bound_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
+        least_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
         recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
-        return Answer(incumbent, recompute_s, bound_s, certified, found.nodes)
+        return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, found.nodes)
+
+    def _found(self, budget: BlockBudget, upper: int, bound_ticks: int) -> Found:
+        nothing = np.empty(0, dtype=np.int64)
+        if upper <= bound_ticks:
+            return Found(NEVER, upper, nothing, 0)
+        space = self._space(budget.forward_peak_bytes < NO_LIMIT)
+        cell = self._cell(space, budget, upper)
+        root = int(cell.before[-1])
+        if self.rules.windows and root >= upper:
+            return Found(NEVER, min(root, upper), nothing, 0)
+        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, self.most_nodes)
+        return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks))), path, int(nodes))
 
     def _space(self, with_forward: bool) -> Space:
         if with_forward not in self._spaces:
-            self._spaces[with_forward] = Space(self._arrays, moments_of(self._arrays, with_forward), self._net)
+            self._spaces[with_forward] = space_of(self._arrays, with_forward)
         return self._spaces[with_forward]
 
-    def _cell(self, space: Space, budget: BlockBudget) -> Cell:
+    def _cell(self, space: Space, budget: BlockBudget, upper: int) -> Cell:
         b = self._arrays
+        steps = len(b.step_bytes)
         room = [
-            budget.backward_peak_bytes - int(b.step_bytes[t]) - sum(int(b.size_bytes[v]) for v in _row(b.step_reads, t))
-            for t in range(len(b.step_bytes))
+            budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
+            for t in range(steps)
         ]
         room.append(budget.saved_bytes - b.cut_bytes)
         if budget.forward_peak_bytes < NO_LIMIT:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
         room_bytes = np.array(room, dtype=np.int64)
-        before = np.zeros(len(b.step_bytes) + 1, dtype=np.int64)
+        before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
         if self.rules.windows:
-            before = windows(space, room_bytes, self.rules.whole)
+            before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)
+            if self.rules.whole and steps and before[-1] < upper:
+                low, high = space.needed[0, steps]
+                weight = space.weight[steps]
+                least = least_after(space.ops, weight, low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
+                before[-1] = max(int(before[-1]), int(least))
         limits = (budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes)
-        return Cell(*limits, room_bytes, before)
+        return Cell(np.array(limits, dtype=np.int64), room_bytes, before, price)
 
     def _ticks(self, order: Sequence[int]) -> int:
         n = self.block.flat.arrays.boundary
@@ -124,6 +135,10 @@ class BlockSearch:
         reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
         return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
 
+    def least_forward_bytes(self) -> int:
+        """The forward peak where the cut alone is kept."""
+        return int(max([0, *self._arrays.forward_bytes]))
+
     def keep_all(self) -> tuple[int, ...]:
         """The order that repeats nothing."""
         n = self.block.flat.arrays.boundary
@@ -143,28 +158,56 @@ class Grid:
         return sum(answer.certified for answer in self.answers) / len(self.answers)
 
 
-def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_parts: int, peak_parts: int) -> Grid:
-    """Budgets from the least saved bytes and backward peak to those that need no recomputation, the loosest first.
+def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_parts: int, peak_parts: int,
+               forward_parts: int = 0) -> Grid:  # fmt: skip
+    """Budgets from the least saved bytes and peaks to those that need no recomputation.
 
-    known: orders to start from. An answer that a tighter budget admits is its answer too.
+    known: orders to start from. Local search goes over all budgets first, the loosest first; what it finds for one
+    starts it on the next. Then each budget is closed: an answer that a tighter one admits is its answer too, and what a
+    looser one takes at least, so does this one. forward_parts: limits on the forward peak, beside none.
     """
-    orders = {tuple(order): measured(searched.block, order) for order in (searched.keep_all(), *known)}
-    everything = orders[searched.keep_all()]
-    least_saved = searched.least_saved_bytes()
-    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
-    budgets = [
-        BlockBudget(saved, NO_LIMIT, peak)
-        for saved in _steps(least_saved, everything.saved_bytes, saved_parts)
-        for peak in _steps(least_peak, everything.backward_peak_bytes, peak_parts)
-    ]
-    answers = []
+    block, everything = searched.block, measured(searched.block, searched.keep_all())
+    orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}
+    budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
+    for budget in budgets:
+        for order in improved(block, budget, orders, _TRIES):
+            orders.setdefault(tuple(order.tolist()), measured(block, order.tolist()))
+    found: dict[BlockBudget, Answer] = {}
     for budget in budgets:
         fitting = [order for order, option in orders.items() if budget.admits(option)]
-        answers.append(searched.solve(budget, fitting))
-        order = answers[-1].order
+        bound_s = max([0.0, *(a.bound_s for looser, a in found.items() if budget.within(looser) and a.bound_s < _MOST_S)])
+        found[budget] = searched.solve(budget, fitting, bound_s)
+        order = found[budget].order
         if order is not None and order not in orders:
-            orders[order] = measured(searched.block, order)
-    return Grid(tuple(budgets), tuple(answers))
+            orders[order] = measured(block, order)
+    return Grid(tuple(budgets), tuple(_settled(found, orders, budget) for budget in budgets))
+
+
+def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_parts: int,
+             forward_parts: int) -> list[BlockBudget]:  # fmt: skip
+    """The loosest first; limits on the forward peak come last."""
+    least_saved = searched.least_saved_bytes()
+    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
+    least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
+    saved_steps = _steps(least_saved, everything.saved_bytes, saved_parts)
+    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
+    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
+    ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:] if forward_parts else []
+    if everything.forward_peak_bytes <= everything.saved_bytes:
+        ahead = []  # forward peaks at the boundary: the limit on saved bytes is the limit
+    budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
+    return list(dict.fromkeys(budgets))
+
+
+def _settled(found: dict[BlockBudget, Answer], orders: dict[tuple[int, ...], Option], budget: BlockBudget) -> Answer:
+    """The answer to a budget once all are known: the best order that any budget brought to light."""
+    answer = found[budget]
+    if answer.certified:
+        return answer
+    fitting = [a for tighter, a in found.items() if tighter.within(budget) and a.order is not None]
+    best = min([answer, *fitting], key=lambda a: a.recompute_s)
+    certified = best.order is not None and best.recompute_s <= answer.bound_s
+    return dataclasses.replace(answer, order=best.order, recompute_s=best.recompute_s, certified=certified)
 
 
 def measured(block: LocalBlock, order: Sequence[int]) -> Option:

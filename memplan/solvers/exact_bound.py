@@ -8,7 +8,9 @@ intersecting lines. Every moment by itself is a relaxation of the search.
 
 Where prices leave a gap, `least_after` solves the same question in whole values by a label-setting sweep: in reverse
 topological order each demanded op has its outputs cross or runs again, and labels (bytes, ticks, demand) that another
-one beats are dropped.
+one of the same demand beats are dropped.
+
+Kernels take few arrays of many columns: numba's time of compilation grows with the number of arrays that are passed.
 """
 
 from __future__ import annotations
@@ -18,82 +20,67 @@ from typing import NamedTuple
 import numpy as np
 
 from memplan.solvers.exact_block import WORD, Reversed, Rows
-from memplan.solvers.flat import Flags, Ints
+from memplan.solvers.flat import Flags, Floats, Ints
 from memplan.solvers.jit import kernel
 
 NEVER = 1 << 57  # more ticks than any schedule takes
 _BARRED = -1
 _ROUNDS = 12  # prices tried for one moment
-_LABELS = 192  # labels of one sweep; beyond that the prices' bound has to do
+
+# Columns of `Space.ops`, `Space.steps` and rows of `Space.work`.
+MADE, READ, TAKEN, RUN_BYTES, TICKS = 0, 2, 4, 6, 7
+STEP_READ, STEP_TAKEN, STEP_BYTES, BETWEEN_BYTES = 0, 2, 4, 5
+_HEAD, _LEVEL, _QUEUE, _PATH, _CURSOR = 0, 1, 2, 3, 4
+_SOURCE, _TARGET, _AFTER, _ROOM, _LEFT = 0, 1, 2, 3, 4
 
 
-class Network(NamedTuple):
-    """The graph of all minimum cuts of a block: node 0 is the source, 1 the sink, then values, then ops.
+class Space(NamedTuple):
+    """A block with what its bounds need; sets of values are two words of bits.
 
-    Edge e and e ^ 1 are opposite. of_value[v], to_op[v], to_sink[op]: edges whose room depends on the question.
-    room: of the others. work arrays: left, level, queue, path, cursor. made, read: what an op makes and reads as two
-    words of bits each.
+    size_bytes[v]. ops[i]: words of what it makes, reads and takes over, bytes of a repeated run, ticks (NEVER where it
+    can't run again). steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
+    for the end. ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
+    rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
+    after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against the moment's
+    room; -1 if v can't cross it. needed[first, stop]: words of what steps first..stop-1 read.
+    edge: the graph of all minimum cuts of the block, node 0 the source, 1 the sink, then values, then ops; columns are
+    ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to the values,
+    then from values to ops, then from ops to the sink. work: what a maximum flow scribbles on.
     """
 
-    values: int
-    nodes: int
-    source: Ints
-    target: Ints
-    head: Ints
-    after: Ints
-    of_value: Ints
-    to_op: Ints
-    to_sink: Ints
-    room: Ints
-    left: Ints
-    level: Ints
-    queue: Ints
-    path: Ints
-    cursor: Ints
-    made: Ints
-    read: Ints
-
-
-class Moments(NamedTuple):
-    """after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against
-    room_bytes[m]; -1 if v can't cross it. needed[first, stop, v]: steps first..stop-1 read v."""
-
+    size_bytes: Ints
+    ops: Ints
+    steps: Ints
+    ahead: Ints
+    rest: Ints
     after: Ints
     weight: Ints
-    needed: Flags
+    needed: Ints
+    edge: Ints
+    work: Ints
 
 
-def network_of(b: Reversed) -> Network:
-    values, ops = len(b.size_bytes), len(b.ticks)
-    source: list[int] = []
-    target: list[int] = []
-    room: list[int] = []
+def space_of(b: Reversed, with_forward: bool) -> Space:
+    """with_forward: there is a limit on the forward peak, so forward ops are moments too."""
+    ops, steps = len(b.ticks), len(b.step_bytes)
+    ticks = np.where(b.again, b.ticks, NEVER)
+    step_rows = np.zeros((steps + 1, 6), dtype=np.int64)
+    step_rows[:steps, STEP_READ : STEP_READ + 2] = _words(b.step_reads)
+    step_rows[:steps, STEP_TAKEN : STEP_TAKEN + 2] = _words(b.step_takes)
+    step_rows[:steps, STEP_BYTES] = b.step_bytes
+    step_rows[:, BETWEEN_BYTES] = b.between_bytes
+    columns = (_words(b.makes), _words(b.reads), _words(b.takes), b.run_bytes[:, None], ticks[:, None])
+    ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in range(ops)], dtype=np.int64)
+    after, weight, needed = _moments(b, step_rows, with_forward)
+    edge, work = _network(b, ticks)
+    rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
+    rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    return Space(b.size_bytes, rows, step_rows, ahead.reshape(ops, 3), rest, after, weight, needed, edge, work)
 
-    def edge(tail: int, head: int, ticks: int) -> int:
-        source.extend((tail, head))
-        target.extend((head, tail))
-        room.extend((ticks, 0))
-        return len(source) - 2
 
-    of_value = [edge(0, 2 + v, 0) for v in range(values)]
-    to_op = [edge(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
-    to_sink = [edge(2 + values + op, 1, int(b.ticks[op]) if b.again[op] else NEVER) for op in range(ops)]
-    for op in range(ops):
-        for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]:
-            edge(2 + values + op, 2 + int(v), NEVER)
-    nodes = 2 + values + ops
-    head = np.full(nodes, -1, dtype=np.int64)
-    after = np.full(len(source), -1, dtype=np.int64)
-    for e, tail in enumerate(source):
-        after[e] = head[tail]
-        head[tail] = e
-    lists = (np.array(x, dtype=np.int64) for x in (of_value, to_op, to_sink, room, room))
-    of_value_, to_op_, to_sink_, room_, left = lists
-    level, queue, path, cursor = np.zeros((4, nodes + 1), dtype=np.int64)
-    ends = (np.array(source, dtype=np.int64), np.array(target, dtype=np.int64))
-    made, read = _words(b.makes), _words(b.reads)
-    asked = (of_value_, to_op_, to_sink_)
-    return Network(values, nodes, *ends, head, after, *asked, room_, left, level, queue, path, cursor, made, read)
+def _word_pair(flags: Flags) -> tuple[int, int]:
+    chosen = np.flatnonzero(flags).tolist()
+    return sum(1 << v for v in chosen if v < WORD), sum(1 << (v - WORD) for v in chosen if v >= WORD)
 
 
 def _words(rows: Rows) -> Ints:
@@ -104,9 +91,9 @@ def _words(rows: Rows) -> Ints:
     return words
 
 
-def moments_of(b: Reversed, with_forward: bool) -> Moments:
+def _moments(b: Reversed, step_rows: Ints, with_forward: bool) -> tuple[Ints, Ints, Ints]:
     """Every step, then the boundary, then, where a forward peak is a limit, every forward op."""
-    steps, values = len(b.step_bytes), len(b.size_bytes)
+    steps = len(b.step_bytes)
     after = [*range(steps), -1]
     weight = np.tile(b.size_bytes, (steps + 1, 1))
     for t in range(steps):
@@ -119,138 +106,171 @@ def moments_of(b: Reversed, with_forward: bool) -> Moments:
         ahead = np.where(b.forward_extra, b.size_bytes, 0)
         ahead[:, b.barred] = _BARRED
         weight = np.concatenate([weight, ahead])
-    needed = np.zeros((steps + 1, steps + 1, values), dtype=np.bool_)
+    needed = np.zeros((steps + 1, steps + 1, 2), dtype=np.int64)
     for first in range(steps):
         for stop in range(first + 1, steps + 1):
-            needed[first, stop] = needed[first, stop - 1]
-            read = b.step_reads.item[b.step_reads.start[stop - 1] : b.step_reads.start[stop]]
-            needed[first, stop, read] = True
-    return Moments(np.array(after, dtype=np.int64), np.ascontiguousarray(weight), needed)
+            needed[first, stop] = needed[first, stop - 1] | step_rows[stop - 1, STEP_READ : STEP_READ + 2]
+    return np.array(after, dtype=np.int64), np.ascontiguousarray(weight), needed
+
+
+def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
+    values, ops = len(b.size_bytes), len(b.ticks)
+    ends: list[tuple[int, int, int]] = [(0, 2 + v, 0) for v in range(values)]
+    ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
+    ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
+    for op in range(ops):
+        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]]
+    nodes = 2 + values + ops
+    edge = np.zeros((2 * len(ends), 5), dtype=np.int64)
+    work = np.zeros((5, nodes + 1), dtype=np.int64)
+    work[_HEAD] = -1
+    for k, (tail, head, room) in enumerate(ends):
+        for e, source, target, limit in ((2 * k, tail, head, room), (2 * k + 1, head, tail, 0)):
+            edge[e, :4] = source, target, work[_HEAD, source], limit
+            work[_HEAD, source] = e
+    return edge, work
 
 
 @kernel
-def _reach(net: Network) -> bool:
-    net.level[:] = -1
-    net.level[0] = 0
-    net.queue[0] = 0
+def has(low: int, high: int, v: int) -> bool:
+    """Whether v is in a set of two words."""
+    return ((low >> v) & 1) != 0 if v < WORD else ((high >> (v - WORD)) & 1) != 0
+
+
+@kernel
+def _reach(edge: Ints, work: Ints) -> bool:
+    level, queue = work[_LEVEL], work[_QUEUE]
+    level[:] = -1
+    level[0] = 0
+    queue[0] = 0
     first, last = 0, 1
     while first < last:
-        node = net.queue[first]
+        node = queue[first]
         first += 1
-        edge = net.head[node]
-        while edge >= 0:
-            if net.left[edge] > 0 and net.level[net.target[edge]] < 0:
-                net.level[net.target[edge]] = net.level[node] + 1
-                net.queue[last] = net.target[edge]
+        e = work[_HEAD, node]
+        while e >= 0:
+            target = edge[e, _TARGET]
+            if edge[e, _LEFT] > 0 and level[target] < 0:
+                level[target] = level[node] + 1
+                queue[last] = target
                 last += 1
-            edge = net.after[edge]
-    return bool(net.level[1] >= 0)
+            e = edge[e, _AFTER]
+    return bool(level[1] >= 0)
 
 
 @kernel
-def _flow(net: Network) -> int:
+def _flow(edge: Ints, work: Ints) -> int:
     """Dinic's algorithm; afterwards level >= 0 marks the source's side."""
+    level, path, cursor = work[_LEVEL], work[_PATH], work[_CURSOR]
     flow = 0
-    while _reach(net):
-        net.cursor[: net.nodes] = net.head
+    while _reach(edge, work):
+        cursor[:] = work[_HEAD]
         depth = 0
         node = 0
         while True:
             if node == 1:
-                push = net.left[net.path[0]]
+                push = edge[path[0], _LEFT]
                 for i in range(1, depth):
-                    push = min(push, net.left[net.path[i]])
+                    push = min(push, edge[path[i], _LEFT])
                 flow += push
                 if flow >= NEVER:
                     return NEVER
                 back = depth
                 for i in range(depth - 1, -1, -1):
-                    net.left[net.path[i]] -= push
-                    net.left[net.path[i] ^ 1] += push
-                    if net.left[net.path[i]] == 0:
+                    edge[path[i], _LEFT] -= push
+                    edge[path[i] ^ 1, _LEFT] += push
+                    if edge[path[i], _LEFT] == 0:
                         back = i
                 depth = back
-                node = net.source[net.path[depth]]
+                node = edge[path[depth], _SOURCE]
                 continue
-            edge = net.cursor[node]
-            while edge >= 0 and not (net.left[edge] > 0 and net.level[net.target[edge]] == net.level[node] + 1):
-                edge = net.after[edge]
-            net.cursor[node] = edge
-            if edge >= 0:
-                net.path[depth] = edge
+            e = cursor[node]
+            while e >= 0 and not (edge[e, _LEFT] > 0 and level[edge[e, _TARGET]] == level[node] + 1):
+                e = edge[e, _AFTER]
+            cursor[node] = e
+            if e >= 0:
+                path[depth] = e
                 depth += 1
-                node = net.target[edge]
+                node = edge[e, _TARGET]
             elif depth > 0:
-                net.level[node] = -1
+                level[node] = -1
                 depth -= 1
-                node = net.source[net.path[depth]]
+                node = edge[path[depth], _SOURCE]
             else:
                 break
     return flow
 
 
 @kernel
-def least_at(net: Network, weight: Ints, demand: Flags, price: float, timed: bool) -> tuple[int, int, int]:
-    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte; without `timed`, time is free and
-    a byte costs one. The cut is NEVER where the demand can't be met."""
-    net.left[:] = net.room
-    for v in range(net.values):
-        net.left[net.of_value[v]] = NEVER if demand[v] else 0
+def _least_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: float) -> tuple[int, int, int]:
+    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte; at a price below zero time is free
+    and a byte costs one. The cut is NEVER where the demand can't be met."""
+    values = len(weight)
+    ops = work.shape[1] - 3 - values
+    edge[:, _LEFT] = edge[:, _ROOM]
+    for v in range(values):
+        edge[2 * v, _LEFT] = NEVER if has(low, high, v) else 0
+        crossing = 2 * (values + v)
         if weight[v] < 0:
-            net.left[net.to_op[v]] = NEVER
-        elif timed:
-            net.left[net.to_op[v]] = int(min(np.floor(price * weight[v]), float(NEVER >> 9)))
+            edge[crossing, _LEFT] = NEVER
+        elif price >= 0.0:
+            edge[crossing, _LEFT] = int(min(np.floor(price * weight[v]), float(NEVER >> 9)))
         else:
-            net.left[net.to_op[v]] = weight[v]
-    if not timed:
-        for op in range(len(net.to_sink)):
-            if net.room[net.to_sink[op]] < NEVER:
-                net.left[net.to_sink[op]] = 0
-    flow = _flow(net)
+            edge[crossing, _LEFT] = weight[v]
+    if price < 0.0:
+        for op in range(ops):
+            if edge[2 * (2 * values + op), _ROOM] < NEVER:
+                edge[2 * (2 * values + op), _LEFT] = 0
+    flow = _flow(edge, work)
     if flow >= NEVER:
         return NEVER, 0, 0
+    level = work[_LEVEL]
     crossing_bytes = 0
     ticks = 0
-    for v in range(net.values):
-        if net.level[2 + v] >= 0 and net.level[net.target[net.to_op[v]]] < 0:
+    for v in range(values):
+        if level[2 + v] >= 0 and level[edge[2 * (values + v), _TARGET]] < 0:
             crossing_bytes += weight[v]
-    for op in range(len(net.to_sink)):
-        if net.level[2 + net.values + op] >= 0:
-            ticks += net.room[net.to_sink[op]]
+    for op in range(ops):
+        if level[2 + values + op] >= 0:
+            ticks += edge[2 * (2 * values + op), _ROOM]
     return flow, crossing_bytes, ticks
 
 
 @kernel
-def line_at(net: Network, weight: Ints, demand: Flags, room_bytes: int, price: float) -> int:
-    """The bound of one price."""
-    flow, _bytes, _ticks = least_at(net, weight, demand, price, True)
+def line_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_bytes: int, price: float) -> int:
+    """The bound of one price; NEVER where the demand can't be met."""
+    flow, _bytes, _ticks = _least_at(edge, work, weight, low, high, price)
     if flow >= NEVER:
         return NEVER
     return max(0, flow - int(np.ceil(price * room_bytes)))
 
 
 @kernel
-def best_line(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> tuple[int, float]:
+def asked_bytes(weight: Ints, low: int, high: int) -> int:
+    """Bytes of all of these values; NEVER where one can't cross."""
+    total = 0
+    for v in range(len(weight)):
+        if has(low, high, v):
+            if weight[v] < 0:
+                return NEVER
+            total += weight[v]
+    return total
+
+
+@kernel
+def best_line(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_bytes: int) -> tuple[int, float]:
     """(bound, price): the best price's bound, NEVER where the demand can't be met within the room."""
-    asked = 0
-    barred = False
-    for v in range(net.values):
-        if demand[v]:
-            asked += max(weight[v], 0)
-            barred = barred or weight[v] < 0
-    if room_bytes >= asked and not barred:
-        return 0, 0.0
-    flow, least_bytes, most_ticks = least_at(net, weight, demand, 1.0, False)
+    flow, least_bytes, most_ticks = _least_at(edge, work, weight, low, high, -1.0)
     if flow >= NEVER or least_bytes > room_bytes:
         return NEVER, 0.0
-    flow, most_bytes, least_ticks = least_at(net, weight, demand, 0.0, True)
+    flow, most_bytes, least_ticks = _least_at(edge, work, weight, low, high, 0.0)
     best = least_ticks
     best_price = 0.0
     if most_bytes <= room_bytes:
         return best, 0.0
     for _ in range(_ROUNDS):
         price = (most_ticks - least_ticks) / (most_bytes - least_bytes)
-        flow, crossing_bytes, ticks = least_at(net, weight, demand, price, True)
+        flow, crossing_bytes, ticks = _least_at(edge, work, weight, low, high, price)
         bound = flow - int(np.ceil(price * room_bytes))
         if bound > best:
             best = bound
@@ -271,68 +291,107 @@ def best_line(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> tup
 
 
 @kernel
-def _crossing_bytes(weight: Ints, low: int, high: int) -> int:
-    """Bytes of these values; -1 where one can't cross."""
-    total = 0
-    for v in range(len(weight)):
-        if ((low >> v) & 1 if v < WORD else (high >> (v - WORD)) & 1) != 0:
-            if weight[v] < 0:
-                return -1
-            total += weight[v]
-    return total
-
-
-@kernel
-def _beaten(low: Ints, high: Ints, held: Ints, ticks: Ints, count: int, i: int) -> bool:
-    """Whether another of the first `count` labels is no worse than label i; of equal ones the first stays."""
-    for k in range(count):
-        if k != i and held[k] <= held[i] and ticks[k] <= ticks[i] and not low[k] & ~low[i] and not high[k] & ~high[i]:
-            if k < i or held[k] < held[i] or ticks[k] < ticks[i] or low[k] != low[i] or high[k] != high[i]:
-                return True
-    return False
-
-
-@kernel
-def least_after(net: Network, weight: Ints, demand: Flags, room_bytes: int) -> int:
-    """Least ticks of what runs after a moment: exact for that moment, NEVER where nothing fits, -1 if it is too much
-    work."""
-    low, high, held, ticks = np.zeros((4, 2 * _LABELS + 2), dtype=np.int64)
-    stays = np.zeros(2 * _LABELS + 2, dtype=np.bool_)
-    for v in range(net.values):
-        if demand[v]:
-            if v < WORD:
-                low[0] |= 1 << v
-            else:
-                high[0] |= 1 << (v - WORD)
-    count = 1
-    for op in range(len(net.to_sink) - 1, -1, -1):
-        fresh = count
-        rerun_ticks = net.room[net.to_sink[op]]
-        for i in range(count):
-            asked_low, asked_high = low[i] & net.made[op, 0], high[i] & net.made[op, 1]
-            if asked_low == 0 and asked_high == 0:
-                continue
-            low[i] &= ~net.made[op, 0]
-            high[i] &= ~net.made[op, 1]
-            if rerun_ticks < NEVER:
-                low[fresh], high[fresh] = low[i] | net.read[op, 0], high[i] | net.read[op, 1]
-                held[fresh], ticks[fresh] = held[i], ticks[i] + rerun_ticks
-                fresh += 1
-            size = _crossing_bytes(weight, asked_low, asked_high)
-            held[i] = held[i] + size if size >= 0 else NEVER
-        kept = 0
-        for i in range(fresh):
-            stays[i] = held[i] <= room_bytes and not _beaten(low, high, held, ticks, fresh, i)
-        for i in range(fresh):
-            if stays[i]:
-                low[kept], high[kept], held[kept], ticks[kept] = low[i], high[i], held[i], ticks[i]
-                kept += 1
-        if kept > _LABELS:
+def _sifted(label: Ints, count: int, table: Ints, kept: Ints) -> int:
+    """Moves labels that no other of the same demand beats to `kept`; how many there are, -1 for too many."""
+    table[:] = 0
+    mask = len(table) - 1
+    ranked = np.argsort(label[:count, 2])  # two that tie in bytes: the second is kept too if it is faster
+    found = 0
+    for i in ranked:
+        low, high = label[i, 0], label[i, 1]
+        slot = (low * 0x2545F4914F6CDD1D + high * 0x5851F42D4C957F2D) >> 17 & mask
+        while table[slot] > 0 and (kept[table[slot] - 1, 0] != low or kept[table[slot] - 1, 1] != high):
+            slot = (slot + 1) & mask
+        if table[slot] > 0 and kept[table[slot] - 1, 3] <= label[i, 3]:
+            continue
+        if found >= len(kept):
             return -1
-        count = kept
+        kept[found] = label[i]
+        found += 1
+        table[slot] = found
+    return found
+
+
+@kernel
+def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, upper: int, most_labels: int) -> int:
+    """Least ticks of what runs after a moment: exact for that moment if less than `upper`, else at least that.
+
+    NEVER where nothing fits, -1 if it takes more labels.
+    """
+    label = np.zeros((2 * most_labels, 4), dtype=np.int64)
+    kept = np.zeros((most_labels, 4), dtype=np.int64)
+    slots = 4
+    while slots < 2 * most_labels:
+        slots *= 2
+    table = np.zeros(slots, dtype=np.int64)
+    kept[0, 0], kept[0, 1] = low, high
+    count = 1
+    late = False  # whether a label was dropped for its ticks
+    for op in range(len(ops) - 1, -1, -1):
+        fresh = 0
+        made_low, made_high = ops[op, MADE], ops[op, MADE + 1]
+        touched = False
+        for i in range(count):
+            asked_low, asked_high = kept[i, 0] & made_low, kept[i, 1] & made_high
+            if asked_low == 0 and asked_high == 0:
+                label[fresh] = kept[i]
+                fresh += 1
+                continue
+            touched = True
+            held = kept[i, 2] + asked_bytes(weight, asked_low, asked_high)
+            if held <= room_bytes:
+                label[fresh, 0], label[fresh, 1] = kept[i, 0] & ~made_low, kept[i, 1] & ~made_high
+                label[fresh, 2], label[fresh, 3] = held, kept[i, 3]
+                fresh += 1
+            if ops[op, TICKS] < NEVER:
+                ticks = kept[i, 3] + ops[op, TICKS]
+                if ticks >= upper:
+                    late = True
+                    continue
+                label[fresh, 0] = kept[i, 0] & ~made_low | ops[op, READ]
+                label[fresh, 1] = kept[i, 1] & ~made_high | ops[op, READ + 1]
+                label[fresh, 2], label[fresh, 3] = kept[i, 2], ticks
+                fresh += 1
+        if touched:
+            count = _sifted(label, fresh, table, kept)
+            if count < 0:
+                return -1
     best = NEVER
     for i in range(count):
-        size = _crossing_bytes(weight, low[i], high[i])
-        if size >= 0 and held[i] + size <= room_bytes:
-            best = min(best, ticks[i])
-    return best
+        if kept[i, 2] + asked_bytes(weight, kept[i, 0], kept[i, 1]) <= room_bytes:
+            best = min(best, kept[i, 3])
+    return min(best, upper) if late else best
+
+
+@kernel
+def windows(space: Space, room_bytes: Ints, labels: int, upper: int) -> tuple[Ints, Floats]:
+    """before[t]: ticks that have to run again before step t has run; the last entry, before the end. And a telling
+    price of each moment. labels: of whole-valued sweeps, 0 for none."""
+    steps = len(space.steps) - 1
+    before = np.zeros(steps + 1, dtype=np.int64)
+    prices = np.zeros(len(space.after), dtype=np.float64)
+    edge, work = space.edge, space.work
+    for t in range(steps):
+        least = before[t - 1] if t > 0 else 0
+        best_moment = -1
+        for m in range(len(space.after)):
+            u = space.after[m]
+            if u < t and least < NEVER:
+                base = before[u] if u >= 0 else 0
+                low, high = space.needed[u + 1, t + 1, 0], space.needed[u + 1, t + 1, 1]
+                if asked_bytes(space.weight[m], low, high) <= room_bytes[m]:
+                    continue
+                found, price = best_line(edge, work, space.weight[m], low, high, room_bytes[m])
+                prices[m] = price
+                if found > 0 and base + found > least:
+                    least, best_moment = min(NEVER, base + found), m
+        if labels > 0 and best_moment >= 0 and least < NEVER:
+            u = space.after[best_moment]
+            base = before[u] if u >= 0 else 0
+            low, high = space.needed[u + 1, t + 1, 0], space.needed[u + 1, t + 1, 1]
+            room = room_bytes[best_moment]
+            found = least_after(space.ops, space.weight[best_moment], low, high, room, upper, labels)
+            least = max(least, min(NEVER, found + base))
+        before[t] = least
+    before[steps] = before[steps - 1] if steps else 0
+    return before, prices

@@ -16,15 +16,40 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact_block import WORD, Reversed, Rows
-from memplan.solvers.exact_bound import NEVER, Moments, Network, best_line, least_after, line_at
-from memplan.solvers.flat import Flags, Floats, Ints
+from memplan.solvers.exact_bound import (
+    BETWEEN_BYTES,
+    MADE,
+    NEVER,
+    READ,
+    RUN_BYTES,
+    STEP_BYTES,
+    STEP_READ,
+    STEP_TAKEN,
+    TAKEN,
+    TICKS,
+    Space,
+    asked_bytes,
+    best_line,
+    has,
+    least_after,
+    line_at,
+)
+from memplan.solvers.flat import Floats, Ints
 from memplan.solvers.jit import kernel
 
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
 _SHELF = 512  # expanded nodes of a step that dominance looks through
+_LABELS = 96  # of the sweep that settles a node's most telling moment in whole values
 _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
+
+# Columns of a tree: step, words of the demand, ticks spent, bound, node before, move from there (op or -1 - step),
+# moment of its bound, state, next on the shelf.
+_STEP, _LOW, _HIGH, _SPENT, _BOUND, _BEFORE, _MOVE, _MOMENT, _STATE, _NEXT = range(10)
+_COLUMNS = 10
+
+# Bits of the rules.
+CAPACITY, WHOLE, WINDOWS, POSTPONE, ORDERED, DOMINANCE, PLUNGE = 1, 2, 4, 8, 16, 32, 64
 
 
 class Rules(NamedTuple):
@@ -44,23 +69,19 @@ class Rules(NamedTuple):
     dominance: bool = True
     plunge: bool = True
 
-
-class Space(NamedTuple):
-    """A block with what its bounds need."""
-
-    block: Reversed
-    moments: Moments
-    net: Network
+    @property
+    def bits(self) -> int:
+        return sum(1 << i for i, on in enumerate(self) if on)
 
 
 class Cell(NamedTuple):
-    """Limits: bytes saved, forward peak, backward peak. room_bytes[m]: what moment m leaves. before: `windows`."""
+    """limits: bytes saved, forward peak, backward peak. room_bytes[m]: what moment m leaves. before, price: of
+    `windows`."""
 
-    saved_bytes: int
-    forward_bytes: int
-    limit_bytes: int
+    limits: Ints
     room_bytes: Ints
     before: Ints
+    price: Floats
 
 
 class Found(NamedTuple):
@@ -73,446 +94,355 @@ class Found(NamedTuple):
     nodes: int
 
 
-class Tree(NamedTuple):
-    """Columns of nodes: step, low and high word of the demand, ticks spent, bound, node before, move from there (op or
-    -1 - step), moment and price of its bound, state; `table` finds nodes by demand, `shelf` and `next` list expanded
-    nodes of a step."""
-
-    step: Ints
-    low: Ints
-    high: Ints
-    spent: Ints
-    bound: Ints
-    before: Ints
-    move: Ints
-    moment: Ints
-    price: Floats
-    state: Ints
-    next: Ints
-    shelf: Ints
-    table: Ints
-
-
-class Heap(NamedTuple):
-    """bound and node of each entry, and how many there are. An entry whose bound is no longer its node's is stale."""
-
-    bound: Ints
-    node: Ints
-    size: Ints
-
-
 @kernel
-def windows(space: Space, room_bytes: Ints, whole: bool) -> Ints:
-    """before[t]: ticks that have to run again before step t has run; the last entry, before the end."""
-    b, moments = space.block, space.moments
-    steps = len(b.step_bytes)
-    before = np.zeros(steps + 1, dtype=np.int64)
-    for t in range(steps):
-        least = before[t - 1] if t > 0 else 0
-        best_moment = -1
-        for m in range(len(moments.after)):
-            u = moments.after[m]
-            if u < t and least < NEVER:
-                base = before[u] if u >= 0 else 0
-                asked = moments.needed[u + 1, t + 1]
-                found, _price = best_line(space.net, moments.weight[m], asked, room_bytes[m])
-                if found > 0 and base + found > least:
-                    least, best_moment = min(NEVER, base + found), m
-        if whole and best_moment >= 0 and least < NEVER:
-            u = moments.after[best_moment]
-            asked = moments.needed[u + 1, t + 1]
-            found = least_after(space.net, moments.weight[best_moment], asked, room_bytes[best_moment])
-            least = max(least, min(NEVER, found + (before[u] if u >= 0 else 0)))
-        before[t] = least
-    before[steps] = before[steps - 1] if steps else 0
-    return before
-
-
-@kernel
-def _has(row: Rows, index: int, demand: Flags) -> bool:
-    found = False
-    for e in range(row.start[index], row.start[index + 1]):
-        found = found or demand[row.item[e]]
-    return found
-
-
-@kernel
-def _bytes(b: Reversed, demand: Flags) -> int:
+def _bytes(size_bytes: Ints, low: int, high: int) -> int:
     total = 0
-    for v in range(len(demand)):
-        if demand[v]:
-            total += b.size_bytes[v]
+    for v in range(len(size_bytes)):
+        if has(low, high, v):
+            total += size_bytes[v]
     return total
 
 
 @kernel
-def cross(b: Reversed, step: int, demand: Flags, limit_bytes: int, after: Flags) -> bool:
-    """Take back step `step`: fills `after` with what is demanded before it. False where it does not fit."""
-    if _has(b.step_takes, step, demand):
-        return False
-    after[:] = demand
-    for e in range(b.step_reads.start[step], b.step_reads.start[step + 1]):
-        after[b.step_reads.item[e]] = True
-    return bool(b.step_bytes[step] + _bytes(b, after) <= limit_bytes)
+def _cross(size_bytes: Ints, steps: Ints, step: int, low: int, high: int, limit_bytes: int) -> tuple[bool, int, int]:
+    """Take back step `step`: whether that fits, and what is demanded before it."""
+    if (low & steps[step, STEP_TAKEN]) | (high & steps[step, STEP_TAKEN + 1]) != 0:
+        return False, 0, 0
+    low |= steps[step, STEP_READ]
+    high |= steps[step, STEP_READ + 1]
+    return steps[step, STEP_BYTES] + _bytes(size_bytes, low, high) <= limit_bytes, low, high
 
 
 @kernel
-def take_back(b: Reversed, step: int, op: int, demand: Flags, limit_bytes: int, after: Flags) -> bool:
-    """Take back a repeated run of `op` with `step` steps before it: fills `after` with what is demanded before it."""
-    if not b.again[op]:
-        return False
-    after[:] = demand
-    for e in range(b.makes.start[op], b.makes.start[op + 1]):
-        after[b.makes.item[e]] = False
-    if _has(b.takes, op, after):
-        return False
-    for e in range(b.reads.start[op], b.reads.start[op + 1]):
-        after[b.reads.item[e]] = True
-    return bool(b.between_bytes[step] + _bytes(b, after) + b.run_bytes[op] <= limit_bytes)
+def _take_back(size_bytes: Ints, ops: Ints, op: int, between_bytes: int, low: int, high: int,
+               limit_bytes: int) -> tuple[bool, int, int]:  # fmt: skip
+    """Take back a repeated run of `op` where other things take so many bytes: whether that fits, and what is demanded
+    before it."""
+    if ops[op, TICKS] >= NEVER:
+        return False, 0, 0
+    low &= ~ops[op, MADE]
+    high &= ~ops[op, MADE + 1]
+    if (low & ops[op, TAKEN]) | (high & ops[op, TAKEN + 1]) != 0:
+        return False, 0, 0
+    low |= ops[op, READ]
+    high |= ops[op, READ + 1]
+    return between_bytes + _bytes(size_bytes, low, high) + ops[op, RUN_BYTES] <= limit_bytes, low, high
 
 
 @kernel
-def rests(b: Reversed, cell: Cell, demand: Flags) -> bool:
+def _rests(space: Space, limits: Ints, low: int, high: int) -> bool:
     """Whether the demand can be what is saved."""
-    held = b.cut_bytes
-    for v in range(len(demand)):
-        if demand[v]:
-            if b.barred[v]:
-                return False
-            if not b.cut[v]:
-                held += b.size_bytes[v]
-    if held > cell.saved_bytes:
+    rest, size_bytes = space.rest, space.size_bytes
+    if (low & rest[2]) | (high & rest[3]) != 0:
         return False
-    for i in range(len(b.forward_bytes)):
-        ahead = b.forward_bytes[i]
-        for v in range(len(demand)):
-            if demand[v] and b.forward_extra[i, v]:
-                ahead += b.size_bytes[v]
-        if ahead > cell.forward_bytes:
+    if rest[4] + _bytes(size_bytes, low & ~rest[0], high & ~rest[1]) > limits[0]:
+        return False
+    for i in range(len(space.ahead)):
+        extra = _bytes(size_bytes, low & space.ahead[i, 1], high & space.ahead[i, 2])
+        if space.ahead[i, 0] + extra > limits[1]:
             return False
     return True
 
 
 @kernel
-def _appraise(space: Space, cell: Cell, rules: Rules, step: int, demand: Flags, enough: int) -> tuple[int, int, float]:
-    """(bound, moment, price) of what is still to be spent; stops at the first bound of `enough`."""
-    best = cell.before[step - 1] if rules.windows and step > 0 else 0
+def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: int, enough: int) -> tuple[int, int]:
+    """(bound, moment) of what is still to be spent; stops at the first bound of `enough`."""
+    windowed = bits & WINDOWS != 0
+    best = cell.before[step - 1] if windowed and step > 0 else 0
     best_moment = -1
-    best_price = 0.0
-    moments = space.moments
-    for back in range(len(moments.after)):
-        m = len(moments.after) - 1 - back
-        u = moments.after[m]
+    edge, work = space.edge, space.work
+    for back in range(len(space.after)):
+        m = len(space.after) - 1 - back
+        u = space.after[m]
         if u >= step:
             continue
-        asked = demand | moments.needed[u + 1, step]
-        found, price = best_line(space.net, moments.weight[m], asked, cell.room_bytes[m])
-        if found < NEVER and rules.windows and u >= 0:
-            found = min(NEVER, found + cell.before[u])
-        if found > best:
-            best, best_moment, best_price = found, m, price
+        asked_low, asked_high = low | space.needed[u + 1, step, 0], high | space.needed[u + 1, step, 1]
+        weight, room = space.weight[m], cell.room_bytes[m]
+        if asked_bytes(weight, asked_low, asked_high) <= room:
+            continue
+        base = cell.before[u] if windowed and u >= 0 else 0
+        found = line_at(edge, work, weight, asked_low, asked_high, room, cell.price[m])
+        if base + found > best * 0.95:
+            found, price = best_line(edge, work, weight, asked_low, asked_high, room)
+            if found > 0:
+                cell.price[m] = price
+        if base + found > best:
+            best, best_moment = min(NEVER, base + found), m
             if best >= enough:
                 break
-    if rules.whole and best_moment >= 0 and best < enough:
-        u = moments.after[best_moment]
-        asked = demand | moments.needed[u + 1, step]
-        found = least_after(space.net, moments.weight[best_moment], asked, cell.room_bytes[best_moment])
-        best = max(best, found + (cell.before[u] if rules.windows and u >= 0 and found > 0 else 0))
-    return best, best_moment, best_price
+    if bits & WHOLE != 0 and best_moment >= 0 and best < enough:
+        u = space.after[best_moment]
+        asked_low, asked_high = low | space.needed[u + 1, step, 0], high | space.needed[u + 1, step, 1]
+        base = cell.before[u] if windowed and u >= 0 else 0
+        weight, room = space.weight[best_moment], cell.room_bytes[best_moment]
+        found = least_after(space.ops, weight, asked_low, asked_high, room, enough - base, _LABELS)
+        best = max(best, min(NEVER, found + base))
+    return best, best_moment
 
 
 @kernel
-def _glance(space: Space, cell: Cell, rules: Rules, step: int, demand: Flags, moment: int, price: float) -> int:
-    """The bound at one moment and price."""
-    u = space.moments.after[moment] if moment >= 0 else step
-    least = cell.before[step - 1] if rules.windows and step > 0 else 0
-    if u >= step or not rules.capacity:
+def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int, moment: int) -> int:
+    """The bound at one moment and its price."""
+    u = space.after[moment] if moment >= 0 else step
+    least = cell.before[step - 1] if bits & WINDOWS != 0 and step > 0 else 0
+    if u >= step or bits & CAPACITY == 0:
         return least
-    asked = demand | space.moments.needed[u + 1, step]
-    found = line_at(space.net, space.moments.weight[moment], asked, cell.room_bytes[moment], price)
-    if rules.windows and u >= 0:
+    low |= space.needed[u + 1, step, 0]
+    high |= space.needed[u + 1, step, 1]
+    room = cell.room_bytes[moment]
+    if asked_bytes(space.weight[moment], low, high) <= room:
+        return least
+    found = line_at(space.edge, space.work, space.weight[moment], low, high, room, cell.price[moment])
+    if bits & WINDOWS != 0 and u >= 0:
         found += cell.before[u]
-    return max(least, found)
+    return max(least, min(NEVER, found))
 
 
 @kernel
-def _unpack(low: int, high: int, demand: Flags) -> None:
-    for v in range(len(demand)):
-        demand[v] = ((low >> v) & 1) != 0 if v < WORD else ((high >> (v - WORD)) & 1) != 0
-
-
-@kernel
-def _pack(demand: Flags) -> tuple[int, int]:
-    low = 0
-    high = 0
-    for v in range(len(demand)):
-        if demand[v]:
-            if v < WORD:
-                low |= 1 << v
-            else:
-                high |= 1 << (v - WORD)
-    return low, high
-
-
-@kernel
-def _slot(step: int, low: int, high: int, mask: int) -> int:
-    mixed = low * 0x2545F4914F6CDD1D + high * 0x5851F42D4C957F2D + step * 0x14057B7EF767814F
-    mixed ^= (mixed >> 29) & 0x7FFFFFFFF
-    mixed *= 0x3C6EF372FE94F82B
-    return (mixed >> 20) & mask
-
-
-@kernel
-def _tree(room: int, steps: int) -> Tree:
-    slots = 1
-    while slots < 2 * room:
-        slots *= 2
-    ints = np.zeros((11, room), dtype=np.int64)
-    return Tree(
-        ints[0], ints[1], ints[2], ints[3], ints[4], ints[5], ints[6], ints[7], np.zeros(room, dtype=np.float64),
-        ints[8], ints[9], np.zeros(steps + 1, dtype=np.int64), np.zeros(slots, dtype=np.int64),
-    )  # fmt: skip
-
-
-@kernel
-def _before(tree: Tree, heap: Heap, i: int, j: int) -> bool:
-    if heap.bound[i] != heap.bound[j]:
-        return bool(heap.bound[i] < heap.bound[j])
-    left, right = heap.node[i], heap.node[j]
-    if tree.step[left] != tree.step[right]:
-        return bool(tree.step[left] < tree.step[right])
+def _earlier(heap: Ints, tree: Ints, i: int, j: int) -> bool:
+    if heap[i, 0] != heap[j, 0]:
+        return bool(heap[i, 0] < heap[j, 0])
+    left, right = heap[i, 1], heap[j, 1]
+    if tree[left, _STEP] != tree[right, _STEP]:
+        return bool(tree[left, _STEP] < tree[right, _STEP])
     return bool(left > right)
 
 
 @kernel
-def _swap(heap: Heap, i: int, j: int) -> None:
-    heap.bound[i], heap.bound[j] = heap.bound[j], heap.bound[i]
-    heap.node[i], heap.node[j] = heap.node[j], heap.node[i]
+def _swap(heap: Ints, i: int, j: int) -> None:
+    for column in range(2):
+        heap[i, column], heap[j, column] = heap[j, column], heap[i, column]
 
 
 @kernel
-def _push(tree: Tree, heap: Heap, node: int) -> None:
-    i = heap.size[0]
-    heap.size[0] += 1
-    heap.bound[i] = tree.bound[node]
-    heap.node[i] = node
-    while i > 0 and _before(tree, heap, i, (i - 1) // 2):
-        _swap(heap, i, (i - 1) // 2)
-        i = (i - 1) // 2
+def _push(tree: Ints, heap: Ints, node: int) -> None:
+    """Row 0 of a heap says in column 0 how many entries there are; entries are (bound, node)."""
+    heap[0, 0] += 1
+    i = heap[0, 0]
+    heap[i, 0], heap[i, 1] = tree[node, _BOUND], node
+    while i > 1 and _earlier(heap, tree, i, i // 2):
+        _swap(heap, i, i // 2)
+        i //= 2
 
 
 @kernel
-def _pop(tree: Tree, heap: Heap) -> int:
-    """The open node of the least bound; -1 where there is none."""
-    while heap.size[0] > 0:
-        heap.size[0] -= 1
-        size = heap.size[0]
-        _swap(heap, 0, size)
-        i = 0
+def _pop(tree: Ints, heap: Ints) -> int:
+    """The open node of the least bound; -1 where there is none. An entry of another bound than its node's is stale."""
+    while heap[0, 0] > 0:
+        size = heap[0, 0]
+        bound, node = heap[1, 0], heap[1, 1]
+        _swap(heap, 1, size)
+        heap[0, 0] -= 1
+        i = 1
         while True:
             least = i
-            for child in (2 * i + 1, 2 * i + 2):
-                if child < size and _before(tree, heap, child, least):
+            for child in (2 * i, 2 * i + 1):
+                if child < size and _earlier(heap, tree, child, least):
                     least = child
             if least == i:
                 break
             _swap(heap, i, least)
             i = least
-        node = heap.node[size]
-        if tree.state[node] <= _APPRAISED and tree.bound[node] == heap.bound[size]:
+        if tree[node, _STATE] <= _APPRAISED and tree[node, _BOUND] == bound:
             return int(node)
     return -1
 
 
 @kernel
-def _dominated(tree: Tree, node: int) -> bool:
-    other = tree.shelf[tree.step[node]] - 1
+def _dominated(tree: Ints, shelf: Ints, node: int) -> bool:
+    other = shelf[tree[node, _STEP]] - 1
+    low, high, spent = tree[node, _LOW], tree[node, _HIGH], tree[node, _SPENT]
     for _ in range(_SHELF):
         if other < 0:
             return False
-        if tree.spent[other] <= tree.spent[node] and other != node:
-            if tree.low[other] & ~tree.low[node] == 0 and tree.high[other] & ~tree.high[node] == 0:
+        if tree[other, _SPENT] <= spent and other != node:
+            if tree[other, _LOW] & ~low == 0 and tree[other, _HIGH] & ~high == 0:
                 return True
-        other = tree.next[other] - 2
+        other = tree[other, _NEXT] - 2
     return False
 
 
 @kernel
-def _put_on_shelf(tree: Tree, node: int) -> None:
-    if tree.next[node] == 0:
-        tree.next[node] = tree.shelf[tree.step[node]] + 1
-        tree.shelf[tree.step[node]] = node + 1
-
-
-@kernel
-def _enter(tree: Tree, count: int, step: int, demand: Flags, spent: int, before: int, move: int) -> int:
+def _enter(tree: Ints, table: Ints, count: int, step: int, low: int, high: int, spent: int) -> int:
     """The node of a demand reached at this cost: a new one (number `count`), a known one that is now cheaper, or -1."""
-    low, high = _pack(demand)
-    mask = len(tree.table) - 1
-    slot = _slot(step, low, high, mask)
+    mask = len(table) - 1
+    mixed = low * 0x2545F4914F6CDD1D + high * 0x5851F42D4C957F2D + step * 0x14057B7EF767814F
+    mixed ^= (mixed >> 29) & 0x7FFFFFFFF
+    slot = (mixed * 0x3C6EF372FE94F82B >> 20) & mask
     node = -1
-    while tree.table[slot] > 0:
-        known = tree.table[slot] - 1
-        if tree.low[known] == low and tree.high[known] == high and tree.step[known] == step:
+    while table[slot] > 0:
+        known = table[slot] - 1
+        if tree[known, _LOW] == low and tree[known, _HIGH] == high and tree[known, _STEP] == step:
             node = known
             break
         slot = (slot + 1) & mask
-    if node >= 0 and tree.spent[node] <= spent:
+    if node >= 0 and tree[node, _SPENT] <= spent:
         return -1
     if node < 0:
         node = count
-        tree.table[slot] = node + 1
-        tree.step[node], tree.low[node], tree.high[node] = step, low, high
-    tree.spent[node], tree.before[node], tree.move[node] = spent, before, move
-    tree.state[node] = _OPEN
+        table[slot] = node + 1
+        tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH] = step, low, high
+    tree[node, _SPENT] = spent
+    tree[node, _STATE] = _OPEN
     return int(node)
 
 
 @kernel
-def _postponable(b: Reversed, tree: Tree, node: int, limit_bytes: int) -> bool:
+def _postponable(space: Space, tree: Ints, node: int, limit_bytes: int) -> bool:
     """Whether the run taken back last could be taken back before the next step instead."""
-    step, op = tree.step[node], tree.move[node]
-    if op < 0 or tree.before[node] < 0:
+    step, op, before = tree[node, _STEP], tree[node, _MOVE], tree[node, _BEFORE]
+    if op < 0 or before < 0:
         return False
-    demand = np.zeros(len(b.size_bytes), np.bool_)
-    after = np.zeros(len(b.size_bytes), np.bool_)
-    _unpack(tree.low[tree.before[node]], tree.high[tree.before[node]], demand)
-    if not cross(b, step - 1, demand, limit_bytes, after):
+    low, high = tree[before, _LOW], tree[before, _HIGH]
+    fits, low, high = _cross(space.size_bytes, space.steps, step - 1, low, high, limit_bytes)
+    if not fits:
         return False
-    return take_back(b, step - 1, op, after, limit_bytes, demand)
+    between = space.steps[step - 1, BETWEEN_BYTES]
+    fits, low, high = _take_back(space.size_bytes, space.ops, op, between, low, high, limit_bytes)
+    return bool(fits)
 
 
 @kernel
-def _out_of_order(b: Reversed, tree: Tree, node: int, op: int, limit_bytes: int) -> bool:
+def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int) -> bool:
     """Whether a run of `op` could have been taken back before the one that was taken back last, of an earlier op.
 
     What is then demanded is no more, for an op reads what earlier ops make.
     """
-    last = tree.move[node]
+    last = tree[node, _MOVE]
     if last < 0 or op <= last:
         return False
-    demand = np.zeros(len(b.size_bytes), np.bool_)
-    after = np.zeros(len(b.size_bytes), np.bool_)
-    _unpack(tree.low[tree.before[node]], tree.high[tree.before[node]], demand)
-    if not take_back(b, tree.step[node], op, demand, limit_bytes, after):
+    before = tree[node, _BEFORE]
+    between = space.steps[tree[node, _STEP], BETWEEN_BYTES]
+    low, high = tree[before, _LOW], tree[before, _HIGH]
+    fits, low, high = _take_back(space.size_bytes, space.ops, op, between, low, high, limit_bytes)
+    if not fits:
         return False
-    return take_back(b, tree.step[node], last, after, limit_bytes, demand)
+    fits, low, high = _take_back(space.size_bytes, space.ops, last, between, low, high, limit_bytes)
+    return bool(fits)
 
 
 @kernel
-def _wanted(space: Space, cell: Cell, rules: Rules, tree: Tree, heap: Heap, node: int, upper: int,
-            demand: Flags) -> bool:  # fmt: skip
+def _wanted(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, shelf: Ints, node: int, upper: int) -> bool:
     """Whether a node is worth expanding. One that is costlier than it seemed goes back to the heap."""
-    if tree.bound[node] >= upper:
+    if tree[node, _BOUND] >= upper:
         return False
-    if tree.state[node] != _OPEN:
+    if tree[node, _STATE] != _OPEN:
         return True
-    tree.state[node] = _APPRAISED
-    if rules.dominance and _dominated(tree, node):
-        tree.state[node] = _DROPPED
+    tree[node, _STATE] = _APPRAISED
+    if bits & DOMINANCE != 0 and _dominated(tree, shelf, node):
+        tree[node, _STATE] = _DROPPED
         return False
-    if not rules.capacity:
+    if bits & CAPACITY == 0:
         return True
-    spent = tree.spent[node]
-    ahead, tree.moment[node], tree.price[node] = _appraise(space, cell, rules, tree.step[node], demand, upper - spent)
-    if spent + ahead <= tree.bound[node]:
+    spent = tree[node, _SPENT]
+    low, high = tree[node, _LOW], tree[node, _HIGH]
+    ahead, tree[node, _MOMENT] = _appraise(space, cell, bits, tree[node, _STEP], low, high, upper - spent)
+    if spent + ahead <= tree[node, _BOUND]:
         return True
-    tree.bound[node] = spent + ahead
-    if tree.bound[node] < upper:
+    tree[node, _BOUND] = spent + ahead
+    if tree[node, _BOUND] < upper:
         _push(tree, heap, node)
     return False
 
 
 @kernel
-def _expand(space: Space, cell: Cell, rules: Rules, tree: Tree, heap: Heap, node: int, demand: Flags,
-            tally: Ints) -> int:  # fmt: skip
+def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: Ints, node: int, tally: Ints) -> int:
     """Makes the nodes one move further. Returns the most promising. tally: nodes made, best solution, its ticks."""
-    b = space.block
-    step = tree.step[node]
-    after = np.zeros(len(demand), np.bool_)
+    ops, size_bytes, limit_bytes = space.ops, space.size_bytes, cell.limits[2]
+    step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
+    between = space.steps[step, BETWEEN_BYTES]
     best = -1
-    for op in range(-1, len(b.ticks)):
+    for op in range(-1, len(ops)):
         if op < 0:
-            if step == 0 or (rules.postpone and _postponable(b, tree, node, cell.limit_bytes)):
+            if step == 0 or (bits & POSTPONE != 0 and _postponable(space, tree, node, limit_bytes)):
                 continue
-            fits = cross(b, step - 1, demand, cell.limit_bytes, after)
+            fits, to_low, to_high = _cross(size_bytes, space.steps, step - 1, low, high, limit_bytes)
         else:
-            fits = _has(b.makes, op, demand) and take_back(b, step, op, demand, cell.limit_bytes, after)
-        if not fits or (rules.ordered and op >= 0 and _out_of_order(b, tree, node, op, cell.limit_bytes)):
+            if (ops[op, MADE] & low) | (ops[op, MADE + 1] & high) == 0:
+                continue
+            fits, to_low, to_high = _take_back(size_bytes, ops, op, between, low, high, limit_bytes)
+        if not fits or (bits & ORDERED != 0 and op >= 0 and _out_of_order(space, tree, node, op, limit_bytes)):
             continue
-        spent = tree.spent[node] + (b.ticks[op] if op >= 0 else 0)
+        spent = tree[node, _SPENT] + (ops[op, TICKS] if op >= 0 else 0)
         to = step - 1 if op < 0 else step
-        ahead = _glance(space, cell, rules, to, after, tree.moment[node], tree.price[node])
-        bound = max(tree.bound[node], spent + ahead)
+        if max(tree[node, _BOUND], spent) >= tally[2]:
+            continue
+        ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
+        bound = max(tree[node, _BOUND], spent + ahead)
         if bound >= tally[2]:
             continue
-        child = _enter(tree, tally[0], to, after, spent, node, -step if op < 0 else op)
+        child = _enter(tree, table, tally[0], to, to_low, to_high, spent)
         if child < 0:
             continue
         tally[0] = max(tally[0], child + 1)
-        tree.bound[child], tree.moment[child], tree.price[child] = bound, tree.moment[node], tree.price[node]
-        if to == 0 and rests(b, cell, after):
+        tree[child, _BEFORE], tree[child, _MOVE] = node, -step if op < 0 else op
+        tree[child, _BOUND], tree[child, _MOMENT] = bound, tree[node, _MOMENT]
+        if to == 0 and _rests(space, cell.limits, to_low, to_high):
             tally[1], tally[2] = child, spent
-            tree.state[child] = _EXPANDED
+            tree[child, _STATE] = _EXPANDED
             continue
         _push(tree, heap, child)
-        if best < 0 or (bound, to) < (tree.bound[best], tree.step[best]):
+        if best < 0 or bound < tree[best, _BOUND] or (bound == tree[best, _BOUND] and to < tree[best, _STEP]):
             best = child
     return best
 
 
 @kernel
-def _path(tree: Tree, node: int) -> Ints:
+def _path(tree: Ints, node: int) -> Ints:
     length = 0
     at = node
     while at > 0:
         length += 1
-        at = tree.before[at]
+        at = tree[at, _BEFORE]
     path = np.empty(length, dtype=np.int64)
     for i in range(length):
-        path[i] = tree.move[node]
-        node = tree.before[node]
+        path[i] = tree[node, _MOVE]
+        node = tree[node, _BEFORE]
     return path
 
 
 @kernel
-def search(space: Space, cell: Cell, rules: Rules, upper_ticks: int, most_nodes: int) -> Found:
-    """Least ticks of repeated runs, if that is below `upper_ticks`. most_nodes: to expand."""
-    b = space.block
-    ops, steps = len(b.ticks), len(b.step_bytes)
+def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int) -> tuple[int, int, Ints, int]:
+    """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand."""
+    ops, steps = len(space.ops), len(space.steps) - 1
     room = 1024 + _NODES_EACH * most_nodes
-    tree = _tree(room, steps)
-    heap = Heap(np.empty(3 * room, np.int64), np.empty(3 * room, np.int64), np.zeros(1, np.int64))
-    demand = np.zeros(len(b.size_bytes), np.bool_)
+    slots = 1
+    while slots < 2 * room:
+        slots *= 2
+    tree = np.zeros((room, _COLUMNS), dtype=np.int64)
+    heap = np.zeros((3 * room, 2), dtype=np.int64)
+    table = np.zeros(slots, dtype=np.int64)
+    shelf = np.zeros(steps + 1, dtype=np.int64)
     tally = np.array([1, -1, upper_ticks])
-    _enter(tree, 0, steps, demand, 0, -1, -1)
-    tree.moment[0] = -1
-    tree.bound[0] = cell.before[steps] if rules.windows else 0
-    if steps == 0 and rests(b, cell, demand):
-        return Found(0, 0, _path(tree, 0), 0)
+    if steps == 0 and _rests(space, cell.limits, 0, 0):
+        return 0, 0, np.empty(0, np.int64), 0
+    _enter(tree, table, 0, steps, 0, 0, 0)
+    tree[0, _BEFORE], tree[0, _MOVE], tree[0, _MOMENT] = -1, -1, -1
+    tree[0, _BOUND] = cell.before[steps] if bits & WINDOWS != 0 else 0
     _push(tree, heap, 0)
     nodes, dive, since, open_bound = 0, -1, 0, NEVER
     while True:
         plunging = dive >= 0
         node = dive if plunging else _pop(tree, heap)
         dive = -1
-        if node < 0 or (not plunging and tree.bound[node] >= tally[2]):
+        if node < 0 or (not plunging and tree[node, _BOUND] >= tally[2]):
             break
-        _unpack(tree.low[node], tree.high[node], demand)
-        if not _wanted(space, cell, rules, tree, heap, node, tally[2], demand):
+        if not _wanted(space, cell, bits, tree, heap, shelf, node, tally[2]):
             continue
-        if nodes >= most_nodes or tally[0] + ops + 1 >= room or heap.size[0] + ops + 2 >= 3 * room:
-            open_bound = tree.bound[node]
+        if nodes >= most_nodes or tally[0] + ops + 1 >= room or heap[0, 0] + ops + 3 >= 3 * room:
+            open_bound = tree[node, _BOUND]
             if plunging:
                 top = _pop(tree, heap)
-                open_bound = min(open_bound, tree.bound[top]) if top >= 0 else open_bound
+                open_bound = min(open_bound, tree[top, _BOUND]) if top >= 0 else open_bound
             break
         nodes += 1
-        tree.state[node] = _EXPANDED
-        _put_on_shelf(tree, node)
-        child = _expand(space, cell, rules, tree, heap, node, demand, tally)
+        tree[node, _STATE] = _EXPANDED
+        if tree[node, _NEXT] == 0:
+            tree[node, _NEXT] = shelf[tree[node, _STEP]] + 1
+            shelf[tree[node, _STEP]] = node + 1
+        child = _expand(space, cell, bits, tree, heap, table, node, tally)
         since = 0 if plunging else since + 1
-        if rules.plunge and (plunging or since % _PLUNGE_EVERY == 1):
+        if bits & PLUNGE != 0 and (plunging or since % _PLUNGE_EVERY == 1):
             dive = child
     path = _path(tree, tally[1]) if tally[1] >= 0 else np.empty(0, np.int64)
-    return Found(tally[2] if tally[1] >= 0 else NEVER, min(tally[2], open_bound), path, nodes)
+    return tally[2] if tally[1] >= 0 else NEVER, min(tally[2], open_bound), path, nodes
