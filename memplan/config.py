@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METHODS = ("textbook", "rotor", "cuts", "blocks")
+METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat")
 _FORMAT = "memplan.config"
 _VERSION = 1
 
@@ -36,7 +36,10 @@ class Config:
     timeout_s: a safety stop. After so many seconds the best schedules so far are taken and the plan says `truncated`.
     coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
     cuts, block_cuts: minimum cuts for the whole step and for a block. options: most options of a block.
-    exact_nodes: nodes that an exact search may expand for one budget of one block.
+    exact_nodes: nodes that an exact search may expand for one budget of one block. exact_parts: limits tried on the
+        bytes that a block saves, and as many on its peak. exact_ops: most forward ops of the largest blocks.
+        exact_work: ops of blocks that are searched at all; beyond that a block's options are not proven to be best.
+    flat_nodes, flat_parts: the same for the whole step. flat_work: cap on its budgets for long steps, times ops.
     sizes: plans expanded for each chain. points: most points that are kept of the curve of peak against time.
     grid, passes: peaks to which plans are lowered and filled, and how often.
     descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
@@ -55,7 +58,13 @@ class Config:
     cuts: int = 20
     block_cuts: int = 8
     options: int = 24
-    exact_nodes: int = 20_000
+    exact_nodes: int = 50
+    exact_parts: int = 5
+    exact_ops: int = 45
+    exact_work: int = 2_000
+    flat_nodes: int = 1_000
+    flat_parts: int = 10
+    flat_work: int = 5_000
     sizes: int = 16
     points: int = 32
     grid: int = 40
@@ -96,8 +105,8 @@ _AT_LEAST_ONE = frozenset(
 PRESETS: dict[str, Config] = {
     "noremat": Config((), polish=False),
     "rotor": Config(("rotor",), polish=False),
-    "checkmate": Config(("cuts",), polish=False),
-    "rockmate": Config(("blocks",), polish=False),
+    "checkmate": Config(("cuts", "flat"), polish=False),
+    "rockmate": Config(("exact",), polish=False),
     "hilp": Config(("blocks",), polish=False),
     "hiremate": Config(("blocks",), polish=False),
     "auto": Config(),

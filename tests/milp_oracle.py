@@ -94,19 +94,25 @@ def facts_of(block: LocalBlock) -> Facts:
     )  # fmt: skip
 
 
-def forward_held(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[int, int]:
-    """(bytes saved at the boundary, forward peak) where these values are kept."""
+def forward_trace(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[int, list[int]]:
+    """(bytes saved at the boundary, bytes while each op runs for the first time) where these values are kept."""
     a, flat, f = block.flat.arrays, block.flat, facts_of(block)
-    peak = 0
+    during = []
     live: set[int] = set()
     for op in range(a.boundary):
         state = {STATE + op} & saved
         new = {v for v in f.makes[op] if not a.in_place[v]}
         outside = sum(int(a.size_bytes[v]) for v in flat.makes[op] if v not in f.size and not a.in_place[v])
-        peak = max(peak, f.bytes_of(live | new | state) + int(a.scratch_bytes[op]) + outside)
+        during.append(f.bytes_of(live | new | state) + int(a.scratch_bytes[op]) + outside)
         live = (live | f.makes[op] | state) - f.takes[op]
         live = {v for v in live if v in saved or any(v in flat.reads[q] for q in range(op + 1, a.boundary + 1))}
-    return f.bytes_of(live), peak
+    return f.bytes_of(live), during
+
+
+def forward_held(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[int, int]:
+    """(bytes saved at the boundary, forward peak) where these values are kept."""
+    saved_bytes, during = forward_trace(block, saved)
+    return saved_bytes, max([0, *during])
 
 
 def shortest(block: LocalBlock, budget: BlockBudget) -> float:
@@ -167,7 +173,10 @@ class _Programme:
 
 
 def checkmate(block: LocalBlock, budget: BlockBudget, limit_s: float = 60.0) -> tuple[float, bool]:
-    """(least seconds of repeated runs, whether HiGHS closed it). Infinite where it proves that there is no schedule."""
+    """(least seconds of repeated runs, whether HiGHS closed it). Infinite where it proves that there is no schedule.
+
+    One programme for everything: bytes saved, the forward peak and the backward peak.
+    """
     f = facts_of(block)
     p = _Programme({}, [])
     stages, ops = len(f.step_reads), len(f.reads)
@@ -219,12 +228,18 @@ def _one_position(p: _Programme, f: Facts, budget: BlockBudget, t: int, k: int, 
 
 
 def _boundary(p: _Programme, block: LocalBlock, f: Facts, budget: BlockBudget, live) -> None:  # type: ignore[no-untyped-def]
-    base, _peak = forward_held(block, set())
+    base, _during = forward_trace(block, set())
     kept = [(float(size), live(0, -1, v)) for v, size in f.size.items() if v not in f.cut]
     p.at_most(budget.saved_bytes - base, *kept)
     for v in f.barred:
         p.at_most(0.0, (1.0, live(0, -1, v)))
-    assert budget.forward_peak_bytes >= NO_LIMIT, "the programme has no forward peak"
+    if budget.forward_peak_bytes >= NO_LIMIT:
+        return
+    _bytes, alone = forward_trace(block, set())
+    beside = {v: forward_trace(block, {v})[1] for v in f.size if v not in f.barred}
+    for k in f.ops:  # what each saved value adds while an op runs for the first time does not depend on the others
+        ahead = [(float(held[k] - alone[k]), live(0, -1, v)) for v, held in beside.items()]
+        p.at_most(budget.forward_peak_bytes - alone[k], *ahead)
 
 
 def _solved(p: _Programme, f: Facts, stages: int, limit_s: float) -> tuple[float, bool]:

@@ -16,9 +16,11 @@ from memplan.solvers.exact import Answer, BlockSearch, measured, solve_block, so
 from memplan.solvers.exact_block import Unsuited
 from memplan.solvers.exact_kernel import Rules
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
+from memplan.solvers.exact_step import solve_step
 from memplan.solvers.expand import _last_reads, _outside
 from memplan.solvers.flat import flatten
 from memplan.solvers.options import LocalBlock, localise
+from memplan.solvers.sketch import sketch_of
 from tests.milp_oracle import checkmate, facts_of, shortest
 from tests.random_graphs import llama_like, random_problems
 
@@ -118,14 +120,14 @@ def compared(block: LocalBlock, budget: BlockBudget) -> bool:
 
 
 @settings(CALM, max_examples=15)
-@given(questions(7, 12, forward=False))
+@given(questions(7, 12))
 def test_equals_the_programme_on_random_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
     assert compared(*question)
 
 
 @pytest.mark.slow
 @settings(CALM, max_examples=60)
-@given(questions(12, 20, forward=False))
+@given(questions(12, 20))
 def test_equals_the_programme_on_larger_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
     compared(*question)
 
@@ -158,3 +160,45 @@ def test_a_layer_is_certified_over_its_grid() -> None:
             assert grid.certified == 1.0
             for budget, answer in zip(grid.budgets, grid.answers, strict=True):
                 checked(block, budget, answer)
+
+
+@settings(CALM, max_examples=25)
+@given(random_problems(most_ops=7), st.sampled_from([0, 1, 3, 1000]))
+def test_a_grid_says_of_every_budget_what_is_true(problem: Problem, most_nodes: int) -> None:
+    """Bounds and orders that budgets take over from each other, limits on the forward peak among them."""
+    for block in filter(suited, blocks_of(problem, 1)):
+        if len(facts_of(block).size) > 9:
+            continue
+        forward_s = float(block.flat.arrays.time_s[: block.flat.arrays.boundary].sum())
+        searched = BlockSearch(block, most_nodes=most_nodes, most_forwards=1.0)
+        grid = solve_grid(searched, (), 3, 3, 2)
+        for budget, answer in zip(grid.budgets, grid.answers, strict=True):
+            found, least = checked(block, budget, answer), shortest(block, budget)
+            assert answer.bound_s <= least * (1 + 1e-9) + 1e-12 <= found * (1 + 1e-8) + 2e-12
+            if answer.certified and answer.order is not None:
+                assert found == pytest.approx(least, rel=1e-9, abs=1e-9)
+            elif answer.certified:
+                assert least >= forward_s * (1 - 1e-9)
+            else:
+                assert most_nodes < 1000
+
+
+@CALM
+@given(random_problems(most_ops=9))
+def test_a_whole_step_keeps_its_budget(problem: Problem) -> None:
+    flat = flatten(problem)
+    for found in solve_step(flat, 4, 4, 2000):
+        if found.order is None or found.answer is None:
+            continue
+        sketch = sketch_of(flat, "", found.order)
+        assert sketch.time_s == pytest.approx(problem.baseline_time_s + found.answer.recompute_s, rel=1e-9, abs=1e-9)
+        if not problem.accumulate and not problem.update_bytes:
+            assert 0 <= sketch.peak_bytes <= found.budget_bytes
+
+
+def test_a_small_step_is_certified_whole() -> None:
+    problem = llama_like(1)
+    assert len(problem.graph.ops) <= 63
+    found = solve_step(flatten(problem), 8, 8, 2000)
+    assert all(step.answer is not None and step.answer.certified for step in found)
+    assert sum(step.order is not None for step in found) >= 5

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memplan.schedule import BOUNDARY
-from memplan.solvers.exact_block import Reversed, Rows, reverse
+from memplan.solvers.exact_block import Rows, Unsuited, reverse
 from memplan.solvers.exact_bound import NEVER, Space, least_after, space_of, windows
 from memplan.solvers.exact_kernel import Cell, Found, Rules, search
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget, improved
@@ -26,9 +26,12 @@ from memplan.solvers.options import LocalBlock, Option
 from memplan.solvers.options import measured as option_of
 
 _MOST_S = float("inf")
+_MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
+_LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
 _TRIES = 4  # incumbents that local search starts from, for each budget
 _SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
 _BOUNDARY_LABELS = 8192  # of the one at the boundary
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -69,7 +72,10 @@ class BlockSearch:
             ticks = self._ticks(order)
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
-        found = self._found(budget, upper, int(bound_s / self._tick_s * (1 - 1e-12)))
+        if self.most_nodes == 0:
+            found = Found(NEVER, int(bound_s / self._tick_s * (1 - 1e-12)), np.empty(0, dtype=np.int64), 0)
+        else:
+            found = self._found(budget, upper, int(bound_s / self._tick_s * (1 - 1e-12)))
         if found.ticks < upper:
             upper, incumbent = found.ticks, self._order(found.path)
         certified = found.bound_ticks >= upper
@@ -175,7 +181,9 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     found: dict[BlockBudget, Answer] = {}
     for budget in budgets:
         fitting = [order for order, option in orders.items() if budget.admits(option)]
-        bound_s = max([0.0, *(a.bound_s for looser, a in found.items() if budget.within(looser) and a.bound_s < _MOST_S)])
+        bound_s = max(
+            [0.0, *(a.bound_s for looser, a in found.items() if budget.within(looser) and a.bound_s < _MOST_S)]
+        )
         found[budget] = searched.solve(budget, fitting, bound_s)
         order = found[budget].order
         if order is not None and order not in orders:
@@ -208,6 +216,20 @@ def _settled(found: dict[BlockBudget, Answer], orders: dict[tuple[int, ...], Opt
     best = min([answer, *fitting], key=lambda a: a.recompute_s)
     certified = best.order is not None and best.recompute_s <= answer.bound_s
     return dataclasses.replace(answer, order=best.order, recompute_s=best.recompute_s, certified=certified)
+
+
+def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
+    """The orders of a grid of budgets; none where the search can't take the block, or has nothing to decide."""
+    a = block.flat.arrays
+    if a.boundary < _LEAST_OPS or block.flat.op_count - a.boundary < 2:
+        return []
+    try:
+        searched = BlockSearch(block, most_nodes=most_nodes, most_forwards=_MOST_FORWARDS)
+    except Unsuited:
+        return []
+    grid = solve_grid(searched, (tuple(order.tolist()) for order in known), parts, parts, parts // 2)
+    orders = dict.fromkeys(answer.order for answer in grid.answers if answer.order is not None)
+    return [np.array(order, dtype=np.int64) for order in orders]
 
 
 def measured(block: LocalBlock, order: Sequence[int]) -> Option:

@@ -9,7 +9,9 @@ from memplan.config import Config
 from memplan.problem import Problem
 from memplan.solvers.baselines import baselines, keep_all
 from memplan.solvers.bound import needed_after
-from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.chain import coarse_cuts, crossing_bytes, fine_cuts, make_chain
+from memplan.solvers.exact import exact_orders
+from memplan.solvers.exact_step import solve_step
 from memplan.solvers.expand import BlockOrders, expand, solved_chain
 from memplan.solvers.flat import Flat, Ints
 from memplan.solvers.mincut import saved_sets
@@ -74,11 +76,41 @@ def blocks(task: Task) -> Iterator[Sketch]:
         yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
 
 
+def exact(task: Task) -> Iterator[Sketch]:
+    """Rotor over blocks with options from an exact search as well, at three granularities."""
+    config = task.config
+    work = [config.exact_work]
+
+    def orders(block: LocalBlock) -> list[Ints]:
+        cut = cut_orders(block, config.block_cuts)
+        work[0] -= block.flat.op_count
+        return [*cut, *exact_orders(block, cut, config.exact_parts, config.exact_nodes if work[0] >= 0 else 0)]
+
+    chains = _chains(task)
+    layers = merged_cuts(task.flat, chains[0][1], config.exact_ops)
+    if layers not in [positions for _, positions, _ in chains]:
+        chains.insert(1, ("large", layers, config.coarse_slots))
+    for name, positions, slots in chains:
+        yield from _from_chain(task, f"chain of {name} exact blocks", positions, slots, orders, 2 * config.options)
+
+
+def flat(task: Task) -> Iterator[Sketch]:
+    """The whole step as one block: exact where it is small, local search at each of a few budgets where it is not."""
+    config, a, ops = task.config, task.flat.arrays, task.flat.op_count
+    parts = min(config.flat_parts, max(2, config.flat_work // ops))
+    nodes = min(config.flat_nodes, config.flat_nodes * 64**2 // ops**2)  # a node of a long step takes longer
+    for found in solve_step(task.flat, parts, config.block_cuts, nodes):
+        if found.order is not None:
+            yield sketch_of(task.flat, "whole step", prune(a, found.order))
+
+
 METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
     "textbook": textbook,
     "rotor": rotor,
     "cuts": cuts,
     "blocks": blocks,
+    "exact": exact,
+    "flat": flat,
 }
 
 
@@ -90,9 +122,23 @@ def _chains(task: Task) -> list[tuple[str, tuple[int, ...], int]]:
     return found[: 1 if fine == coarse else 2]
 
 
-def _from_chain(task: Task, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders) -> Iterator[Sketch]:
+def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, ...]:
+    """The narrower of these cuts: the widest go first, as long as no block has more than so many forward ops."""
+    crossing = crossing_bytes(flat)
+    kept = [0, *cuts, flat.arrays.boundary]
+    for position in sorted(cuts, key=lambda p: (-crossing[p], p)):
+        at = kept.index(position)
+        if kept[at + 1] - kept[at - 1] <= most_ops:
+            del kept[at]
+    return tuple(kept[1:-1])
+
+
+def _from_chain(task: Task, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
+                options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
     chain = make_chain(task.flat, positions)
     beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
-    solved = solved_chain(task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, task.config.options)
+    solved = solved_chain(
+        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.config.options
+    )
     for m in distinct_slots(solved.front, task.config.sizes):
         yield sketch_of(task.flat, name, expand(task.flat, solved, m))
