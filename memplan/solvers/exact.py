@@ -92,6 +92,10 @@ class BlockSearch:
         root = int(cell.before[-1])
         if self.rules.windows and root >= upper:
             return Found(NEVER, min(root, upper), nothing, 0)
+        if len(self._arrays.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
+            forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
+            fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
+            return Found(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
         ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, self.most_nodes)
         return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks))), path, int(nodes))
 

@@ -138,32 +138,47 @@ def has(low: int, high: int, v: int) -> bool:
 
 
 @kernel
-def _reach(edge: Ints, work: Ints) -> bool:
-    level, queue = work[_LEVEL], work[_QUEUE]
-    level[:] = -1
-    level[0] = 0
-    queue[0] = 0
-    first, last = 0, 1
-    while first < last:
-        node = queue[first]
-        first += 1
-        e = work[_HEAD, node]
-        while e >= 0:
-            target = edge[e, _TARGET]
-            if edge[e, _LEFT] > 0 and level[target] < 0:
-                level[target] = level[node] + 1
-                queue[last] = target
-                last += 1
-            e = edge[e, _AFTER]
-    return bool(level[1] >= 0)
+def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: float) -> tuple[int, int, int]:
+    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte; at a price below zero time is free
+    and a byte costs one. The cut is NEVER where the demand can't be met.
 
-
-@kernel
-def _flow(edge: Ints, work: Ints) -> int:
-    """Dinic's algorithm; afterwards level >= 0 marks the source's side."""
-    level, path, cursor = work[_LEVEL], work[_PATH], work[_CURSOR]
+    Dinic's algorithm, all in one function: numba optimises whatever a kernel calls again for each of its callers.
+    """
+    values = len(weight)
+    ops = work.shape[1] - 3 - values
+    edge[:, _LEFT] = edge[:, _ROOM]
+    for v in range(values):
+        edge[2 * v, _LEFT] = NEVER if has(low, high, v) else 0
+        crossing = 2 * (values + v)
+        if weight[v] < 0:
+            edge[crossing, _LEFT] = NEVER
+        elif price >= 0.0:
+            edge[crossing, _LEFT] = int(min(np.floor(price * weight[v]), float(NEVER >> 9)))
+        else:
+            edge[crossing, _LEFT] = weight[v]
+    for op in range(ops):
+        if price < 0.0 and edge[2 * (2 * values + op), _ROOM] < NEVER:
+            edge[2 * (2 * values + op), _LEFT] = 0
+    level, queue, path, cursor = work[_LEVEL], work[_QUEUE], work[_PATH], work[_CURSOR]
     flow = 0
-    while _reach(edge, work):
+    while True:
+        level[:] = -1
+        level[0] = 0
+        queue[0] = 0
+        first, last = 0, 1
+        while first < last:
+            node = queue[first]
+            first += 1
+            e = work[_HEAD, node]
+            while e >= 0:
+                target = edge[e, _TARGET]
+                if edge[e, _LEFT] > 0 and level[target] < 0:
+                    level[target] = level[node] + 1
+                    queue[last] = target
+                    last += 1
+                e = edge[e, _AFTER]
+        if level[1] < 0:  # afterwards level >= 0 marks the source's side
+            break
         cursor[:] = work[_HEAD]
         depth = 0
         node = 0
@@ -174,7 +189,7 @@ def _flow(edge: Ints, work: Ints) -> int:
                     push = min(push, edge[path[i], _LEFT])
                 flow += push
                 if flow >= NEVER:
-                    return NEVER
+                    return NEVER, 0, 0
                 back = depth
                 for i in range(depth - 1, -1, -1):
                     edge[path[i], _LEFT] -= push
@@ -198,33 +213,6 @@ def _flow(edge: Ints, work: Ints) -> int:
                 node = edge[path[depth], _SOURCE]
             else:
                 break
-    return flow
-
-
-@kernel
-def _least_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: float) -> tuple[int, int, int]:
-    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte; at a price below zero time is free
-    and a byte costs one. The cut is NEVER where the demand can't be met."""
-    values = len(weight)
-    ops = work.shape[1] - 3 - values
-    edge[:, _LEFT] = edge[:, _ROOM]
-    for v in range(values):
-        edge[2 * v, _LEFT] = NEVER if has(low, high, v) else 0
-        crossing = 2 * (values + v)
-        if weight[v] < 0:
-            edge[crossing, _LEFT] = NEVER
-        elif price >= 0.0:
-            edge[crossing, _LEFT] = int(min(np.floor(price * weight[v]), float(NEVER >> 9)))
-        else:
-            edge[crossing, _LEFT] = weight[v]
-    if price < 0.0:
-        for op in range(ops):
-            if edge[2 * (2 * values + op), _ROOM] < NEVER:
-                edge[2 * (2 * values + op), _LEFT] = 0
-    flow = _flow(edge, work)
-    if flow >= NEVER:
-        return NEVER, 0, 0
-    level = work[_LEVEL]
     crossing_bytes = 0
     ticks = 0
     for v in range(values):
@@ -237,12 +225,9 @@ def _least_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: 
 
 
 @kernel
-def line_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_bytes: int, price: float) -> int:
-    """The bound of one price; NEVER where the demand can't be met."""
-    flow, _bytes, _ticks = _least_at(edge, work, weight, low, high, price)
-    if flow >= NEVER:
-        return NEVER
-    return max(0, flow - int(np.ceil(price * room_bytes)))
+def bound_of(flow: int, room_bytes: int, price: float) -> int:
+    """The bound of one price from its cut; NEVER where the demand can't be met."""
+    return NEVER if flow >= NEVER else max(0, flow - int(np.ceil(price * room_bytes)))
 
 
 @kernel
@@ -260,17 +245,17 @@ def asked_bytes(weight: Ints, low: int, high: int) -> int:
 @kernel
 def best_line(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_bytes: int) -> tuple[int, float]:
     """(bound, price): the best price's bound, NEVER where the demand can't be met within the room."""
-    flow, least_bytes, most_ticks = _least_at(edge, work, weight, low, high, -1.0)
+    flow, least_bytes, most_ticks = cut_at(edge, work, weight, low, high, -1.0)
     if flow >= NEVER or least_bytes > room_bytes:
         return NEVER, 0.0
-    flow, most_bytes, least_ticks = _least_at(edge, work, weight, low, high, 0.0)
+    flow, most_bytes, least_ticks = cut_at(edge, work, weight, low, high, 0.0)
     best = least_ticks
     best_price = 0.0
     if most_bytes <= room_bytes:
         return best, 0.0
     for _ in range(_ROUNDS):
         price = (most_ticks - least_ticks) / (most_bytes - least_bytes)
-        flow, crossing_bytes, ticks = _least_at(edge, work, weight, low, high, price)
+        flow, crossing_bytes, ticks = cut_at(edge, work, weight, low, high, price)
         bound = flow - int(np.ceil(price * room_bytes))
         if bound > best:
             best = bound
@@ -292,23 +277,39 @@ def best_line(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_by
 
 @kernel
 def _sifted(label: Ints, count: int, table: Ints, kept: Ints) -> int:
-    """Moves labels that no other of the same demand beats to `kept`; how many there are, -1 for too many."""
+    """Moves labels that no other of the same demand beats to `kept`; how many there are, -1 for too many.
+
+    Labels of one demand are a list, from the table on by the last column. A label that another replaces is `NEVER`.
+    """
     table[:] = 0
     mask = len(table) - 1
-    ranked = np.argsort(label[:count, 2])  # two that tie in bytes: the second is kept too if it is faster
     found = 0
-    for i in ranked:
-        low, high = label[i, 0], label[i, 1]
+    for i in range(count):
+        low, high, held, ticks = label[i, 0], label[i, 1], label[i, 2], label[i, 3]
+        if held >= NEVER:
+            continue
         slot = (low * 0x2545F4914F6CDD1D + high * 0x5851F42D4C957F2D) >> 17 & mask
         while table[slot] > 0 and (kept[table[slot] - 1, 0] != low or kept[table[slot] - 1, 1] != high):
             slot = (slot + 1) & mask
-        if table[slot] > 0 and kept[table[slot] - 1, 3] <= label[i, 3]:
+        k = table[slot] - 1
+        spot = -1
+        beaten = False
+        while k >= 0 and not beaten:
+            beaten = kept[k, 2] <= held and kept[k, 3] <= ticks
+            if not beaten and kept[k, 2] >= held and kept[k, 3] >= ticks:
+                spot = k
+                kept[k, 2] = kept[k, 3] = NEVER
+            k = kept[k, 4] - 1
+        if beaten:
             continue
-        if found >= len(kept):
-            return -1
-        kept[found] = label[i]
-        found += 1
-        table[slot] = found
+        if spot < 0:
+            if found >= len(kept):
+                return -1
+            spot = found
+            found += 1
+            kept[spot, 0], kept[spot, 1], kept[spot, 4] = low, high, table[slot]
+            table[slot] = found
+        kept[spot, 2], kept[spot, 3] = held, ticks
     return found
 
 
@@ -319,7 +320,7 @@ def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, u
     NEVER where nothing fits, -1 if it takes more labels.
     """
     label = np.zeros((2 * most_labels, 4), dtype=np.int64)
-    kept = np.zeros((most_labels, 4), dtype=np.int64)
+    kept = np.zeros((most_labels, 5), dtype=np.int64)
     slots = 4
     while slots < 2 * most_labels:
         slots *= 2
@@ -332,9 +333,12 @@ def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, u
         made_low, made_high = ops[op, MADE], ops[op, MADE + 1]
         touched = False
         for i in range(count):
+            if kept[i, 2] >= NEVER:
+                continue
             asked_low, asked_high = kept[i, 0] & made_low, kept[i, 1] & made_high
             if asked_low == 0 and asked_high == 0:
-                label[fresh] = kept[i]
+                for column in range(4):
+                    label[fresh, column] = kept[i, column]
                 fresh += 1
                 continue
             touched = True

@@ -30,9 +30,10 @@ from memplan.solvers.exact_bound import (
     Space,
     asked_bytes,
     best_line,
+    bound_of,
+    cut_at,
     has,
     least_after,
-    line_at,
 )
 from memplan.solvers.flat import Floats, Ints
 from memplan.solvers.jit import kernel
@@ -161,7 +162,8 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
         if asked_bytes(weight, asked_low, asked_high) <= room:
             continue
         base = cell.before[u] if windowed and u >= 0 else 0
-        found = line_at(edge, work, weight, asked_low, asked_high, room, cell.price[m])
+        flow, _bytes, _ticks = cut_at(edge, work, weight, asked_low, asked_high, cell.price[m])
+        found = bound_of(flow, room, cell.price[m])
         if base + found > best * 0.95:
             found, price = best_line(edge, work, weight, asked_low, asked_high, room)
             if found > 0:
@@ -192,7 +194,8 @@ def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int,
     room = cell.room_bytes[moment]
     if asked_bytes(space.weight[moment], low, high) <= room:
         return least
-    found = line_at(space.edge, space.work, space.weight[moment], low, high, room, cell.price[moment])
+    flow, _bytes, _ticks = cut_at(space.edge, space.work, space.weight[moment], low, high, cell.price[moment])
+    found = bound_of(flow, room, cell.price[moment])
     if bits & WINDOWS != 0 and u >= 0:
         found += cell.before[u]
     return max(least, min(NEVER, found))
@@ -322,30 +325,6 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 
 
 @kernel
-def _wanted(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, shelf: Ints, node: int, upper: int) -> bool:
-    """Whether a node is worth expanding. One that is costlier than it seemed goes back to the heap."""
-    if tree[node, _BOUND] >= upper:
-        return False
-    if tree[node, _STATE] != _OPEN:
-        return True
-    tree[node, _STATE] = _APPRAISED
-    if bits & DOMINANCE != 0 and _dominated(tree, shelf, node):
-        tree[node, _STATE] = _DROPPED
-        return False
-    if bits & CAPACITY == 0:
-        return True
-    spent = tree[node, _SPENT]
-    low, high = tree[node, _LOW], tree[node, _HIGH]
-    ahead, tree[node, _MOMENT] = _appraise(space, cell, bits, tree[node, _STEP], low, high, upper - spent)
-    if spent + ahead <= tree[node, _BOUND]:
-        return True
-    tree[node, _BOUND] = spent + ahead
-    if tree[node, _BOUND] < upper:
-        _push(tree, heap, node)
-    return False
-
-
-@kernel
 def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: Ints, node: int, tally: Ints) -> int:
     """Makes the nodes one move further. Returns the most promising. tally: nodes made, best solution, its ticks."""
     ops, size_bytes, limit_bytes = space.ops, space.size_bytes, cell.limits[2]
@@ -388,20 +367,6 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
 
 
 @kernel
-def _path(tree: Ints, node: int) -> Ints:
-    length = 0
-    at = node
-    while at > 0:
-        length += 1
-        at = tree[at, _BEFORE]
-    path = np.empty(length, dtype=np.int64)
-    for i in range(length):
-        path[i] = tree[node, _MOVE]
-        node = tree[node, _BEFORE]
-    return path
-
-
-@kernel
 def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int) -> tuple[int, int, Ints, int]:
     """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand."""
     ops, steps = len(space.ops), len(space.steps) - 1
@@ -414,8 +379,6 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
     table = np.zeros(slots, dtype=np.int64)
     shelf = np.zeros(steps + 1, dtype=np.int64)
     tally = np.array([1, -1, upper_ticks])
-    if steps == 0 and _rests(space, cell.limits, 0, 0):
-        return 0, 0, np.empty(0, np.int64), 0
     _enter(tree, table, 0, steps, 0, 0, 0)
     tree[0, _BEFORE], tree[0, _MOVE], tree[0, _MOMENT] = -1, -1, -1
     tree[0, _BOUND] = cell.before[steps] if bits & WINDOWS != 0 else 0
@@ -427,8 +390,22 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
         dive = -1
         if node < 0 or (not plunging and tree[node, _BOUND] >= tally[2]):
             break
-        if not _wanted(space, cell, bits, tree, heap, shelf, node, tally[2]):
+        if tree[node, _BOUND] >= tally[2]:
             continue
+        if tree[node, _STATE] == _OPEN:
+            tree[node, _STATE] = _APPRAISED
+            if bits & DOMINANCE != 0 and _dominated(tree, shelf, node):
+                tree[node, _STATE] = _DROPPED
+                continue
+            if bits & CAPACITY != 0:
+                enough = tally[2] - tree[node, _SPENT]
+                step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
+                ahead, tree[node, _MOMENT] = _appraise(space, cell, bits, step, low, high, enough)
+                if tree[node, _SPENT] + ahead > tree[node, _BOUND]:  # costlier than it seemed: back to the heap
+                    tree[node, _BOUND] = tree[node, _SPENT] + ahead
+                    if tree[node, _BOUND] < tally[2]:
+                        _push(tree, heap, node)
+                    continue
         if nodes >= most_nodes or tally[0] + ops + 1 >= room or heap[0, 0] + ops + 3 >= 3 * room:
             open_bound = tree[node, _BOUND]
             if plunging:
@@ -444,5 +421,14 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
         since = 0 if plunging else since + 1
         if bits & PLUNGE != 0 and (plunging or since % _PLUNGE_EVERY == 1):
             dive = child
-    path = _path(tree, tally[1]) if tally[1] >= 0 else np.empty(0, np.int64)
+    length = 0
+    node = tally[1]
+    while node > 0:
+        length += 1
+        node = tree[node, _BEFORE]
+    path = np.empty(length, dtype=np.int64)
+    node = tally[1]
+    for i in range(length):
+        path[i] = tree[node, _MOVE]
+        node = tree[node, _BEFORE]
     return tally[2] if tally[1] >= 0 else NEVER, min(tally[2], open_bound), path, nodes
