@@ -16,7 +16,10 @@ from memplan.config import METHODS, PRESETS, Config
 from memplan.problem import Problem
 from memplan.solvers import Progress, solve_front
 from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
-from tests.test_solvers import CALM, SMALL
+from tests.test_solvers import CALM
+from tests.test_solvers import SMALL as SMALLER
+
+SMALL = dataclasses.replace(SMALLER, exact_nodes=5, exact_parts=3, flat_nodes=20, flat_parts=3)
 
 SMALL_CHANGES = {
     field.name: getattr(SMALL, field.name)

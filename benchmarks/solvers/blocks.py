@@ -63,7 +63,10 @@ def main() -> int:
     parser.add_argument("--ops", type=int, nargs="+", default=[0, 45])
     parser.add_argument("--highs", type=float, default=0.0)
     args = parser.parse_args()
-    print(f"{'instance':16} {'most ops':>8} {'ops':>4} {'cells':>5} {'certified':>9} {'gap':>7} {'nodes':>7} {'s':>6}  highs")
+    print(
+        f"{'instance':16} {'most ops':>8} {'ops':>4} {'cells':>5} {'certified':>9} {'gap':>7} {'nodes':>7} {'s':>6}  "
+        "highs"
+    )
     for name in args.instances:
         for most_ops in args.ops:
             for block in distinct_blocks(instances()[name], most_ops):

@@ -180,8 +180,8 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}
     budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
     for budget in budgets:
-        for order in improved(block, budget, orders, _TRIES):
-            orders.setdefault(tuple(order.tolist()), measured(block, order.tolist()))
+        for better in improved(block, budget, orders, _TRIES):
+            orders.setdefault(tuple(better.tolist()), option_of(block, better))
     found: dict[BlockBudget, Answer] = {}
     for budget in budgets:
         fitting = [order for order, option in orders.items() if budget.admits(option)]
