@@ -31,7 +31,8 @@ class Config:
     methods: where schedules come from. "textbook": recompute every block, or sqrt(n) segments. "rotor": plain Rotor.
         "cuts": minimum cuts over the whole step. "blocks": Rotor over blocks with options from minimum cuts. "exact":
         the same with exact options as well. "flat": the whole step as one block: exact where it is small.
-        "hierarchy": Rotor over blocks that are chains or graphs of blocks themselves. Keeping everything is always among the schedules.
+        "hierarchy": Rotor over blocks that are chains or graphs of blocks themselves.
+        Keeping everything is always among the schedules.
     polish: a local search on flat schedules, from all that the methods found.
     timeout_s: a safety stop. After so many seconds the best schedules so far are taken and the plan says `truncated`.
     coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
