@@ -62,7 +62,7 @@ class Config:
     exact_nodes: int = 50
     exact_parts: int = 5
     exact_ops: int = 45
-    exact_work: int = 2_000
+    exact_work: int = 300
     flat_nodes: int = 1_000
     flat_parts: int = 10
     flat_work: int = 5_000
