@@ -1,0 +1,191 @@
+"""The options of a block in a hierarchy: many candidate orders, measured by a kernel, the useful ones kept.
+
+A parent asks a child for its cheapest way to save at most so many bytes and to peak at no more than so many. So the
+options that are kept are the cheapest ones over a grid of both limits (the two budgets of HiRemate, Gusak et al., 2024),
+rather than a stretch of the Pareto set. `searched` looks for orders at the corners of such a grid: scratch of the op
+that stands for everything after the block limits what is saved, and the kernels for whole steps do the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from memplan.schedule import BOUNDARY
+from memplan.solvers.exchange import exchange
+from memplan.solvers.flat import Arrays, Flags, Flat, Floats, Ints
+from memplan.solvers.jit import kernel
+from memplan.solvers.options import BlockOptions, LocalBlock, Option, kept_whole
+from memplan.solvers.orders import lower
+from memplan.solvers.replay import fill, replay
+
+_SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
+_LEVELS = 12  # limits told apart in each direction of the grid
+_LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 60, 6, 8
+
+
+@kernel
+def _forward_s(a: Arrays, wanted: Flags) -> float:
+    """Seconds of the forward ops that making these values takes; changes `wanted`."""
+    total = 0.0
+    for op in range(a.boundary - 1, -1, -1):
+        needed = False
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            needed = needed or (wanted[a.made[e]] and not a.held[a.made[e]])
+        if needed and a.rerunnable[op]:
+            total += a.time_s[op]
+            for e in range(a.read_start[op], a.read_start[op + 1]):
+                wanted[a.read[e]] = True
+    return total
+
+
+@kernel
+def _figures(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
+    """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
+    during = np.zeros(len(order), dtype=np.int64)
+    peak, _position, time_s = replay(a, order, during)
+    if peak < 0:
+        return False
+    at = a.boundary
+    while order[at] != a.boundary:
+        at += 1
+    wanted = cut.copy()
+    made = np.zeros(len(a.size_bytes), dtype=np.bool_)
+    for p in range(at + 1, len(order)):
+        op = order[p]
+        for e in range(a.read_start[op], a.read_start[op + 1]):
+            if not made[a.read[e]] and a.producer[a.read[e]] < a.boundary:
+                wanted[a.read[e]] = True
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            made[a.made[e]] = True
+    ahead = back = 0
+    for p in range(a.boundary):
+        ahead = max(ahead, during[p])
+    for p in range(at + 1, len(order)):
+        back = max(back, during[p])
+    repeated_s = max(0.0, time_s - a.time_s.sum())
+    figures[0] = during[at] - incoming_bytes
+    figures[1] = ahead
+    figures[2] = back
+    figures[3] = repeated_s
+    figures[4] = repeated_s + _forward_s(a, wanted)
+    return True
+
+
+def plain_forward(a: Arrays, order: Ints) -> Ints:
+    """The order with nothing but the forward part, once, before the stand-in: a chain runs a block forward that way."""
+    at = int(np.nonzero(order == a.boundary)[0][0])
+    return np.concatenate([np.arange(a.boundary), [BOUNDARY], order[at:]])
+
+
+def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> BlockOptions:
+    """At most about `limit` options of those that these orders come to, the cheapest for many pairs of limits."""
+    a = block.flat.arrays
+    cut = np.zeros(len(a.size_bytes), dtype=np.bool_)
+    cut[list(block.cut)] = True
+    plain = [plain_forward(a, order) for order in orders]
+    figures = np.zeros((len(plain), 5))
+    legal = [_figures(a, cut, block.incoming_bytes, order, row) for order, row in zip(plain, figures, strict=True)]
+    which = np.flatnonzero(legal)
+    which = which[_undominated(figures[which])]
+    chosen = which[_on_grid(figures[which], limit)]
+    options = tuple(_option(a, figures[i], plain[i]) for i in chosen)
+    leaf = np.arange(a.boundary + 1)
+    during = np.zeros(len(leaf), dtype=np.int64)
+    replay(a, leaf, during)
+    leaf_s = min(float(_forward_s(a, cut.copy())), float(a.time_s[: a.boundary].sum()))
+    return BlockOptions(options, int(during[: a.boundary].max(initial=0)), leaf_s)
+
+
+def _option(a: Arrays, row: Floats, order: Ints) -> Option:
+    return Option(
+        saved_bytes=int(row[_SAVED]),
+        forward_peak_bytes=int(row[_FORWARD]),
+        backward_peak_bytes=int(row[_BACKWARD]),
+        recompute_s=float(row[_RECOMPUTE]),
+        forward_s=float(row[_AGAIN] - row[_RECOMPUTE]),
+        backward=tuple(order[a.boundary + 2 :].tolist()),
+    )
+
+
+def _undominated(figures: Floats) -> Ints:
+    """Rows that no other is at most equal to in every column; of equal rows the first."""
+    _, first = np.unique(figures, axis=0, return_index=True)
+    kept: list[int] = []
+    rows = np.empty((0, figures.shape[1]))
+    for i in first:  # sorted by column, so that a row can only be beaten by one before it
+        if not (rows <= figures[i]).all(axis=1).any():
+            kept.append(int(i))
+            rows = figures[kept]
+    return np.array(kept, dtype=np.int64)
+
+
+def _on_grid(figures: Floats, limit: int) -> Ints:
+    """Rows that are the cheapest under some pair of limits on saved bytes and on the peak."""
+    count = len(figures)
+    if count <= limit:
+        return np.arange(count)
+    peak = np.maximum(figures[:, _FORWARD], figures[:, _BACKWARD])
+    found: dict[int, None] = {}
+    for column in range(5):
+        found[int(np.lexsort((figures[:, _RECOMPUTE], figures[:, column]))[0])] = None
+    levels = _LEVELS
+    for cost in (_RECOMPUTE, _AGAIN):
+        ranked = np.lexsort((peak, figures[:, _SAVED], figures[:, cost]))
+        for most_saved in _quantiles(figures[:, _SAVED], levels):
+            for most_peak in _quantiles(peak, levels):
+                fits = (figures[ranked, _SAVED] <= most_saved) & (peak[ranked] <= most_peak)
+                if fits.any():
+                    found[int(ranked[np.argmax(fits)])] = None
+        levels //= 2
+    chosen = np.array(sorted(found), dtype=np.int64)
+    return chosen if len(chosen) <= limit else chosen[np.unique(np.linspace(0, len(chosen) - 1, limit).astype(int))]
+
+
+def _quantiles(column: Floats, count: int) -> Floats:
+    ranked = np.unique(column)
+    return np.asarray(ranked[np.unique(np.linspace(0, len(ranked) - 1, count).astype(int))])
+
+
+def limited(flat: Flat, extra_bytes: int) -> Flat:
+    """The same block where everything after it takes so many bytes more: less can be saved under a limit."""
+    a = flat.arrays
+    scratch = a.scratch_bytes.copy()
+    scratch[a.boundary] += extra_bytes
+    return Flat(a._replace(scratch_bytes=scratch), flat.reads, flat.makes)
+
+
+def searched(flat: Flat, orders: Sequence[Ints], targets: int, tries: int) -> list[Ints]:
+    """Orders near these at `targets` peaks from the lowest to the highest: brought down, filled up, traded.
+
+    tries: recomputations that are traded for others at each peak.
+    """
+    a = flat.arrays
+    front: list[tuple[int, float, Ints]] = []
+    for peak, time_s, order in sorted(((*_outcome(a, o), o) for o in orders), key=lambda found: found[:2]):
+        if peak >= 0 and (not front or time_s < front[-1][1]):
+            front.append((peak, time_s, order))
+    if not front:
+        return []
+    low, high = front[0][0], front[-1][0]
+    new = [lower(a, front[0][2], 0, _LOWER_ROUNDS, _WIDTH)]
+    for step in range(targets):
+        target = low + (high - low) * step // targets if step else low - low // 16
+        below = [order for peak, _time_s, order in front if peak <= target][-1:]
+        above = [order for peak, _time_s, order in front if peak > target][:1]
+        new += [fill(a, lower(a, order, target, _LOWER_ROUNDS, _WIDTH), target, _FILL_ROUNDS) for order in above]
+        for order in below:
+            filled = fill(a, order, target, _FILL_ROUNDS)
+            new.append(exchange(a, filled, target, tries, _WIDTH) if tries else filled)
+    return new
+
+
+def _outcome(a: Arrays, order: Ints) -> tuple[int, float]:
+    peak, _position, time_s = replay(a, order, np.zeros(len(order), dtype=np.int64))
+    return int(peak), float(time_s)
+
+
+def whole_peak_bytes(block: LocalBlock) -> int:
+    """The peak of a block that repeats nothing."""
+    return _outcome(block.flat.arrays, kept_whole(block))[0]
