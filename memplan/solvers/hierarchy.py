@@ -1,107 +1,155 @@
-"""Schedules from a hierarchy: a chain of blocks, each of them a chain of smaller blocks, and so on."""
+"""Schedules from a hierarchy: the step is a chain of blocks, each block a chain of smaller ones, down to single ops.
+
+Between two cuts a block is a step of its own (`options.localise`): its forward part, one op that stands for everything
+after it, its backward part. So one method serves every level: cut, find the options of each child, solve the chain of
+children for every memory size (`rotor`), expand to orders of ops. The orders of a block are its options one level up,
+beside those from minimum cuts and from a local search (`hierarchy_options`). Figures are always those of flat orders:
+nothing is added up over levels, so no level's rounding or pessimism reaches the next.
+
+What is not a chain needs no rule of its own. A block with branches inside has cuts that several values cross, and the
+local search works on its ops. What nests (a U-Net) is a chain of three, the middle of which is solved by itself; values
+that span the middle are kept, or made again (`hierarchy_detours`). What repeats is solved once: options are remembered
+by a block's signature, across places, levels and granularities.
+
+Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and
+pairs of layers as one block can drop the value between them. Several are tried at the top; all of them share children.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from memplan.config import Config
 from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.expand import SolvedChain, _last_reads, _outside, _table, expand
-from memplan.solvers.flat import Flat, Ints
+from memplan.solvers.flat import Arrays, Flat, Ints
+from memplan.solvers.hierarchy_detours import detours
 from memplan.solvers.hierarchy_options import best_options, limited, searched, whole_peak_bytes
 from memplan.solvers.options import BlockOptions, LocalBlock, cut_orders, localise
-from memplan.solvers.replay import fill, replay
+from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import distinct_slots, solve_chain
 
+_LEAST_OPS = 3  # forward ops from which a block is taken apart
+_FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
+_COARSE_OPS = 24  # forward ops from which a block is also a chain of smaller blocks
+_INNER_SLOTS = 200  # memory sizes told apart inside a block
+_OPTIONS = 64  # most options of a block
+_TARGETS = 6  # peaks that the search inside a block aims at
+_SAVED_SHARES = (0.0, 0.4)  # of a block's peak, by which less may be saved in that search
+_DETOUR_CUTS = 24  # most cuts at the top of a step with detours
+_FILL_ROUNDS = 8
 
-class P:
-    grains = (96, 48, 24, 12, 6, 3, 2)
-    inner_fine = 40
-    inner_coarse = 12
-    coarse_from = 24
-    inner_slots = 200
-    slots = 800
-    sizes = 8
-    outer_sizes = 48
-    shares = (0.0, 0.4)
-    targets = 6
-    tries = 0
-    options = 64
-    search_from = 3
+Cuts = tuple[int, ...]
+Keys = tuple[str, ...]
+Partition = tuple[Cuts, bool]
+
+
+def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+    """Legal orders of ops, from the hierarchy of the step and of its detours. keys: of the ops, equal for equal kernels.
+
+    most_bytes: the peak of keeping everything; more is never needed.
+    """
+    tree = Hierarchy(config)
+    yield from tree.orders(flat, keys, most_bytes, _granularities(flat, config))
+    for detour in detours(flat):
+        copied = tuple(keys[op] for op in detour.ops)
+        cuts = [(cuts, leaves) for cuts, leaves in _granularities(detour.flat, config) if len(cuts) <= _DETOUR_CUTS]
+        for order in tree.orders(detour.flat, copied, most_bytes, cuts):
+            found = _filled(flat.arrays, prune(flat.arrays, detour.order(order)))
+            if found is not None:
+                yield found
+
+
+def _granularities(flat: Flat, config: Config) -> list[Partition]:
+    """Cuts at the top, and whether what is between them is left whole: all of them, then ever fewer narrow ones."""
+    blocks = config.coarse_blocks
+    found = [(fine_cuts(flat, config.fine_blocks), True), (coarse_cuts(flat, blocks), True)]
+    while blocks > 0:
+        cuts = coarse_cuts(flat, max(2, blocks))
+        found += [(layer_cuts(flat, cuts), False), (cuts, False)]
+        blocks //= 2
+    return list(dict.fromkeys(found))
 
 
 class Hierarchy:
-    def __init__(self, config: Config, p=P):
-        self.config, self.p = config, p
-        self.known = {}
-        self.calls = 0
+    """Blocks that are solved already, and how. asked, solved: blocks whose options were wanted, and worked out."""
 
-    def solved(self, flat, keys, positions, most_bytes, slots, small, within=0):
-        chain = make_chain(flat, positions)
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.asked = self.solved = 0
+        self._known: dict[tuple[object, ...], BlockOptions] = {}
+
+    def orders(self, flat: Flat, keys: Keys, most_bytes: int, several: Sequence[Partition]) -> Iterator[Ints]:
+        """Legal orders of a whole step, from chains between these cuts."""
+        beyond = max(1, most_bytes - flat.arrays.base_bytes)
+        slots, sizes = self.config.coarse_slots, 3 * self.config.sizes
+        for cuts, leaves in several:
+            solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
+            for order in _expanded(flat, solved, sizes):
+                found = _filled(flat.arrays, order)
+                if found is not None:
+                    yield found
+
+    def options(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
+        """The options of a block, found once for all that are equal. leaf: it is not to be taken apart."""
+        self.asked += 1
+        name = (block.signature, leaf)
+        if name not in self._known:
+            self.solved += 1
+            self._known[name] = self._found(block, keys, leaf)
+        return self._known[name]
+
+    def _found(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
+        flat = block.flat
+        orders = cut_orders(block, self.config.block_cuts)
+        if leaf or flat.arrays.boundary < _LEAST_OPS:
+            return best_options(block, orders, 2 * self.config.options)
+        most_bytes = whole_peak_bytes(block)
+        for cuts, leaves in _partitions(flat):
+            solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
+                                 flat.arrays.boundary)  # fmt: skip
+            for order in _expanded(flat, solved, max(2, self.config.sizes // 2)):
+                found = _filled(flat.arrays, order)
+                orders += [order] if found is None else [order, found]
+        for share in _SAVED_SHARES:
+            orders += searched(limited(flat, int(share * most_bytes)), orders, _TARGETS, 0)
+        return best_options(block, orders, _OPTIONS)
+
+    def _chain(self, flat: Flat, keys: Keys, cuts: Cuts, most_bytes: int, slots: int, leaves: bool,
+               within: int) -> SolvedChain:  # fmt: skip
+        """The chain between these cuts for every memory size. leaves: no child is taken apart. within: forward ops of
+        the block that this is; a child nearly as large is not taken apart either, so that levels stay few."""
+        chain = make_chain(flat, cuts)
         last_read = _last_reads(flat)
         outside = _outside(flat, chain, last_read)
         blocks, options = [], []
         for index, block in enumerate(chain.blocks):
             local = localise(flat, block, outside.incoming[index], last_read, keys)
+            leaf = leaves or (within > 0 and 4 * len(block.forward) > 3 * within)
+            inner_keys = tuple("" if op < 0 else keys[op] for op in local.ops)
             blocks.append(local)
-            options.append(self.options(local, keys_of(keys, local), small, within))
+            options.append(self.options(local, inner_keys, leaf))
         unit = max(1, -(-most_bytes // slots))
         table = _table(flat, chain, blocks, options, outside, unit)
         return SolvedChain(chain, tuple(blocks), tuple(options), table, solve_chain(table, slots), unit)
 
-    def options(self, local, keys, small, within=0):
-        self.calls += 1
-        small = small or (within > 0 and 4 * local.flat.arrays.boundary > 3 * within)
-        key = (local.signature, small)
-        if key not in self.known:
-            self.known[key] = self.find(local, keys, small)
-        return self.known[key]
 
-    def find(self, local, keys, small):
-        p = self.p
-        orders = cut_orders(local, self.config.block_cuts)
-        n = local.flat.arrays.boundary
-        if small or n < p.search_from:
-            return best_options(local, orders, 24)
-        most = whole_peak_bytes(local)
-        f = local.flat
-        seen = {()}
-        for pos, sm in ((fine_cuts(f, p.inner_fine), True), *(((coarse_cuts(f, p.inner_coarse), False),) if n > p.coarse_from else ())):
-            if pos in seen: continue
-            seen.add(pos)
-            for x in p.shares:
-                fx = limited(f, int(x * most))
-                s = self.solved(fx, keys, pos, int((1.125 + x) * most) + 1, p.inner_slots, sm, n)
-                for m in distinct_slots(s.front, p.sizes):
-                    o = expand(fx, s, m)
-                    peak = replay(fx.arrays, o, np.zeros(len(o), dtype=np.int64))[0]
-                    if peak < 0: continue
-                    orders.append(o)
-                    orders.append(fill(fx.arrays, o, peak, 8))
-        for x in p.shares:
-            orders += searched(limited(f, int(x * most)), orders, p.targets, p.tries)
-        return best_options(local, orders, p.options)
+def _partitions(flat: Flat) -> list[Partition]:
+    """Ways to take a block apart: cuts, and whether what is between them is left whole."""
+    found = [(fine_cuts(flat, _FINE), True)]
+    if flat.arrays.boundary >= _COARSE_OPS:
+        found.append((coarse_cuts(flat, _COARSE), False))
+    return [(cuts, leaves) for cuts, leaves in found if cuts]
 
 
-def keys_of(keys, local):
-    return tuple("" if op < 0 else keys[op] for op in local.ops)
+def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
+    for slots in distinct_slots(solved.front, sizes):
+        yield expand(flat, solved, slots)
 
 
-def hierarchy(flat: Flat, keys, most_bytes, config, p=P) -> Iterator[Ints]:
-    h = Hierarchy(config, p)
-    hierarchy.last = h
-    seen = set()
-    beyond = max(1, most_bytes - flat.arrays.base_bytes)
-    for g in p.grains:
-        c = coarse_cuts(flat, g)
-        for pos in (layer_cuts(flat, c), c):
-            if pos in seen: continue
-            seen.add(pos)
-            s = h.solved(flat, keys, pos, beyond + beyond // 8, p.slots, False)
-            for m in distinct_slots(s.front, p.outer_sizes):
-                o = expand(flat, s, m)
-                peak = replay(flat.arrays, o, np.zeros(len(o), dtype=np.int64))[0]
-                if peak >= 0:
-                    yield fill(flat.arrays, o, peak, 8)
+def _filled(a: Arrays, order: Ints) -> Ints | None:
+    """The order with what fits under its own peak kept; None for an order that is not legal."""
+    peak = int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
+    return None if peak < 0 else fill(a, order, peak, _FILL_ROUNDS)
