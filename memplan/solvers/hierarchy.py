@@ -22,23 +22,25 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from memplan.config import Config
+from memplan.solvers.baselines import keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.expand import SolvedChain, _last_reads, _outside, _table, expand
 from memplan.solvers.flat import Arrays, Flat, Ints
 from memplan.solvers.hierarchy_detours import detours
-from memplan.solvers.hierarchy_options import best_options, limited, searched, whole_peak_bytes
+from memplan.solvers.hierarchy_options import best_options, searched, whole_peak_bytes
 from memplan.solvers.options import BlockOptions, LocalBlock, cut_orders, localise
 from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import distinct_slots, solve_chain
+from memplan.solvers.sketch import Sketch, pareto
 
 _LEAST_OPS = 3  # forward ops from which a block is taken apart
 _FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
 _COARSE_OPS = 24  # forward ops from which a block is also a chain of smaller blocks
-_INNER_SLOTS = 200  # memory sizes told apart inside a block
+_INNER_SLOTS = 300  # memory sizes told apart inside a block
 _OPTIONS = 64  # most options of a block
 _TARGETS = 6  # peaks that the search inside a block aims at
-_SAVED_SHARES = (0.0, 0.4)  # of a block's peak, by which less may be saved in that search
-_DETOUR_CUTS = 24  # most cuts at the top of a step with detours
+_PEAKS, _TOPPED = 128, 2  # peaks that the orders found are filled up to, and how many for each
+_DETOUR_CUTS = 12  # most cuts at the top of a step with detours
 _FILL_ROUNDS = 8
 
 Cuts = tuple[int, ...]
@@ -47,10 +49,32 @@ Partition = tuple[Cuts, bool]
 
 
 def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
-    """Legal orders of ops, from the hierarchy of the step and of its detours. keys: of the ops, equal for equal kernels.
+    """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
 
-    most_bytes: the peak of keeping everything; more is never needed.
+    keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything; more is never needed.
     """
+    found = []
+    for order in _from_trees(flat, keys, most_bytes, config):
+        peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
+        if peak >= 0:
+            found.append(Sketch(int(peak), float(time_s), "", order))
+            yield order
+    front = pareto(found)
+    # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
+    for target in _targets(front, most_bytes):
+        for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
+            yield fill(flat.arrays, sketch.order, target, _FILL_ROUNDS)
+
+
+def _targets(front: Sequence[Sketch], most_bytes: int) -> list[int]:
+    if not front:
+        return []
+    low = front[0].peak_bytes
+    return [low + (most_bytes - low) * step // _PEAKS for step in range(1, _PEAKS)]
+
+
+def _from_trees(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+    yield keep_all(flat)
     tree = Hierarchy(config)
     yield from tree.orders(flat, keys, most_bytes, _granularities(flat, config))
     for detour in detours(flat):
@@ -113,8 +137,7 @@ class Hierarchy:
             for order in _expanded(flat, solved, max(2, self.config.sizes // 2)):
                 found = _filled(flat.arrays, order)
                 orders += [order] if found is None else [order, found]
-        for share in _SAVED_SHARES:
-            orders += searched(limited(flat, int(share * most_bytes)), orders, _TARGETS, 0)
+        orders += searched(flat.arrays, orders, _TARGETS)
         return best_options(block, orders, _OPTIONS)
 
     def _chain(self, flat: Flat, keys: Keys, cuts: Cuts, most_bytes: int, slots: int, leaves: bool,

@@ -1,9 +1,9 @@
 """The options of a block in a hierarchy: many candidate orders, measured by a kernel, the useful ones kept.
 
 A parent asks a child for its cheapest way to save at most so many bytes and to peak at no more than so many. So the
-options that are kept are the cheapest ones over a grid of both limits (the two budgets of HiRemate, Gusak et al., 2024),
-rather than a stretch of the Pareto set. `searched` looks for orders at the corners of such a grid: scratch of the op
-that stands for everything after the block limits what is saved, and the kernels for whole steps do the rest.
+options that are kept are the cheapest ones over a grid of both limits (the two budgets of HiRemate, Gusak et al.,
+2024), rather than a stretch of the Pareto set. `searched` adds orders between those that cuts and chains have found,
+and below them, with the kernels that do the same for whole steps.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from memplan.schedule import BOUNDARY
-from memplan.solvers.exchange import exchange
-from memplan.solvers.flat import Arrays, Flags, Flat, Floats, Ints
+from memplan.solvers.flat import Arrays, Flags, Floats, Ints
 from memplan.solvers.jit import kernel
 from memplan.solvers.options import BlockOptions, LocalBlock, Option, kept_whole
 from memplan.solvers.orders import lower
@@ -148,37 +147,23 @@ def _quantiles(column: Floats, count: int) -> Floats:
     return np.asarray(ranked[np.unique(np.linspace(0, len(ranked) - 1, count).astype(int))])
 
 
-def limited(flat: Flat, extra_bytes: int) -> Flat:
-    """The same block where everything after it takes so many bytes more: less can be saved under a limit."""
-    a = flat.arrays
-    scratch = a.scratch_bytes.copy()
-    scratch[a.boundary] += extra_bytes
-    return Flat(a._replace(scratch_bytes=scratch), flat.reads, flat.makes)
-
-
-def searched(flat: Flat, orders: Sequence[Ints], targets: int, tries: int) -> list[Ints]:
-    """Orders near these at `targets` peaks from the lowest to the highest: brought down, filled up, traded.
-
-    tries: recomputations that are traded for others at each peak.
-    """
-    a = flat.arrays
+def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
+    """Orders near these at `targets` peaks from the lowest to the highest: brought down, or filled up."""
     front: list[tuple[int, float, Ints]] = []
-    for peak, time_s, order in sorted(((*_outcome(a, o), o) for o in orders), key=lambda found: found[:2]):
+    for peak, time_s, order in sorted(((*_outcome(a, order), order) for order in orders), key=lambda row: row[:2]):
         if peak >= 0 and (not front or time_s < front[-1][1]):
             front.append((peak, time_s, order))
     if not front:
         return []
     low, high = front[0][0], front[-1][0]
-    new = [lower(a, front[0][2], 0, _LOWER_ROUNDS, _WIDTH)]
+    found = [lower(a, front[0][2], 0, _LOWER_ROUNDS, _WIDTH)]
     for step in range(targets):
         target = low + (high - low) * step // targets if step else low - low // 16
         below = [order for peak, _time_s, order in front if peak <= target][-1:]
         above = [order for peak, _time_s, order in front if peak > target][:1]
-        new += [fill(a, lower(a, order, target, _LOWER_ROUNDS, _WIDTH), target, _FILL_ROUNDS) for order in above]
-        for order in below:
-            filled = fill(a, order, target, _FILL_ROUNDS)
-            new.append(exchange(a, filled, target, tries, _WIDTH) if tries else filled)
-    return new
+        above = [lower(a, order, target, _LOWER_ROUNDS, _WIDTH) for order in above]
+        found += [fill(a, order, target, _FILL_ROUNDS) for order in (*below, *above)]
+    return found
 
 
 def _outcome(a: Arrays, order: Ints) -> tuple[int, float]:
