@@ -29,9 +29,10 @@ from memplan.solvers.flat import Arrays, Flat, Ints
 from memplan.solvers.hierarchy_detours import detours
 from memplan.solvers.hierarchy_options import best_options, searched, whole_peak_bytes
 from memplan.solvers.options import BlockOptions, LocalBlock, cut_orders, localise
+from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import distinct_slots, solve_chain
-from memplan.solvers.sketch import Sketch, pareto
+from memplan.solvers.sketch import Sketch, pareto, sketch_of
 
 _LEAST_OPS = 3  # forward ops from which a block is taken apart
 _FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
@@ -40,6 +41,8 @@ _INNER_SLOTS = 300  # memory sizes told apart inside a block
 _OPTIONS = 64  # most options of a block
 _TARGETS = 6  # peaks that the search inside a block aims at
 _PEAKS, _TOPPED = 128, 2  # peaks that the orders found are filled up to, and how many for each
+_LOWERED, _PARTS = 6, (64, 16, 4)  # lowest orders that are brought down, and by which parts
+_LOWER_ROUNDS = 100
 _DETOUR_CUTS = 12  # most cuts at the top of a step with detours
 _FILL_ROUNDS = 8
 
@@ -53,22 +56,28 @@ def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterat
 
     keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything; more is never needed.
     """
-    found = []
+    a = flat.arrays
+    found: list[Sketch] = []
     for order in _from_trees(flat, keys, most_bytes, config):
-        peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
-        if peak >= 0:
-            found.append(Sketch(int(peak), float(time_s), "", order))
+        found.append(sketch_of(flat, "", order))
+        yield order
+    # The root is a node, too: its lowest orders are brought down, as inside a block.
+    rounds = min(_LOWER_ROUNDS, config.lower_work // flat.op_count)
+    for sketch in pareto(found)[:_LOWERED]:
+        for part in _PARTS:
+            target = sketch.peak_bytes - (sketch.peak_bytes - a.base_bytes) // part
+            order = lower(a, sketch.order, target, rounds, config.width)
+            found.append(sketch_of(flat, "", order))
             yield order
-    front = pareto(found)
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
+    front = pareto(found)
     for target in _targets(front, most_bytes):
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
-            yield fill(flat.arrays, sketch.order, target, _FILL_ROUNDS)
+            yield fill(a, sketch.order, target, _FILL_ROUNDS)
 
 
 def _targets(front: Sequence[Sketch], most_bytes: int) -> list[int]:
-    if not front:
-        return []
+    """Peaks between the lowest and that of keeping everything."""
     low = front[0].peak_bytes
     return [low + (most_bytes - low) * step // _PEAKS for step in range(1, _PEAKS)]
 
