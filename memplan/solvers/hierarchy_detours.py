@@ -10,7 +10,7 @@ one of the old step, op by op.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -77,51 +77,64 @@ def _spanning(flat: Flat) -> tuple[int, frozenset[int]]:
     return middle, frozenset(v for v, (start, end) in long.items() if start <= middle <= end)
 
 
+@dataclass(slots=True)
+class _Rewriting:
+    """The new step while it is written. copied: the value that each new value is a copy of; they are numbered on from
+    the step's own."""
+
+    flat: Flat
+    ops: list[int] = field(default_factory=list)
+    reads: list[tuple[int, ...]] = field(default_factory=list)
+    makes: list[tuple[int, ...]] = field(default_factory=list)
+    copied: list[int] = field(default_factory=list)
+
+    def add(self, op: int, instead: dict[int, int]) -> None:
+        """The op itself, with other values to read."""
+        self.ops.append(op)
+        self.reads.append(tuple(instead.get(v, v) for v in self.flat.reads[op]))
+        self.makes.append(self.flat.makes[op])
+
+    def copy(self, op: int, copies: dict[int, int]) -> None:
+        """A copy of the op, which reads and makes copies of values."""
+        self.ops.append(op)
+        self.reads.append(tuple(copies.get(v, v) for v in self.flat.reads[op]))
+        for v in self.flat.makes[op]:
+            copies[v] = len(self.flat.arrays.size_bytes) + len(self.copied)
+            self.copied.append(v)
+        self.makes.append(tuple(copies[v] for v in self.flat.makes[op]))
+
+
 def _rewritten(flat: Flat, middle: int, missing: frozenset[int], carried: frozenset[int]) -> Detour:
     a = flat.arrays
-    readers: dict[int, list[int]] = {}
+    wanted: dict[int, list[int]] = {}  # by the first reader behind the middle
     for v in sorted(missing):
         first = min(op for op in range(middle, a.boundary) if v in flat.reads[op])
-        readers.setdefault(first, []).append(v)
-    ops: list[int] = []
-    reads: list[tuple[int, ...]] = []
-    makes: list[tuple[int, ...]] = []
-    copied: list[int] = []  # the value that each new value is a copy of
+        wanted.setdefault(first, []).append(v)
+    new = _Rewriting(flat)
     current: dict[int, int] = {}
-    known: list[tuple[int, dict[int, int]]] = []  # positions of the forward pass, and what to read instead behind them
-    count = len(a.size_bytes)
+    known: list[tuple[int, dict[int, int]]] = []  # positions of the forward pass, and the copies made there
     for op in range(a.boundary):
-        if op in readers:
-            local: dict[int, int] = {}
-            for again in _closure(flat, readers[op], carried, middle):
-                row = []
-                for v in flat.makes[again]:
-                    local[v] = count + len(copied)
-                    copied.append(v)
-                    row.append(local[v])
-                ops.append(again)
-                reads.append(tuple(local.get(v, v) for v in flat.reads[again]))
-                makes.append(tuple(row))
-            current |= {v: local[v] for v in readers[op]}
-            known.append((op, local))
-        ops.append(op)
-        reads.append(tuple(current.get(v, v) for v in flat.reads[op]) if op >= middle else flat.reads[op])
-        makes.append(flat.makes[op])
-    boundary = len(ops)
-    ends = _ends(flat, [op for op, _local in known])
+        if op in wanted:
+            copies: dict[int, int] = {}
+            for again in _closure(flat, wanted[op], carried):
+                new.copy(again, copies)
+            current |= {v: copies[v] for v in wanted[op]}
+            known.append((op, copies))
+        new.add(op, current)
+    boundary = len(new.ops)
+    ends = _ends(flat, [op for op, _copies in known])
     for op in range(a.boundary, flat.op_count):
         instead: dict[int, int] = {}
-        for (_start, local), end in zip(known, ends, strict=True):
-            if op < end:
-                instead |= local
-        ops.append(op)
-        reads.append(tuple(instead.get(v, v) for v in flat.reads[op]))
-        makes.append(flat.makes[op])
-    return Detour(Flat(_arrays(a, boundary, ops, reads, makes, copied), tuple(reads), tuple(makes)), tuple(ops))
+        for (_start, copies), end in zip(known, ends, strict=True):
+            if op < end:  # the backward part of what stands behind the copies
+                instead |= copies
+        new.add(op, instead)
+    arrays = _arrays(a, boundary, new)
+    return Detour(Flat(arrays, tuple(new.reads), tuple(new.makes)), tuple(new.ops))
 
 
-def _closure(flat: Flat, values: Sequence[int], carried: frozenset[int], middle: int) -> list[int]:
-    """Ops before the middle that make these values from what is carried and what always stands, in turn."""
+def _closure(flat: Flat, values: Sequence[int], carried: frozenset[int]) -> list[int]:
+    """Ops that make these values from what is carried and what always stands, in turn."""
     a = flat.arrays
     found: set[int] = set()
     stack = list(values)
@@ -130,12 +143,8 @@ def _closure(flat: Flat, values: Sequence[int], carried: frozenset[int], middle:
         if op in found:
             continue
         found.add(op)
-        stack += [v for v in flat.reads[op] if v not in carried and not a.held[v] and _again(a, v)]
+        stack += [v for v in flat.reads[op] if v not in carried and not a.held[v] and a.rerunnable[a.producer[v]]]
     return sorted(found)
-
-
-def _again(a: Arrays, value: int) -> bool:
-    return bool(a.rerunnable[a.producer[value]])
 
 
 def _ends(flat: Flat, starts: Sequence[int]) -> list[int]:
@@ -150,20 +159,19 @@ def _ends(flat: Flat, starts: Sequence[int]) -> list[int]:
     return ends
 
 
-def _arrays(a: Arrays, boundary: int, ops: list[int], reads: list[tuple[int, ...]], makes: list[tuple[int, ...]],
-            copied: list[int]) -> Arrays:  # fmt: skip
-    rows = np.array(ops, dtype=np.int64)
-    source = np.array([*range(len(a.size_bytes)), *copied], dtype=np.int64)
+def _arrays(a: Arrays, boundary: int, new: _Rewriting) -> Arrays:
+    rows = np.array(new.ops, dtype=np.int64)
+    source = np.array([*range(len(a.size_bytes)), *new.copied], dtype=np.int64)
     producer = np.full(len(source), -1, dtype=np.int64)
-    for op, row in enumerate(makes):
+    for op, row in enumerate(new.makes):
         producer[list(row)] = op
     taken = a.taken[source]
-    for row, read in zip(makes, reads, strict=True):
+    for row, read in zip(new.makes, new.reads, strict=True):
         for v in row:
             if v >= len(a.size_bytes) and taken[v] >= 0:
                 taken[v] = next(u for u in read if source[u] == taken[v])
-    read_start, read_row = compressed(reads)
-    made_start, made_row = compressed(makes)
+    read_start, read_row = compressed(new.reads)
+    made_start, made_row = compressed(new.makes)
     return a._replace(
         boundary=boundary, read_start=read_start, read=read_row, made_start=made_start, made=made_row,
         size_bytes=a.size_bytes[source], taken=taken, in_place=a.in_place[source], held=a.held[source],
