@@ -15,7 +15,7 @@ from memplan.simulate import simulate
 from memplan.solvers.baselines import keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.expand import _last_reads, _outside
-from memplan.solvers.flat import Flat, Ints, flatten
+from memplan.solvers.flat import flatten
 from memplan.solvers.hierarchy import Hierarchy, hierarchy
 from memplan.solvers.hierarchy_detours import detours
 from memplan.solvers.hierarchy_options import best_options, plain_forward
@@ -23,7 +23,7 @@ from memplan.solvers.methods import Task, blocks
 from memplan.solvers.options import LocalBlock, cut_orders, localise, measured
 from memplan.solvers.replay import prune
 from memplan.solvers.sketch import Sketch, pareto, sketch_of
-from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, resnet_like, unet_like
+from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like, unet_like
 
 SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
 CALM = settings(max_examples=60, deadline=None, derandomize=True,
@@ -154,10 +154,6 @@ def test_a_block_goes_forward_once_in_turn() -> None:
     assert plain.tolist() == [*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)]
 
 
-def mapped(flat: Flat, order: Ints, found: Ints) -> bool:
-    return sorted(set(found.tolist())) == sorted(set(order.tolist()))
-
-
 @pytest.mark.parametrize("depth", [3, 5, 7])
 def test_a_detour_is_the_same_step(depth: int) -> None:
     task = task_of(unet_like(depth), SMALL)
@@ -171,11 +167,29 @@ def test_a_detour_is_the_same_step(depth: int) -> None:
         )
         order = detour.order(keep_all(detour.flat))
         whole = sketch_of(flat, "", order)
-        assert whole.peak_bytes >= 0 and mapped(flat, keep_all(flat), order)
+        assert whole.peak_bytes >= 0 and set(order.tolist()) == set(keep_all(flat).tolist())
         copies = [op for op in set(detour.ops) if detour.ops.count(op) > 1]
         assert copies and all(flat.arrays.rerunnable[op] for op in copies)
         assert sketch_of(detour.flat, "", keep_all(detour.flat)).time_s == pytest.approx(whole.time_s)
         assert sketch_of(flat, "", prune(flat.arrays, order)).peak_bytes >= 0
+
+
+def test_backward_parts_behind_the_copies_read_those() -> None:
+    b = StepBuilder()
+    skip = b.forward("wide", (b.value(8, "input"),), (800,), save_outputs=True)[0]
+    x = skip
+    for _ in range(8):
+        x = b.forward("narrow", (x,), (8,), saved=(x,))[0]
+    both = b.forward("mul", (x, skip), (8,), saved=(x, skip))[0]
+    flat = flatten(b.finish(b.forward("loss", (both,), (8,), saved=(both,))[0]))
+    (detour,) = detours(flat)
+    own, a = len(flat.arrays.size_bytes), detour.flat.arrays
+    for op in range(a.boundary, len(detour.ops)):
+        kind, reads = detour.ops[op], detour.flat.reads[op]
+        assert any(v >= own for v in reads) == (skip in flat.reads[kind] and skip not in reads)
+    readers = [op for op in range(a.boundary, len(detour.ops)) if skip in flat.reads[detour.ops[op]]]
+    assert [skip in detour.flat.reads[op] for op in readers] == sorted(skip in detour.flat.reads[op] for op in readers)
+    assert skip in detour.flat.reads[readers[-1]] and skip not in detour.flat.reads[readers[0]]
 
 
 @CALM
