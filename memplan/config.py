@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat")
+METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat", "moments", "hierarchy")
 _FORMAT = "memplan.config"
 _VERSION = 1
 
@@ -31,8 +31,8 @@ class Config:
     methods: where schedules come from. "textbook": recompute every block, or sqrt(n) segments. "rotor": plain Rotor.
         "cuts": minimum cuts over the whole step. "blocks": Rotor over blocks with options from minimum cuts. "exact":
         the same with exact options as well. "flat": the whole step as one block: exact where it is small.
-        "hierarchy": Rotor over blocks that are chains or graphs of blocks themselves.
-        Keeping everything is always among the schedules.
+        "moments": saved sets that suit the moments at which the lower bound is tight. "hierarchy": Rotor over blocks
+        that are chains of blocks themselves. Keeping everything is always among the schedules.
     polish: a local search on flat schedules, from all that the methods found.
     timeout_s: a safety stop. After so many seconds the best schedules so far are taken and the plan says `truncated`.
     coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
@@ -45,7 +45,8 @@ class Config:
     grid, passes: peaks to which plans are lowered and filled, and how often.
     descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
     rounds, width: splits of a value's life that lower a peak, and values tried for each.
-    exchanges: recomputations that are traded for others at each point. moments: moments at which the bound is taken.
+    exchanges: recomputations that are traded for others at each point. moments: moments of the backward pass that the
+    lower bound tries at each budget; it keeps the best lines at as many budgets as `cuts`.
     lower_work, exchange_work, moment_work: caps on the same for long steps, as ops times what is counted.
     """
 
@@ -108,8 +109,8 @@ PRESETS: dict[str, Config] = {
     "rotor": Config(("rotor",), polish=False),
     "checkmate": Config(("cuts", "flat"), polish=False),
     "rockmate": Config(("exact",), polish=False),
-    "hilp": Config(("blocks",), polish=False),
-    "hiremate": Config(("blocks", "exact"), polish=False),
+    "hilp": Config(("blocks", "exact", "hierarchy"), polish=False),
+    "hiremate": Config(("blocks", "exact", "hierarchy"), polish=False),
     "auto": Config(),
 }
 

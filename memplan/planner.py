@@ -210,7 +210,7 @@ class Planner:
             raise self._no_room(problem, floor_bytes(parts, front, problem_of), limit, host_limit)
         self.host = chosen.host
         found = chosen.found
-        bound_s = min(offload_bound_s(chosen.problem, front.bound, limit), found.timeline.time_s)
+        bound_s = min(offload_bound_s(chosen.problem, limit), found.timeline.time_s)
         return Plan(
             dataclasses.replace(chosen.problem, budget_bytes=limit), found.schedule, found.timeline,
             f"{found.solver}, with offload", bound_s, min(limit, found.timeline.peak_bytes), found.timeline.time_s,

@@ -18,7 +18,7 @@ from memplan.solvers.exact_block import Unsuited
 from memplan.solvers.exact_kernel import Rules
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
 from memplan.solvers.exact_step import solve_step
-from memplan.solvers.expand import _last_reads, _outside
+from memplan.solvers.expand import last_reads, outside_of
 from memplan.solvers.flat import flatten
 from memplan.solvers.options import LocalBlock, localise
 from memplan.solvers.sketch import sketch_of
@@ -32,9 +32,9 @@ RULES = [Rules(*switches) for switches in itertools.product((False, True), repea
 
 def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
     flat = flatten(problem)
-    last_read = _last_reads(flat)
+    last_read = last_reads(flat)
     chain = make_chain(flat, fine_cuts(flat, most_blocks) if most_blocks > 1 else ())
-    outside = _outside(flat, chain, last_read)
+    outside = outside_of(flat, chain, last_read)
     keys = tuple(op.key for op in problem.graph.ops)
     return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain.blocks)]
 
@@ -151,9 +151,9 @@ def test_a_layer_is_certified_over_its_grid() -> None:
     problem = llama_like(1)
     flat = flatten(problem)
     keys = tuple(op.key for op in problem.graph.ops)
-    last_read = _last_reads(flat)
+    last_read = last_reads(flat)
     chain = make_chain(flat, coarse_cuts(flat, 3))
-    outside = _outside(flat, chain, last_read)
+    outside = outside_of(flat, chain, last_read)
     for index, part in enumerate(chain.blocks):
         block = localise(flat, part, outside.incoming[index], last_read, keys)
         if suited(block) and len(part.backward):

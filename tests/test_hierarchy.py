@@ -14,7 +14,7 @@ from memplan.schedule import BOUNDARY, schedule_of
 from memplan.simulate import simulate
 from memplan.solvers.baselines import keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.expand import _last_reads, _outside
+from memplan.solvers.expand import last_reads, outside_of
 from memplan.solvers.flat import flatten
 from memplan.solvers.hierarchy import Hierarchy, hierarchy
 from memplan.solvers.hierarchy_detours import detours
@@ -61,8 +61,8 @@ def time_within(task: Task, found: list[Sketch], budget_bytes: int) -> float:
 
 
 def local_blocks(task: Task, cuts: tuple[int, ...]) -> list[LocalBlock]:
-    chain, last_read = make_chain(task.flat, cuts), _last_reads(task.flat)
-    outside = _outside(task.flat, chain, last_read)
+    chain, last_read = make_chain(task.flat, cuts), last_reads(task.flat)
+    outside = outside_of(task.flat, chain, last_read)
     return [
         localise(task.flat, block, incoming, last_read, task.keys)
         for block, incoming in zip(chain.blocks, outside.incoming, strict=True)

@@ -36,8 +36,10 @@ PROBLEM_FORMAT = "memplan.dag/1"
 PLAN_FORMAT = "memplan.dag-plan/1"
 
 DagStep = Compute | Drop  # of a node: run it, or free its output
-_FRONT = Config(coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12,
-                sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, moments=1)  # fmt: skip
+_FRONT = Config(
+    methods=("textbook", "cuts", "blocks"), coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10,
+    block_cuts=6, options=12, sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, moments=1,
+)  # fmt: skip
 _THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 _CERTIFIED = 1e-9  # sums of floats in different orders differ by less, as a part of the whole
 _MOST_BYTES = 1 << 62

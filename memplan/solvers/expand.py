@@ -34,7 +34,7 @@ class SolvedChain:
 
 
 @dataclass(frozen=True, slots=True)
-class _Outside:
+class Outside:
     """Bytes that stand outside a block, from the step's fixed parts.
 
     first[i]: held outputs when block i has run for the first time. grads[i]: everything held when block i's backward
@@ -53,8 +53,8 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
     most_bytes: beyond the residents, more is never needed. orders: ways to run a block; option_limit: most
     that are kept.
     """
-    last_read = _last_reads(flat)
-    outside = _outside(flat, chain, last_read)
+    last_read = last_reads(flat)
+    outside = outside_of(flat, chain, last_read)
     known: dict[tuple[object, ...], BlockOptions] = {}
     local_blocks: list[LocalBlock] = []
     options: list[BlockOptions] = []
@@ -65,11 +65,12 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
         local_blocks.append(local)
         options.append(known[local.signature])
     unit = max(1, -(-most_bytes // slots))
-    table = _table(flat, chain, local_blocks, options, outside, unit)
+    table = chain_table(flat, chain, local_blocks, options, outside, unit)
     return SolvedChain(chain, tuple(local_blocks), tuple(options), table, solve_chain(table, slots), unit)
 
 
-def _last_reads(flat: Flat) -> Ints:
+def last_reads(flat: Flat) -> Ints:
+    """The last op that reads each value, -1 where none does."""
     found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
     for op, row in enumerate(flat.reads):
         for v in row:
@@ -77,7 +78,8 @@ def _last_reads(flat: Flat) -> Ints:
     return found
 
 
-def _outside(flat: Flat, chain: Chain, last_read: Ints) -> _Outside:
+def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:
+    """What stands outside each block of a chain."""
     a = flat.arrays
     first = []
     held_bytes = pinned_bytes = 0
@@ -104,11 +106,12 @@ def _outside(flat: Flat, chain: Chain, last_read: Ints) -> _Outside:
                     surfaced += 0 if a.gradient[v] and a.accumulate else int(a.size_bytes[v])
                 elif last_read[v] >= block.backward.stop:
                     standing.append(v)
-    return _Outside(tuple(first), tuple(grads), tuple(incoming))
+    return Outside(tuple(first), tuple(grads), tuple(incoming))
 
 
-def _table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
-           outside: _Outside, unit: int) -> ChainTable:  # fmt: skip
+def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
+                outside: Outside, unit: int) -> ChainTable:  # fmt: skip
+    """What the recurrence reads, in slots of `unit` bytes."""
     count = len(chain.blocks)
     most = max(len(o.options) for o in options)
     saved, ahead, back = (np.zeros((count, most), dtype=np.int64) for _ in range(3))

@@ -20,8 +20,8 @@ from memplan.simulate import simulate
 from memplan.solvers.baselines import keep_all
 from memplan.solvers.bound import Bound, bound_of
 from memplan.solvers.flat import flatten
-from memplan.solvers.methods import METHODS, Task
-from memplan.solvers.refine import refine
+from memplan.solvers.methods import FAMILIES, METHODS, Task
+from memplan.solvers.refine import refine, trade
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
 
 
@@ -132,15 +132,25 @@ class _Search:
         self._report("bounds", 0.0)
         moments = min(config.moments, max(2, config.moment_work // flat.op_count))
         self.bound = bound_of(flat, self.problem.baseline_time_s, moments, config.cuts)
-        task = Task.of(self.problem, flat, config)
+        task = Task.of(self.problem, flat, config, self.bound)
+        families = {method: [self.everything] for family in FAMILIES for method in family}
         for method in config.methods:
             self._report(method, 0.0)
             for sketch in METHODS[method](task):
                 self._add([sketch])
+                families[method].append(sketch)
         if config.polish:
-            for done, new in refine(flat, self.found, self.bound.floor_bytes, config):
+            self._polish([[s for m in family for s in families[m]] for family in FAMILIES])
+
+    def _polish(self, families: list[list[Sketch]]) -> None:
+        families = [sketches for sketches in families if any(s is not self.everything for s in sketches)]
+        for index, sketches in enumerate(families):
+            for done, new in refine(self.flat, sketches, self.bound.floor_bytes, self.config):
                 self._add(new)
-                self._report("polishing", done)
+                self._report("polishing", (index + done) / (len(families) + 1))
+        for done, new in trade(self.flat, self.found, self.config):
+            self._add(new)
+            self._report("polishing", (len(families) + done) / (len(families) + 1))
 
     def _add(self, new: list[Sketch]) -> None:
         self.found += new

@@ -24,7 +24,7 @@ import numpy as np
 from memplan.config import Config
 from memplan.solvers.baselines import keep_all
 from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.expand import SolvedChain, _last_reads, _outside, _table, expand
+from memplan.solvers.expand import SolvedChain, chain_table, expand, last_reads, outside_of
 from memplan.solvers.flat import Arrays, Flat, Ints
 from memplan.solvers.hierarchy_detours import detours
 from memplan.solvers.hierarchy_options import best_options, searched, whole_peak_bytes
@@ -154,8 +154,8 @@ class Hierarchy:
         """The chain between these cuts for every memory size. leaves: no child is taken apart. within: forward ops of
         the block that this is; a child nearly as large is not taken apart either, so that levels stay few."""
         chain = make_chain(flat, cuts)
-        last_read = _last_reads(flat)
-        outside = _outside(flat, chain, last_read)
+        last_read = last_reads(flat)
+        outside = outside_of(flat, chain, last_read)
         blocks, options = [], []
         for index, block in enumerate(chain.blocks):
             local = localise(flat, block, outside.incoming[index], last_read, keys)
@@ -164,7 +164,7 @@ class Hierarchy:
             blocks.append(local)
             options.append(self.options(local, inner_keys, leaf))
         unit = max(1, -(-most_bytes // slots))
-        table = _table(flat, chain, blocks, options, outside, unit)
+        table = chain_table(flat, chain, blocks, options, outside, unit)
         return SolvedChain(chain, tuple(blocks), tuple(options), table, solve_chain(table, slots), unit)
 
 

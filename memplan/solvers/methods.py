@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from memplan.config import Config
 from memplan.problem import Problem
 from memplan.solvers.baselines import baselines, keep_all
-from memplan.solvers.bound import needed_after
+from memplan.solvers.bound import Bound, needed_after
+from memplan.solvers.bound_seeds import saved_of_moments
 from memplan.solvers.chain import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.exact import exact_orders
 from memplan.solvers.exact_step import solve_step
 from memplan.solvers.expand import BlockOrders, expand, solved_chain
 from memplan.solvers.flat import Flat, Ints
+from memplan.solvers.hierarchy import hierarchy as hierarchy_orders
 from memplan.solvers.mincut import saved_sets
 from memplan.solvers.options import LocalBlock, cut_orders, kept_whole
 from memplan.solvers.orders import demand_order
@@ -24,17 +26,22 @@ from memplan.solvers.sketch import Sketch, sketch_of
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A problem as every method sees it. most_bytes: the peak of keeping everything; more is never needed."""
+    """A problem as every method sees it.
+
+    keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything; more is never needed.
+    """
 
     flat: Flat
     keys: tuple[str, ...]
     most_bytes: int
     config: Config
+    bound: Bound
 
     @classmethod
-    def of(cls, problem: Problem, flat: Flat, config: Config) -> Task:
+    def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> Task:
         keys = tuple(op.key or op.kind for op in problem.graph.ops)
-        return cls(flat, keys, sketch_of(flat, "keep all", keep_all(flat)).peak_bytes, config)
+        most_bytes = sketch_of(flat, "keep all", keep_all(flat)).peak_bytes
+        return cls(flat, keys, most_bytes, config, bound or Bound(problem.baseline_time_s, 0, ()))
 
 
 def textbook(task: Task) -> Iterator[Sketch]:
@@ -51,18 +58,13 @@ def rotor(task: Task) -> Iterator[Sketch]:
 
 def cuts(task: Task) -> Iterator[Sketch]:
     """Saved sets of the whole step, values recomputed once and kept, or kept for a while only."""
-    flat, a = task.flat, task.flat.arrays
-    pinned = a.held.copy()
-    for v, op in enumerate(a.producer):
-        if 0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v]:
-            pinned[v] = True
-    for chosen in saved_sets(flat, needed_after(flat, a.boundary), task.config.cuts):
-        saved = pinned.copy()
-        saved[list(chosen.saved)] = True
-        for window in (0, 8, 64, flat.op_count):
-            order = demand_order(a, saved, window, 4 * flat.op_count)
-            if len(order):
-                yield sketch_of(flat, "minimum cut", prune(a, order))
+    chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.config.cuts)
+    yield from _from_saved(task, "minimum cut", [cut.saved for cut in chosen])
+
+
+def moments(task: Task) -> Iterator[Sketch]:
+    """Saved sets that are best for the moments that the lower bound found to matter most."""
+    yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
 
 
 def blocks(task: Task) -> Iterator[Sketch]:
@@ -104,6 +106,12 @@ def flat(task: Task) -> Iterator[Sketch]:
             yield sketch_of(task.flat, "whole step", prune(a, found.order))
 
 
+def hierarchy(task: Task) -> Iterator[Sketch]:
+    """Rotor over blocks that are chains of blocks themselves."""
+    for order in hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config):
+        yield sketch_of(task.flat, "hierarchy", order)
+
+
 METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
     "textbook": textbook,
     "rotor": rotor,
@@ -111,7 +119,29 @@ METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
     "blocks": blocks,
     "exact": exact,
     "flat": flat,
+    "moments": moments,
+    "hierarchy": hierarchy,
 }
+
+
+# What is found in like ways, and is refined together.
+FAMILIES = (("textbook", "rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
+
+
+def _from_saved(task: Task, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
+    """Schedules that keep these forward values: what is missing is recomputed and kept, or kept for a while only."""
+    flat, a = task.flat, task.flat.arrays
+    pinned = a.held.copy()
+    for v, op in enumerate(a.producer):
+        if 0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v]:
+            pinned[v] = True
+    for kept in sets:
+        saved = pinned.copy()
+        saved[list(kept)] = True
+        for window in (0, 8, 64, flat.op_count):
+            order = demand_order(a, saved, window, 4 * flat.op_count)
+            if len(order):
+                yield sketch_of(flat, name, prune(a, order))
 
 
 def _chains(task: Task) -> list[tuple[str, tuple[int, ...], int]]:

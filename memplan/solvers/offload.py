@@ -39,9 +39,10 @@ from memplan.schedule import (
     schedule_of,
 )
 from memplan.simulate import simulate
-from memplan.solvers.bound import Bound
+from memplan.solvers.bound import backward_bytes, needed_after
 from memplan.solvers.flat import Floats, Ints, flatten
 from memplan.solvers.front import Candidate
+from memplan.solvers.mincut import saved_sets
 from memplan.solvers.replay import replay
 
 _VAST = 1 << 60
@@ -92,25 +93,33 @@ def least_bytes(problem: Problem, order: Sequence[int]) -> int:
     return max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max()))
 
 
-def offload_bound_s(problem: Problem, bound: Bound, budget_bytes: int) -> float:
+def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> float:
     """No schedule with copies takes less.
 
-    What is away at a moment was copied out before, at no more than the link's speed: so a step of T seconds has at most
-    T times that speed more room than the budget, and each line of `bound` limits T from below. Every parameter that
-    lives on the host is fetched once at least, every gradient of one sent back.
+    At the boundary, what the backward pass reads is on the device, is on the host, or is computed later. What is on the
+    host by then was copied out before, and all of the backward pass comes after: so a step of T seconds has at most
+    (T - backward seconds) times the link's speed more room than the budget, and each minimum cut is a line that limits
+    T from below. The same holds for copying back. Every parameter that lives on the host is fetched once at least,
+    every gradient of one sent back.
     """
     link = problem.link
     assert link is not None
-    values, graph = problem.graph.values, problem.graph
+    graph, values, time_s = problem.graph, problem.graph.values, problem.costs.time_s
+    baseline_s, backward_s = problem.baseline_time_s, sum(time_s[graph.boundary :])
     read = {v for op in graph.ops for v in op.inputs}
     fetched = sum(values[v].size_bytes for v in read if values[v].fetched)
     sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
-    found = [bound.baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
-    for moment in bound.moments:
-        for line in moment.sets:
-            slope = line.line_s_per_byte
-            at_budget = bound.baseline_s + line.line_s - slope * (budget_bytes - moment.fixed_bytes)
-            found.append(at_budget / (1 + slope * link.to_host_bytes_per_s))
+    found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
+    flat = flatten(problem)
+    at_boundary = int(backward_bytes(flat)[0])
+    for cut in saved_sets(flat, needed_after(flat, graph.boundary), cuts):
+        slope = cut.line_s_per_byte
+        beyond_s = cut.line_s - slope * (budget_bytes - at_boundary)
+        for speed, other_s in (
+            (link.to_host_bytes_per_s, backward_s),
+            (link.to_device_bytes_per_s, baseline_s - backward_s),
+        ):
+            found.append((baseline_s + beyond_s + slope * speed * other_s) / (1 + slope * speed))
     return max(found)
 
 

@@ -1,7 +1,9 @@
 """Local search on flat schedules: from what the methods found to a front.
 
-The lowest candidates are pushed lower (`lower`); at each peak of a grid neighbours are brought down or filled up to it
-(`fill`); last, dear recomputations are traded for cheap ones (`exchange`). Every stage only adds to what there is.
+`refine` pushes the lowest schedules lower (`lower`), and at each peak of a grid brings neighbours down or fills them
+up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front. Both only add to what
+there is. What is refined together competes: a schedule that is beaten is left aside, though it might have led further.
+So families of methods are refined apart, and then traded together.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config)
         order = lower(a, sketch.order, floor_bytes, rounds, config.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
-        yield 0.3 * (index + 1) / config.descents, new
+        yield 0.4 * (index + 1) / config.descents, new
     found = pareto(found)
     targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, config.grid) * config.passes
     for index, target in enumerate(targets):
@@ -40,18 +42,22 @@ def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config)
             order = lower(a, sketch.order, target, rounds // 4, config.width)
             new.append(sketch_of(flat, _lowered(sketch.solver), fill(a, order, target, 8)))
         found = pareto([*found, *new])
-        yield 0.3 + 0.4 * (index + 1) / len(targets), new
-    thinned = thin(found, config.points)
+        yield 0.4 + 0.6 * (index + 1) / len(targets), new
+
+
+def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Stage]:
+    """Exchange recomputations at each point of a front; a faster plan of a lower peak is taken on upwards."""
+    thinned = thin(pareto(sketches), config.points)
     last: Sketch | None = None
     for index, sketch in enumerate(thinned):
         if last is not None and last.time_s < sketch.time_s:
-            sketch = last  # a faster plan of a lower peak is taken on upwards
+            sketch = last
         tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
         if tries:
-            order = exchange(a, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
+            order = exchange(flat.arrays, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
             sketch = sketch_of(flat, sketch.solver, order)
         last = sketch
-        yield 0.7 + 0.3 * (index + 1) / len(thinned), [sketch]
+        yield (index + 1) / len(thinned), [sketch]
 
 
 def _rounds(flat: Flat, config: Config) -> int:
