@@ -2,10 +2,12 @@
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
+# WORKERS         processes that run the tests; "auto" is one for each core, 0 is none beside pytest itself
 
 PYTHON ?= python3
 VENV ?= .venv
 TORCH_PIP_ARGS ?=
+WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := memplan integrations tests benchmarks examples
@@ -16,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -24,7 +26,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import logging; logging.basicConfig(level="INFO")
 import memplan
 
 LENGTH, BATCH, STEPS = 64, 8, 6

@@ -302,12 +302,11 @@ class CountingStreams(engine.FakeStreams):
     """Counts the host memory that copies use."""
 
     host_bytes = 0
-    making = False
+    meter: LiveMeter
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        self.making = True
         memory = super().pinned(size_bytes)
-        self.making = False
+        self.meter.register(memory)  # a look at it would count it, too
         self.host_bytes += size_bytes
         weakref.finalize(memory.untyped_storage(), self._freed, size_bytes).atexit = False
         return memory
@@ -323,12 +322,12 @@ class DeviceMeter(LiveMeter):
         super().__init__()
         self.streams, self.outside_bytes = streams, outside_bytes
         self.device_peak_bytes = 0
+        streams.meter = self
 
     def __torch_dispatch__(self, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        if not self.streams.making:
-            device_bytes = self.live_bytes - self.streams.host_bytes - self.outside_bytes
-            self.device_peak_bytes = max(self.device_peak_bytes, device_bytes)
+        device_bytes = self.live_bytes - self.streams.host_bytes - self.outside_bytes
+        self.device_peak_bytes = max(self.device_peak_bytes, device_bytes)
         return out
 
 

@@ -25,9 +25,10 @@ def optimizer_needs(
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    # A count of steps on the CPU is read as a number, which a fake tensor has not.
-    memo: dict[int, Any] = {id(t): t.detach().clone() for t in states if not t.dim() and t.device.type == "cpu"}
+    # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
+    counts = {id(t): (t.item(), t.dtype) for t in states if not t.dim() and t.device.type == "cpu"}
     with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        memo: dict[int, Any] = {key: torch.tensor(number, dtype=dtype) for key, (number, dtype) in counts.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 fake = torch.nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)

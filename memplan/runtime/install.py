@@ -142,7 +142,8 @@ class PlannedForward:
             in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
             if not self._observed and not step.provisional and not in_backward:
                 self._observed = True
-                step.runner.watch = Observer(step.runner.device, self._held, functools.partial(self._compare, step))
+                runner, done = step.runner, functools.partial(self._compare, step)
+                runner.watch = Observer(runner.device, self._held, done, runner.store.transfers.is_host)
         return step
 
     def prepare(self, sample: Sample) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,13 @@ class LiveMeter(TorchDispatchMode):
     handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is seen. Kernel scratch and
     tensors that are made without the dispatcher (a saved generator state) are not.
 
-    live_bytes: held now. peak_bytes: the most held since the meter was made, or since `reset_peak`.
+    live_bytes: held now. peak_bytes: the most held since the meter was made, or since `reset_peak`. leaves_out: says
+    of a storage that it does not count.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, leaves_out: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._leaves_out = leaves_out
         self._sizes_bytes: dict[int, int] = {}
         self.live_bytes = 0
         self.peak_bytes = 0
@@ -45,6 +48,8 @@ class LiveMeter(TorchDispatchMode):
         return out
 
     def _see(self, storage: torch.UntypedStorage) -> None:
+        if self._leaves_out is not None and self._leaves_out(storage):
+            return
         key, size_bytes = storage._cdata, storage.nbytes()
         known_bytes = self._sizes_bytes.get(key)
         if known_bytes is None:

@@ -18,13 +18,20 @@ class Observer:
 
     Seconds of the first step would tell of warming up. On CUDA the device's peak counter is set back once.
     held: gives the tensors that are there before a step and that it reads, in any nesting of containers.
+    leaves_out: says of a storage that it is host memory.
     done: takes bytes beyond what was held when the step began, kernel scratch counted on CUDA only, and seconds.
     """
 
-    def __init__(self, device: torch.device, held: Callable[[], object], done: Done) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        held: Callable[[], object],
+        done: Done,
+        leaves_out: Callable[[torch.UntypedStorage], bool],
+    ) -> None:
         self.finished = False
         self._device, self._held, self._done = device, held, done
-        self._meter = LiveMeter() if device.type == "cpu" else None
+        self._meter = LiveMeter(leaves_out) if device.type == "cpu" else None
         self._before_bytes = self._grown_bytes = 0
         self._time_s = 0.0
         self._steps = 0

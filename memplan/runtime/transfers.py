@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from memplan.graph import private_api as private
 from memplan.problem import Link
 
 Direction = Literal["out", "in"]
@@ -124,7 +125,8 @@ class FakeStreams:
         self.wait(event)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+        with private.outside_of_tracing():  # no meter counts it, for it is not on the device
+            return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
 
     def _run_some(self) -> None:
         if self._random is not None:
@@ -150,6 +152,7 @@ class Transfers:
         self._streams = streams
         self.slabs: list[torch.Tensor] = []
         self.allocations = 0
+        self._host: set[int] = set()
 
     @property
     def streams(self) -> Streams:
@@ -165,11 +168,23 @@ class Transfers:
             memory = min(fitting, key=torch.Tensor.numel)
             self.slabs = [m for m in self.slabs if m is not memory]
         else:
-            memory = self.streams.pinned(size_bytes)
+            memory = self.pinned(size_bytes)
             self.allocations += 1
         slab = Slab(self, memory)
         weakref.finalize(slab, self.slabs.append, memory).atexit = False
         return slab
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New host memory."""
+        memory = self.streams.pinned(size_bytes)
+        storage = memory.untyped_storage()
+        self._host.add(storage._cdata)
+        weakref.finalize(storage, self._host.discard, storage._cdata).atexit = False
+        return memory
+
+    def is_host(self, storage: torch.UntypedStorage) -> bool:
+        """Whether that is host memory of these copies."""
+        return storage._cdata in self._host
 
     def close(self) -> None:
         """Give all pinned memory back that no forward is using."""
@@ -207,7 +222,7 @@ def offload(slab: Slab, tensor: torch.Tensor, offset_bytes: int) -> Ticket:
 def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
     """Begin to copy the memory behind a gradient into host memory of its own, which outlives the step."""
     source = _bytes_of(tensor)
-    return _begin(slab, "out", source, slab.transfers.streams.pinned(source.numel()))
+    return _begin(slab, "out", source, slab.transfers.pinned(source.numel()))
 
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
