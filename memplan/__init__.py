@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from memplan.errors import UnsupportedModel as UnsupportedModel
     from memplan.plans import Plan as Plan
     from memplan.problem import Budget as Budget
+    from memplan.problem import Link as Link
+    from memplan.problem import Roofline as Roofline
 
 __version__ = "0.1.0"
 
@@ -36,7 +38,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
-    "Plan": "plans", "Budget": "problem",
+    "Plan": "plans", "Budget": "problem", "Link": "problem", "Roofline": "problem",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

@@ -49,7 +49,8 @@ def apply(
     optimizer: counts its state and its `step()` into the budget.
     device: plan for a sample that is on another device than the model.
     costs: "measure" times each distinct op on the model's device; "estimate" runs nothing, and knows nothing of kernel
-        scratch, by which a step may then exceed the budget.
+        scratch, by which a step may then exceed the budget. A `Roofline` estimates for a device of that speed: with
+        `device="cpu"` and a model on the meta device, `plan` tells what a large model would take on a card.
     accumulate: gradients of earlier micro-batches are held while the step runs.
     grads: "surface" puts each gradient into `.grad` in the middle of backward, as soon as it is final. "edges" gives
         all of them to autograd at the end of backward, which serves `torch.autograd.grad` and `backward(inputs=...)`.

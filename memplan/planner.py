@@ -22,7 +22,7 @@ from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
-from memplan.problem import Budget, Costs, Link, Problem
+from memplan.problem import Budget, Costs, Link, Problem, Roofline
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes
 from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower, measure_link, place
@@ -34,7 +34,7 @@ from memplan.units import format_bytes, parse_bytes
 
 BudgetLike = int | float | str | Budget
 LossFunction = Callable[..., Any]
-CostSource = Literal["measure", "estimate"]
+CostSource = Literal["measure", "estimate"] | Roofline
 Forward = Callable[..., Any]
 
 log = logging.getLogger("memplan")
@@ -152,6 +152,8 @@ class Planner:
         return problem
 
     def _costs(self, model: nn.Module, captured: Capture, limit: int | None, quick: bool) -> Costs:
+        if isinstance(self.costs, Roofline):
+            return estimate(captured.traced, self.costs)
         if self.costs == "estimate":
             return estimate(captured.traced)
         if self.costs != "measure":
@@ -187,25 +189,22 @@ class Planner:
         def on_host(names: frozenset[str]) -> list[torch.Tensor]:
             return [parameters[name] for name in names]
 
-        def problem_of(names: frozenset[str]) -> Problem:
-            graph = with_homes(captured.traced, names).graph
-            needs = (0, 0)
-            if self.optimizer is not None:
-                needs = optimizer_needs(self.optimizer, captured.traced.device, on_host(names))
-            return dataclasses.replace(problem, graph=graph, extra_resident_bytes=needs[0], update_bytes=needs[1])
+        def state_bytes(left_out: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
+            return (0, 0) if self.optimizer is None else optimizer_needs(self.optimizer, device, left_out)
 
-        def host_bytes_of(names: frozenset[str]) -> int:
-            state = 0
-            if self.optimizer is not None:
-                rest = [p for name, p in parameters.items() if name not in names]
-                state = optimizer_needs(self.optimizer, torch.device("cpu"), rest)[0]
-            return state + sum(2 * p.numel() * p.element_size() for p in on_host(names))
+        def problem_of(names: frozenset[str]) -> Problem:
+            here = state_bytes(on_host(names), captured.traced.device)
+            there = state_bytes([p for name, p in parameters.items() if name not in names], torch.device("cpu"))
+            return dataclasses.replace(
+                problem, graph=with_homes(captured.traced, names).graph, extra_resident_bytes=here[0],
+                update_bytes=here[1], extra_host_bytes=there[0],
+            )  # fmt: skip
 
         front = self._front(problem_of(all_names(parts)))
         everything = front.keep_all.peak_bytes + problem.resident_bytes - problem_of(all_names(parts)).resident_bytes
         limit, host_limit = self._limit(problem, everything), _limit(self.host_budget or 0, 0)
         room = int(limit / (1 + self.margin))
-        chosen = choose(parts, front, problem_of, host_bytes_of, room, host_limit, self.host)
+        chosen = choose(parts, front, problem_of, room, host_limit, self.host)
         if chosen is None:
             raise self._no_room(problem, floor_bytes(parts, front, problem_of), limit, host_limit)
         self.host = chosen.host
@@ -329,7 +328,7 @@ class Planner:
                 call,
                 limit,
                 reason=str(error),
-                costs=self.costs,
+                costs="measure" if self.costs == "measure" else "estimate",
                 extra_resident_bytes=state_bytes,
                 config=self.config,
             )

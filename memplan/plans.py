@@ -124,10 +124,11 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory that the step needs: the slab for offloaded values, and parameters that live there with their
-        gradients."""
+        gradients and the declared optimizer's state."""
         graph = self.problem.graph
         gradients = sum(v.size_bytes for v in graph.values if v.role == "gradient" and v.home == "host")
-        return place_host_copies(graph, self.schedule).size_bytes + graph.host_resident_bytes + gradients
+        slab = place_host_copies(graph, self.schedule).size_bytes
+        return slab + graph.host_resident_bytes + gradients + self.problem.extra_host_bytes
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -137,6 +137,16 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
+class Roofline:
+    """How fast a device is taken to be where nothing is timed: floating-point operations and bytes of traffic a second,
+    and seconds that each op takes at least. The defaults are those of a laptop's CPU."""
+
+    flops_per_s: float = 1e11
+    bytes_per_s: float = 2e10
+    launch_s: float = 4e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Link:
     """The connection between device and host memory: bytes per second each way, and seconds that each copy takes more.
 
@@ -170,7 +180,8 @@ class Problem:
     extra_resident_bytes: held throughout though no op reads it (declared optimizer state).
     accumulate: gradients of earlier micro-batches are held throughout, and each new one is added and freed.
     update_bytes: what the optimizer's step allocates for a while, after backward.
-    link: to host memory; None where nothing may be offloaded.
+    link: to host memory; None where nothing may be offloaded. extra_host_bytes: held on the host throughout (optimizer
+    state of parameters that live there).
     """
 
     graph: Graph
@@ -180,6 +191,7 @@ class Problem:
     accumulate: bool = False
     update_bytes: int = 0
     link: Link | None = None
+    extra_host_bytes: int = 0
 
     @property
     def resident_bytes(self) -> int:
@@ -202,4 +214,7 @@ class Problem:
             replace(v, home="device", held=v.held or v.role == "gradient") if v.home == "host" else v
             for v in self.graph.values
         )
-        return replace(self, graph=replace(self.graph, values=values))
+        extra_bytes = self.extra_resident_bytes + self.extra_host_bytes
+        return replace(
+            self, graph=replace(self.graph, values=values), extra_resident_bytes=extra_bytes, extra_host_bytes=0
+        )

@@ -45,6 +45,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "extra_resident_bytes": problem.extra_resident_bytes,
         "accumulate": problem.accumulate,
         "update_bytes": problem.update_bytes,
+        "extra_host_bytes": problem.extra_host_bytes,
         "link": None if problem.link is None else asdict(problem.link),
         "costs": asdict(problem.costs),
         "graph": {
@@ -67,6 +68,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "accumulate", bool),
         Reader.typed(content, "update_bytes", int),
         _read_link(content["link"]),
+        Reader.typed(content, "extra_host_bytes", int),
     )
 
 

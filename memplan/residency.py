@@ -22,7 +22,6 @@ _ORDERS = 24
 _WORTH = 1e-3  # of a step: for less, no further parameters move to the host
 
 ProblemOf = Callable[[frozenset[str]], Problem]  # the step's problem where these parameters live on the host
-HostBytesOf = Callable[[frozenset[str]], int]  # what lives on the host then: parameters, gradients, optimizer state
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,6 @@ def choose(
     movables: Sequence[Movable],
     front: Front,
     problem_of: ProblemOf,
-    host_bytes_of: HostBytesOf,
     budget_bytes: int,
     host_budget_bytes: int,
     fixed: frozenset[str] | None,
@@ -68,10 +66,12 @@ def choose(
     shares = [fixed] if fixed is not None else [spread_share(movables, share) for share in _SHARES]
     best: Residency | None = None
     for host in dict.fromkeys(shares):
-        room_bytes = host_budget_bytes - host_bytes_of(host)
+        problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
+        values = problem.graph.values
+        gradients = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
+        room_bytes = host_budget_bytes - problem.graph.host_resident_bytes - gradients - problem.extra_host_bytes
         if room_bytes < 0:
             continue
-        problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
         under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
         found = solve_offload(problem, candidates, budget_bytes, room_bytes, under_s)
         if found is not None:

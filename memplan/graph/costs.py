@@ -31,7 +31,7 @@ from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key, strides_that_matter, tensors_of
 from memplan.graph.traced import Kernel, MetaTensor, Traced
-from memplan.problem import Costs
+from memplan.problem import Costs, Roofline
 from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
@@ -364,20 +364,15 @@ def device_name(device: torch.device) -> str:
 
 # -- estimates --------------------------------------------------------------------------------------------------------
 
-_ESTIMATED_FLOPS_PER_S = 1e11
-_ESTIMATED_BYTES_PER_S = 2e10
-_ESTIMATED_LAUNCH_S = 4e-6
 
-
-def estimate(traced: Traced) -> Costs:
-    """A roofline: the larger of arithmetic and traffic, for tests and dry runs. Nothing is run; scratch counts as 0."""
+def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
+    """The larger of arithmetic and traffic of each op. Nothing is run; scratch counts as 0."""
+    roofline = roofline or Roofline()
     times = []
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         values = [traced.graph.values[v] for v in (*op.inputs, *op.outputs)]
         traffic = sum(v.size_bytes for v in values)
-        times.append(
-            _ESTIMATED_LAUNCH_S + max(_flops(kernel) / _ESTIMATED_FLOPS_PER_S, traffic / _ESTIMATED_BYTES_PER_S)
-        )
+        times.append(roofline.launch_s + max(_flops(kernel) / roofline.flops_per_s, traffic / roofline.bytes_per_s))
     return Costs(tuple(times), (0,) * len(times), "estimated")
 
 

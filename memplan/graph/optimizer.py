@@ -18,7 +18,7 @@ from memplan.graph.layout import allocated_bytes, storage_key
 def optimizer_needs(
     optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
 ) -> tuple[int, int]:
-    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), on `device`.
+    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), with parameters on `device`.
 
     without: parameters that are left out, because they live elsewhere.
 
@@ -31,7 +31,8 @@ def optimizer_needs(
         memo: dict[int, Any] = {key: torch.tensor(number, dtype=dtype) for key, (number, dtype) in counts.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                fake = torch.nn.Parameter(mode.from_tensor(parameter.detach()), parameter.requires_grad)
+                there = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+                fake = torch.nn.Parameter(there, parameter.requires_grad)
                 fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
                 memo[id(parameter)] = fake
         memo |= {id(t): mode.from_tensor(t.detach()) for t in states if id(t) not in memo}

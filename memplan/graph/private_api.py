@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import (
     make_fx,
     set_proxy_slot,
 )
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
@@ -98,6 +99,21 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModu
     """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
     with _grouped_products_of_any_dtype():
         return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+def fakes_on(
+    device: torch.device, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fake tensors on a device, in the layout of parameters and buffers that are elsewhere, and fakes of the inputs.
+
+    `make_fx` takes over the mode that they belong to, which is set as it would set its own.
+    """
+    mode = FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+    )
+    with mode:
+        moved = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in state]
+    return moved, [mode.from_tensor(t, static_shapes=True) for t in inputs]
 
 
 @contextlib.contextmanager

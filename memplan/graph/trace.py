@@ -219,7 +219,10 @@ def trace_step(
             return torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)  # type: ignore[no-any-return]
 
     fake_inputs = [_stand_in(t, device) for t in inputs]
-    args = ([p.detach() for p in parameters.values()], [b.detach() for b in buffers.values()], fake_inputs)
+    state = [t.detach() for t in (*parameters.values(), *buffers.values())]
+    if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
+        state, fake_inputs = private.fakes_on(device, state, fake_inputs)
+    args = (state[: len(parameters)], state[len(parameters) :], fake_inputs)
     with contextlib.ExitStack() as stack:
         stack.enter_context(private.TRACING)
         stack.enter_context(torch.autocast(device.type, enabled=False))
