@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +39,7 @@ from memplan.solvers.offload import least_bytes, offload_bound_s, place_copies, 
 from tests.meter import LiveMeter, storage_bytes
 from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.test_solvers import CALM, SMALL, some_orders
-from tests.zoo import MODELS, assert_same_bits, call, run_steps
+from tests.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
 
 SLOW, FAST = Link(10.0, 20.0, 0.5), Link(1e9, 1e9, 0.0)
 PCIE = Link(25e9, 25e9)
@@ -359,3 +361,120 @@ def live_peaks(plan: memplan.Plan) -> list[int]:
     costs = replace(plan.problem.costs, scratch_bytes=(0,) * len(plan.problem.graph.ops))
     graph = replace(plan.problem.graph, rng_state_bytes=0)
     return list(simulate(replace(plan.problem, costs=costs, graph=graph), plan.schedule).peak_bytes_at)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "host memory"])
+def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sample = MODELS["handmade"](0)
+    net, _ = planned("handmade", 0.7, 0)
+    before = copy.deepcopy(net.state_dict())
+    calls = 0
+
+    def failing(*arguments: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == (1 if where == "host memory" else 3):
+            raise MemoryError if where == "host memory" else Interrupted
+        return original(*arguments)  # type: ignore[arg-type]
+
+    name = "pinned" if where == "host memory" else "copy"
+    original = getattr(engine.FakeStreams, name)
+    loss = loss_of(call(net, sample)) if where == "backward" else None
+    if where == "host memory":
+        planned_forward(net).steps[0].runner.store.transfers.close()  # type: ignore[union-attr]
+    monkeypatch.setattr(engine.FakeStreams, name, failing)
+    with pytest.raises((Interrupted, MemoryError)):
+        call(net, sample) if loss is None else loss.backward()
+    monkeypatch.undo()
+    after = net.state_dict()
+    assert list(after) == list(before)
+    parameters = [n for n, _ in net.named_parameters()]
+    assert all(torch.equal(after[n], before[n]) for n in parameters)
+    net.load_state_dict(before)
+    net.zero_grad(set_to_none=True)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+def test_many_steps_grow_nothing_and_two_models_do_not_meet() -> None:
+    nets = [planned("handmade", 0.7, seed) for seed in (0, 1)]
+    plain, sample = MODELS["handmade"](0)
+    expected = run_steps(plain, sample, steps=20)
+    held: list[int] = []
+    for _ in range(2):
+        for net, _ in nets:
+            start = copy.deepcopy(net.state_dict())
+            if not held:
+                assert_same_bits(expected, run_steps(net, sample, steps=20))
+            else:
+                run_steps(net, sample, steps=20)
+            net.load_state_dict(start)
+            net.zero_grad(set_to_none=True)
+        all_transfers = [planned_forward(net).steps[0].runner.store.transfers for net, _ in nets]  # type: ignore[union-attr]
+        assert [t.allocations for t in all_transfers] == [1, 1]
+        assert [len(t.slabs) for t in all_transfers] == [1, 1]
+        held.append(sum(len(t._host) for t in all_transfers))
+    assert held[0] == held[1] == 2
+
+
+@pytest.mark.slow
+def test_a_thousand_steps() -> None:
+    net, sample = planned("handmade", 0.7, 0)
+    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    for step in range(1000):
+        loss_of(call(net, sample)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert transfers.allocations == 1 and len(transfers._host) == 1, step
+
+
+def test_removing_the_plan_frees_host_memory() -> None:
+    net, sample = planned("handmade", 0.7, 0)
+    loss_of(call(net, sample)).backward()
+    slab = weakref.ref(planned_forward(net).steps[0].runner.store.transfers.slabs[0])  # type: ignore[union-attr]
+    assert slab() is not None
+    memplan.remove(net)
+    gc.collect()
+    assert slab() is None
+
+
+def test_a_plan_with_copies_survives_a_file(tmp_path: Path) -> None:
+    plain, sample = MODELS["handmade"](0)
+    expected = run_steps(plain, sample)
+    first, _ = planned("handmade", 0.7, None)
+    plan = memplan.plan_of(first)
+    assert plan is not None
+    plan.save(tmp_path / "plan.json")
+    loaded = memplan.Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    net, _ = MODELS["handmade"](0)
+    memplan.apply(net, sample, plan=loaded, costs="estimate")
+    assert_same_bits(expected, run_steps(net, sample))
+
+
+def test_the_optimizer_state_counts_where_it_lives() -> None:
+    net, sample = MODELS["gpt2"](0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    whole = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer)
+    plan = memplan.plan(net, sample, 0.4, costs="estimate", optimizer=optimizer, host_budget="1GiB", link=PCIE)
+    problem = plan.problem
+    assert problem.extra_host_bytes and problem.graph.host_resident_bytes
+    states = whole.problem.extra_resident_bytes
+    assert problem.extra_resident_bytes + problem.extra_host_bytes == states
+    assert plan.baseline_peak_bytes == whole.baseline_peak_bytes
+    with pytest.raises(memplan.BudgetInfeasible, match="on the host"):
+        memplan.plan(net, sample, 0.4, costs="estimate", optimizer=optimizer, host_budget=1000, link=PCIE)
+
+
+def test_a_model_on_the_meta_device_is_planned_for_a_card() -> None:
+    net, sample = MODELS["llama"](0)
+    here = memplan.plan(net, sample, 0.5, costs="estimate", host_budget="1GiB", link=PCIE)
+    there = memplan.plan(net.to("meta"), sample, 0.5, costs="estimate", host_budget="1GiB", link=PCIE, device="cpu")
+    assert there.problem == here.problem and there.schedule == here.schedule
+    fast = memplan.Roofline(3e14, 2e12, 5e-6)
+    card = memplan.plan(net, sample, 0.5, costs=fast, host_budget="1GiB", link=PCIE, device="cpu")
+    assert card.baseline_time_s < here.baseline_time_s

@@ -71,7 +71,7 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     """`lower_bound` of a problem that is flattened already."""
     fixed = backward_bytes(flat)
     floor_bytes = _floor(flat, fixed)
-    if flat.op_count == flat.arrays.boundary:
+    if flat.op_count == flat.arrays.boundary or flat.lost_late:
         return Bound(baseline_s, floor_bytes, ())
     search = _Search(flat, fixed[1:], baseline_s)
     high = int(search.whole_bytes.max())

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from memplan.problem import Graph, Problem
+from memplan.problem import Graph, Op, Problem
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -59,11 +59,16 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """`Arrays` beside Python rows of the same, for code that is not compiled."""
+    """`Arrays` beside Python rows of the same, for code that is not compiled.
+
+    lost_late: some ops count as not rerunnable only because the backward pass overwrites what they read. They could
+    run again before that, so "never" is safe for a schedule and not for a bound.
+    """
 
     arrays: Arrays
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
+    lost_late: bool = False
 
     @property
     def op_count(self) -> int:
@@ -87,6 +92,7 @@ def flatten(problem: Problem) -> Flat:
         for v in row:
             producer[v] = index
     taken_of = [v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]
+    rerunnable = _rerunnable(graph, reads, producer, overwritten, graph.ops[graph.boundary :])
     arrays = _arrays(
         reads,
         makes,
@@ -98,7 +104,7 @@ def flatten(problem: Problem) -> Flat:
         gradient=np.array([v.role == "gradient" and v.home == "device" for v in values], dtype=np.bool_),
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
-        rerunnable=np.array(_rerunnable(graph, reads, producer, overwritten), dtype=np.bool_),
+        rerunnable=np.array(rerunnable, dtype=np.bool_),
         deferrable=np.array(_deferrable(graph, reads), dtype=np.bool_),
         random=np.array([op.random for op in graph.ops], dtype=np.bool_),
         time_s=np.array(problem.costs.time_s, dtype=np.float64),
@@ -109,7 +115,8 @@ def flatten(problem: Problem) -> Flat:
         accumulate=problem.accumulate,
         update_bytes=problem.update_bytes,
     )
-    return Flat(arrays, tuple(reads), tuple(makes))
+    lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
+    return Flat(arrays, tuple(reads), tuple(makes), lost_late)
 
 
 def _arrays(reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], **rest: Any) -> Arrays:
@@ -142,11 +149,15 @@ def _overwritten(graph: Graph) -> list[bool]:
 
 
 def _rerunnable(
-    graph: Graph, reads: Sequence[Sequence[int]], producer: Sequence[int], overwritten: Sequence[bool]
+    graph: Graph,
+    reads: Sequence[Sequence[int]],
+    producer: Sequence[int],
+    overwritten: Sequence[bool],
+    later: Sequence[Op],
 ) -> list[bool]:
-    """Forward ops that can run again at any time: nothing that they read is lost for good."""
+    """Forward ops that can run again at any time: nothing that they read is lost for good, to `later` ops or before."""
     lost = list(overwritten)
-    for op in graph.ops[graph.boundary :]:
+    for op in later:
         for v in (*(graph.values[o].reuses for o in op.outputs), *(effect.old for effect in op.effects)):
             if v is not None and graph.values[v].resident:
                 lost[v] = True
