@@ -159,6 +159,11 @@ class Planner:
         if self.costs != "measure":
             raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        if any(t.is_meta for t in tensors.values()):
+            raise ValueError(
+                "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
+                'known speed, or costs="estimate"'
+            )
         inputs = captured.call.tensors
 
         def resident(kind: str, name: str, position: int) -> torch.Tensor:
@@ -262,6 +267,8 @@ class Planner:
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         captured = self._homed(captured)
+        if any(p.is_meta for p in model.parameters()):
+            raise UnsupportedModel("the model is on the meta device; materialise it first, then load weights")
         if self.host is not None:
             self.device = captured.traced.device
             place(model, self.host, self.device, self.optimizer)

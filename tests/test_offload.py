@@ -478,3 +478,7 @@ def test_a_model_on_the_meta_device_is_planned_for_a_card() -> None:
     fast = memplan.Roofline(3e14, 2e12, 5e-6)
     card = memplan.plan(net, sample, 0.5, costs=fast, host_budget="1GiB", link=PCIE, device="cpu")
     assert card.baseline_time_s < here.baseline_time_s
+    with pytest.raises(ValueError, match="Roofline"):
+        memplan.plan(net, sample, 0.5, device="cpu")
+    with pytest.raises(memplan.UnsupportedModel, match="materialise"):
+        memplan.apply(net, sample, 0.5, costs=fast, device="cpu")
