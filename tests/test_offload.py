@@ -481,4 +481,4 @@ def test_a_model_on_the_meta_device_is_planned_for_a_card() -> None:
     with pytest.raises(ValueError, match="Roofline"):
         memplan.plan(net, sample, 0.5, device="cpu")
     with pytest.raises(memplan.UnsupportedModel, match="materialise"):
-        memplan.apply(net, sample, 0.5, costs=fast, device="cpu")
+        memplan.apply(net, sample, 1.0, costs=fast, device="cpu")
