@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from memplan.config import PRESETS, Config
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -20,3 +22,13 @@ def cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for measured costs."""
     monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans from fewer methods, in about a quarter of the time: most tests are about what is done with a plan.
+
+    Tests of the search itself are marked `full_search`.
+    """
+    if request.node.get_closest_marker("full_search") is None:
+        monkeypatch.setitem(PRESETS, "auto", Config(("textbook", "rotor", "cuts", "blocks")))

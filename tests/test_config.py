@@ -21,6 +21,7 @@ from tests.test_solvers import SMALL as SMALLER
 
 SMALL = dataclasses.replace(SMALLER, exact_nodes=5, exact_parts=3, flat_nodes=20, flat_parts=3)
 
+pytestmark = pytest.mark.full_search
 SMALL_CHANGES = {
     field.name: getattr(SMALL, field.name)
     for field in dataclasses.fields(Config)

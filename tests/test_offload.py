@@ -219,6 +219,7 @@ QUICK = ("gpt2", "llama", "handmade")
 CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
+@pytest.mark.full_search
 @pytest.mark.parametrize("name", CELLS)
 def test_three_steps_are_the_plain_models_bits(name: str) -> None:
     plain, sample = MODELS[name](0)
