@@ -127,8 +127,6 @@ def explore(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
-    host_budget: int | str | None = None,
-    link: Link | None = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 

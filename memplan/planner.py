@@ -25,7 +25,18 @@ from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Link, Problem, Roofline
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes
-from memplan.runtime import EagerStep, Grads, Program, Step, TangentLayout, WholeStep, lower, measure_link, place
+from memplan.runtime import (
+    EagerStep,
+    Grads,
+    Program,
+    Step,
+    TangentLayout,
+    Transfers,
+    WholeStep,
+    lower,
+    measure_link,
+    place,
+)
 from memplan.schedule import order_of
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
@@ -46,7 +57,8 @@ class Planner:
 
     budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
     than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
-    of the parameters that live on the host, once the first plan with a host budget has decided that.
+    of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
+    copies of all steps, which share host memory.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -63,6 +75,7 @@ class Planner:
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
+    transfers: Transfers | None = None
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -70,6 +83,8 @@ class Planner:
         if self.host_budget is None and isinstance(self.budget, Budget):
             self.host_budget = self.budget.host
         if self.host_budget is not None:
+            if isinstance(self.host_budget, float):
+                raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.host_budget!r}")
             _limit(self.host_budget, 0)
 
     # -- plans ------------------------------------------------------------------------------------------------------
@@ -97,7 +112,7 @@ class Planner:
         for other in known:  # what changed may be of no concern to the step
             if (
                 isinstance(other, WholeStep)
-                and first_difference(other.plan.problem.graph, captured.traced.graph) is None
+                and first_difference(other.plan.problem.graph, self._homed(captured).traced.graph) is None
             ):
                 return self._whole(model, captured, other.plan, other.provisional)
         plan = self._hurried(model, captured, known) if known else None
@@ -115,6 +130,8 @@ class Planner:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
         values = plan.problem.graph.values
         self.host = frozenset(v.name for v in values if v.fetched)
+        if plan.problem.link is not None and self.host_budget is None:  # plans for other calls may copy as much
+            self.host_budget, self.link = plan.host_bytes, self.link or plan.problem.link
         captured = self._homed(self.capture(model, forward, sample))
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
@@ -142,7 +159,9 @@ class Planner:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
         limit = self.budget_bytes or (None if self.budget is None else _device_bytes(self.budget))
         traced = captured.traced
-        needs = (0, 0) if self.optimizer is None else optimizer_needs(self.optimizer, traced.device)
+        needs = (0, 0)  # with a host budget it depends on where parameters live
+        if self.optimizer is not None and self.host_budget is None:
+            needs = optimizer_needs(self.optimizer, traced.device)
         costs = self._costs(model, captured, limit, quick)
         problem = Problem(traced.graph, costs, None, needs[0], self.accumulate, needs[1])
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
@@ -189,6 +208,12 @@ class Planner:
         link = self.link or measure_link(captured.traced.device)
         problem = dataclasses.replace(problem, link=link)
         parts = movables(captured.traced)
+        stuck = sorted((self.host or frozenset()) - all_names(parts))
+        if stuck:
+            raise UnsupportedModel(
+                f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
+                "this call as the sample"
+            )
         parameters = dict(model.named_parameters())
 
         def on_host(names: frozenset[str]) -> list[torch.Tensor]:
@@ -200,8 +225,11 @@ class Planner:
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
             there = state_bytes([p for name, p in parameters.items() if name not in names], torch.device("cpu"))
+            graph, held = with_homes(captured.traced, names).graph, 0
+            if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
+                held = sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
-                problem, graph=with_homes(captured.traced, names).graph, extra_resident_bytes=here[0],
+                problem, graph=graph, extra_resident_bytes=here[0] + held,
                 update_bytes=here[1], extra_host_bytes=there[0],
             )  # fmt: skip
 
@@ -209,23 +237,30 @@ class Planner:
         everything = front.keep_all.peak_bytes + problem.resident_bytes - problem_of(all_names(parts)).resident_bytes
         limit, host_limit = self._limit(problem, everything), _limit(self.host_budget or 0, 0)
         room = int(limit / (1 + self.margin))
+        least = floor_bytes(self.host or all_names(parts), front, problem_of)
         chosen = choose(parts, front, problem_of, room, host_limit, self.host)
+        chosen = chosen or choose(parts, front, problem_of, limit, host_limit, self.host)
         if chosen is None:
-            raise self._no_room(problem, floor_bytes(parts, front, problem_of), limit, host_limit)
+            raise self._no_room(least, limit, host_limit)
         self.host = chosen.host
         found = chosen.found
         bound_s = min(offload_bound_s(chosen.problem, limit), found.timeline.time_s)
         return Plan(
             dataclasses.replace(chosen.problem, budget_bytes=limit), found.schedule, found.timeline,
-            f"{found.solver}, with offload", bound_s, min(limit, found.timeline.peak_bytes), found.timeline.time_s,
+            f"{found.solver}, with offload", bound_s, min(least, found.timeline.peak_bytes), found.timeline.time_s,
             front.truncated,
         )  # fmt: skip
 
-    def _no_room(self, problem: Problem, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
+    def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
+        fixed = (
+            ""
+            if self.host is None
+            else ", with parameters where the first plan put them (apply with the largest batch)"
+        )
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
-            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least. Raise one of the "
-            "budgets, or use a smaller batch",
+            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least{fixed}. Raise one "
+            "of the budgets, or use a smaller batch",
             floor,
             float("inf"),
         )
@@ -273,7 +308,10 @@ class Planner:
             self.device = captured.traced.device
             place(model, self.host, self.device, self.optimizer)
             captured.key.moved()
-        return WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
+        step = WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
+        if plan.problem.link is not None:
+            self.transfers = step.runner.store.transfers = self.transfers or step.runner.store.transfers
+        return step
 
     # -- what there is no time for, or no capture -------------------------------------------------------------------
 

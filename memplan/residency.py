@@ -69,6 +69,7 @@ def choose(
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
         values = problem.graph.values
         gradients = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
+        gradients *= 2 if problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
         room_bytes = host_budget_bytes - problem.graph.host_resident_bytes - gradients - problem.extra_host_bytes
         if room_bytes < 0:
             continue
@@ -79,7 +80,7 @@ def choose(
     return best
 
 
-def floor_bytes(movables: Sequence[Movable], front: Front, problem_of: ProblemOf) -> int:
-    """The smallest budget on the device that copies can reach from these orders, with all parameters on the host."""
-    problem = problem_of(all_names(movables))
+def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
+    """The smallest budget on the device that copies can reach from these orders, with these parameters on the host."""
+    problem = problem_of(host)
     return min(least_bytes(problem, c.order) for c in front.spread(_ORDERS))

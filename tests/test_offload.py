@@ -289,14 +289,7 @@ def test_a_copy_that_keeps_nothing_alive_makes_wrong_numbers(monkeypatch: pytest
     plain, sample = MODELS["handmade"](0)
     expected = run_steps(plain, sample, steps=1)
     net, _ = planned("handmade", 0.7, None)
-    begin = engine._begin
-
-    def forgetful(*arguments: object) -> engine.Ticket:
-        ticket = begin(*arguments)  # type: ignore[arg-type]
-        ticket.kept = ()
-        return ticket
-
-    monkeypatch.setattr(engine, "_begin", forgetful)
+    monkeypatch.setattr(engine.Transfers, "_keep", lambda *arguments: None)
     with pytest.raises(AssertionError):
         assert_same_bits(expected, run_steps(net, sample, steps=1))
 

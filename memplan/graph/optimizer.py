@@ -27,7 +27,7 @@ def optimizer_needs(
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
     # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
     counts = {id(t): (t.item(), t.dtype) for t in states if not t.dim() and t.device.type == "cpu"}
-    with private.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
         memo: dict[int, Any] = {key: torch.tensor(number, dtype=dtype) for key, (number, dtype) in counts.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -35,7 +35,9 @@ def optimizer_needs(
                 fake = torch.nn.Parameter(there, parameter.requires_grad)
                 fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
                 memo[id(parameter)] = fake
-        memo |= {id(t): mode.from_tensor(t.detach()) for t in states if id(t) not in memo}
+        for t in states:
+            if id(t) not in memo:  # it will be where its parameter is
+                memo[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
         twin = _twin(optimizer, memo)
         elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
         for group in twin.param_groups:

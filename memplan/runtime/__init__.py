@@ -12,4 +12,5 @@ from memplan.runtime.place import place as place
 from memplan.runtime.step import EagerStep as EagerStep
 from memplan.runtime.step import Step as Step
 from memplan.runtime.step import WholeStep as WholeStep
+from memplan.runtime.transfers import Transfers as Transfers
 from memplan.runtime.transfers import measure_link as measure_link

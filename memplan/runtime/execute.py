@@ -222,7 +222,8 @@ class Runner:
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
                 results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
-        except Exception as error:
+        except BaseException as error:
+            self.store.transfers.settle()
             if private.is_out_of_memory(error):
                 self._go_back(start)
             raise
@@ -247,8 +248,12 @@ class Runner:
         run = self._backward_for(tangents)
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
-        with self._without_autocast(), self._watched(lambda watch: watch.backward()):
-            results = self._run(run, arguments)
+        try:
+            with self._without_autocast(), self._watched(lambda watch: watch.backward()):
+                results = self._run(run, arguments)
+        except BaseException:
+            self.store.transfers.settle()
+            raise
         return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:

@@ -35,4 +35,6 @@ def place(
 
 def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tensor:
     moved = tensor if tensor.device.type == home.type else tensor.to(home)
+    if pinned and home.type == "cpu" and moved.untyped_storage().nbytes() != moved.numel() * moved.element_size():
+        moved = moved.clone()  # a look at a part of something larger would be copied with all of it
     return moved.pin_memory() if pinned and home.type == "cpu" and not moved.is_pinned() else moved

@@ -2,7 +2,8 @@
 
 A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
 of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. A copy's
-source and target are kept alive until somebody has waited for it, so no allocator has to know about streams.
+source and target are kept alive until somebody has waited for it, so no allocator has to know about streams; where a
+step is given up half way, whoever gave it up waits (`Transfers.settle`).
 
 Without a GPU the same program runs on `FakeStreams`: a copy happens when it is waited for, or at random before, and its
 target holds NaN until then, so that a wait or a reference that is missing shows as wrong numbers.
@@ -153,6 +154,7 @@ class Transfers:
         self.slabs: list[torch.Tensor] = []
         self.allocations = 0
         self._host: set[int] = set()
+        self._kept: dict[int, _Kept] = {}
 
     @property
     def streams(self) -> Streams:
@@ -163,16 +165,41 @@ class Transfers:
 
     def open(self, size_bytes: int) -> Slab:
         """A slab for one forward and its backward; its memory comes back when nobody holds the slab any more."""
-        fitting = [memory for memory in self.slabs if memory.numel() >= size_bytes]
+        self._settle([kept for kept in self._kept.values() if kept.slab() is None])  # of steps that were given up
+        fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
         if fitting:
-            memory = min(fitting, key=torch.Tensor.numel)
-            self.slabs = [m for m in self.slabs if m is not memory]
+            memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
         else:
+            del self.slabs[:]  # too small for this; host memory is for one size at a time
             memory = self.pinned(size_bytes)
             self.allocations += 1
         slab = Slab(self, memory)
         weakref.finalize(slab, self.slabs.append, memory).atexit = False
         return slab
+
+    def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+        """Begin a copy; both ends are kept until it has been waited for."""
+        event = self.streams.copy(direction, source, target)
+        self._keep(slab, event, source, target)
+        return Ticket(event, target)
+
+    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+
+    def wait(self, ticket: Ticket) -> torch.Tensor:
+        """Let what is computed from here on wait for a copy. Gives what it wrote."""
+        self.streams.wait(ticket.event)
+        self._kept.pop(id(ticket.event), None)
+        return ticket.data
+
+    def settle(self) -> None:
+        """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
+        self._settle(list(self._kept.values()))
+
+    def _settle(self, copies: list[_Kept]) -> None:
+        for kept in copies:
+            self.streams.wait(kept.event)
+            self._kept.pop(id(kept.event), None)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """New host memory."""
@@ -188,24 +215,33 @@ class Transfers:
 
     def close(self) -> None:
         """Give all pinned memory back that no forward is using."""
-        self.slabs.clear()
+        del self.slabs[:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A copy that nobody has waited for yet, of the step that has this slab."""
+
+    event: Any
+    slab: weakref.ref[Slab]
+    source: torch.Tensor
+    target: torch.Tensor
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Slab:
-    """Pinned host memory of one forward and its backward, and the copies that run."""
+    """Pinned host memory of one forward and its backward."""
 
     transfers: Transfers
     memory: torch.Tensor
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Ticket:
-    """A copy. data: what it writes, as bytes. kept: what it reads and writes, until it has been waited for."""
+    """A copy. data: what it writes, as bytes."""
 
     event: Any
     data: torch.Tensor
-    kept: tuple[torch.Tensor, ...]
 
 
 def open_slab(store: Any, size_bytes: int) -> Slab:
@@ -216,27 +252,25 @@ def open_slab(store: Any, size_bytes: int) -> Slab:
 def offload(slab: Slab, tensor: torch.Tensor, offset_bytes: int) -> Ticket:
     """Begin to copy the memory behind `tensor` into the slab."""
     source = _bytes_of(tensor)
-    return _begin(slab, "out", source, slab.memory[offset_bytes : offset_bytes + source.numel()])
+    return slab.transfers.begin(slab, "out", source, slab.memory[offset_bytes : offset_bytes + source.numel()])
 
 
 def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
     """Begin to copy the memory behind a gradient into host memory of its own, which outlives the step."""
     source = _bytes_of(tensor)
-    return _begin(slab, "out", source, slab.transfers.pinned(source.numel()))
+    return slab.transfers.begin(slab, "out", source, slab.transfers.pinned(source.numel()))
 
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
     held = source.data if isinstance(source, Ticket) else _bytes_of(source)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
-    return _begin(slab, "in", held, target)
+    return slab.transfers.begin(slab, "in", held, target)
 
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
     """Let what follows wait for a copy; gives what it wrote."""
-    slab.transfers.streams.wait(ticket.event)
-    ticket.kept = ()
-    return ticket.data
+    return slab.transfers.wait(ticket)
 
 
 def on_host(slab: Slab, ticket: Ticket) -> torch.Tensor:
@@ -251,11 +285,6 @@ def look_at(
     """A tensor over memory that was copied as bytes. offset: in elements."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
-
-
-def _begin(slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
-    event = slab.transfers.streams.copy(direction, source, target)
-    return Ticket(event, target, (source, target))
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
