@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from memplan.schedule import BOUNDARY
 from memplan.solvers.chain import Block, Chain
 from memplan.solvers.flat import Flat, Ints
+from memplan.solvers.jit import kernel
 from memplan.solvers.options import BlockOptions, LocalBlock, block_options, localise
 from memplan.solvers.replay import prune
-from memplan.solvers.rotor import ChainFront, ChainTable, Leaf, moves, solve_chain
+from memplan.solvers.rotor import ChainFront, ChainTable, _best_move, solve_chain
 
 BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
@@ -23,6 +24,7 @@ class SolvedChain:
     """A chain with its options, and the recurrence's answer for every memory size.
 
     unit_bytes: bytes of one slot. front.seconds[m]: seconds of recomputation with m slots beyond the residents.
+    pieces: runs of ops that were expanded already, by the step of a plan.
     """
 
     chain: Chain
@@ -31,6 +33,7 @@ class SolvedChain:
     table: ChainTable
     front: ChainFront
     unit_bytes: int
+    pieces: dict[tuple[int, int], Ints] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,44 +166,79 @@ def _widths(flat: Flat, chain: Chain, unit: int) -> Ints:
     return np.ascontiguousarray((from_i + unit // 2) // unit)
 
 
-def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
-    """The order of ops that the recurrence's best plan for `slots` slots runs."""
-    blocks = solved.chain.blocks
-    order: list[int] = []
-    ran = [False] * len(blocks)
-    found = iter(moves(solved.table, solved.front, slots))
+# Steps of a plan: a block and the option by which its backward part runs, or one of these.
+_FORWARD, _FORWARD_AGAIN, _LOSS = -1, -2, -3
 
-    def forward(index: int) -> None:
-        again = ran[index]
-        ran[index] = True
-        order.extend(op for op in blocks[index].forward if not again or flat.arrays.rerunnable[op])
 
-    # Moves come with a segment before those inside it; what is left to do stands on a stack.
-    pending: list[tuple[str, int, int]] = [("segment", 0, len(blocks) - 1)]
-    while pending:
-        what, i, j = pending.pop()
-        if what == "backward":
-            order.extend(_backward(solved, i, j))
+@kernel
+def _plan(t: ChainTable, front: ChainFront, slots: int) -> Ints:
+    """Steps of the best plan with `slots` slots, in turn; none where no plan fits."""
+    last = len(t.option_count) - 1
+    ran = np.zeros(last + 1, dtype=np.bool_)
+    steps = np.empty((4 * last + 8, 2), dtype=np.int64)
+    count = 0
+    # What is left to do: blocks from, to, and slots; or a block, -1, and the option of its backward part.
+    pending = np.empty((3 * last + 8, 3), dtype=np.int64)
+    pending[0, 0], pending[0, 1], pending[0, 2] = 0, last, slots
+    top = 1
+    while top > 0:
+        top -= 1
+        i, j, m = pending[top]
+        if count + last + 3 > len(steps):
+            longer = np.empty((2 * len(steps) + last, 2), dtype=np.int64)
+            longer[:count] = steps[:count]
+            steps = longer
+        if j < 0:
+            steps[count, 0], steps[count, 1] = i, m
+            count += 1
             continue
-        move = next(found)
-        if isinstance(move, Leaf):
-            for index in range(i, move.stop):
-                forward(index)
-            pending.append(("segment", i, move.stop - 1))
-            pending.append(("segment", move.stop, j))
+        kind, which = _best_move(t, front, i, j, m)
+        if kind < 0:
+            return steps[:0]
+        stop = i + 1 if kind == 0 else which
+        for index in range(i, stop):
+            steps[count, 0], steps[count, 1] = index, _FORWARD_AGAIN if ran[index] else _FORWARD
+            ran[index] = True
+            count += 1
+        if kind == 0:
+            if i == last:
+                steps[count, 0], steps[count, 1] = 0, _LOSS
+                count += 1
+            pending[top, 0], pending[top, 1], pending[top, 2] = i, -1, which
+            width = t.saved[i, which]
         else:
-            forward(i)
-            if i == len(blocks) - 1:
-                order.append(BOUNDARY)
-            pending.append(("backward", i, move.option))
-            if i < j:
-                pending.append(("segment", i + 1, j))
-    return prune(flat.arrays, np.array(order, dtype=np.int64))
+            pending[top, 0], pending[top, 1], pending[top, 2] = i, stop - 1, m
+            width = t.width[i, stop - 1]
+        top += 1
+        if stop <= j:
+            pending[top, 0], pending[top, 1], pending[top, 2] = stop, j, m - width
+            top += 1
+    return steps[:count]
 
 
-def _backward(solved: SolvedChain, index: int, option: int) -> list[int]:
-    ops = solved.locals[index].ops
-    return [ops[op] for op in solved.options[index].options[option].backward]
+def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
+    """The order of ops that the recurrence's best plan for `slots` slots runs. Raises ValueError if there is none."""
+    steps = _plan(solved.table, solved.front, slots)
+    if len(steps) == 0:
+        raise ValueError(f"no plan fits {slots} slots")
+    found = []
+    for row in steps.tolist():
+        step = (row[0], row[1])
+        if step not in solved.pieces:
+            solved.pieces[step] = _piece(flat, solved, *step)
+        found.append(solved.pieces[step])
+    return prune(flat.arrays, np.concatenate(found))
+
+
+def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
+    """The ops of one step of a plan."""
+    if how == _LOSS:
+        return np.array([BOUNDARY], dtype=np.int64)
+    if how >= 0:
+        ops = np.array(solved.locals[index].ops, dtype=np.int64)
+        return ops[np.array(solved.options[index].options[how].backward, dtype=np.int64)]
+    ops = np.array(solved.chain.blocks[index].forward, dtype=np.int64)
+    return ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
 
 
 def recompute_blocks(flat: Flat, chain: Chain) -> Ints:

@@ -75,7 +75,38 @@ def _figures(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: F
 def plain_forward(a: Arrays, order: Ints) -> Ints:
     """The order with nothing but the forward part, once, before the stand-in: a chain runs a block forward that way."""
     at = int(np.nonzero(order == a.boundary)[0][0])
+    if at == a.boundary + 1:
+        return order
     return np.concatenate([np.arange(a.boundary), [BOUNDARY], order[at:]])
+
+
+@kernel
+def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: Ints) -> tuple[Floats, Ints]:
+    """Figures of orders that stand one behind the other, and which of them count: legal ones that no other is at most
+    equal to in every figure; of equal ones the first."""
+    figures = np.empty((len(ends), 5))
+    kept = np.empty(len(ends), dtype=np.int64)
+    count = 0
+    start = 0
+    for i in range(len(ends)):
+        legal = _figures(a, cut, incoming_bytes, orders[start : ends[i]], figures[i])
+        start = ends[i]
+        left = 0
+        for k in range(count):
+            better = worse = False
+            for column in range(5):
+                better = better or figures[i, column] < figures[kept[k], column]
+                worse = worse or figures[i, column] > figures[kept[k], column]
+            if not better:
+                legal = False
+            if not legal or worse:
+                kept[left] = kept[k]
+                left += 1
+        if legal:
+            kept[left] = i
+            left += 1
+        count = left
+    return figures, kept[:count]
 
 
 def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> BlockOptions:
@@ -83,11 +114,10 @@ def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> Block
     a = block.flat.arrays
     cut = np.zeros(len(a.size_bytes), dtype=np.bool_)
     cut[list(block.cut)] = True
-    plain = [plain_forward(a, order) for order in orders]
-    figures = np.zeros((len(plain), 5))
-    legal = [_figures(a, cut, block.incoming_bytes, order, row) for order, row in zip(plain, figures, strict=True)]
-    which = np.flatnonzero(legal)
-    which = which[_undominated(figures[which])]
+    plain = list({order.tobytes(): order for order in [plain_forward(a, order) for order in orders]}.values())
+    ends = np.cumsum([len(order) for order in plain])
+    figures, which = _measured(a, cut, block.incoming_bytes, np.concatenate(plain), ends)
+    which = which[np.lexsort(figures[which].T[::-1])]
     chosen = which[_on_grid(figures[which], limit)]
     options = tuple(_option(a, figures[i], plain[i]) for i in chosen)
     leaf = np.arange(a.boundary + 1)
@@ -106,18 +136,6 @@ def _option(a: Arrays, row: Floats, order: Ints) -> Option:
         forward_s=float(row[_AGAIN] - row[_RECOMPUTE]),
         backward=tuple(order[a.boundary + 2 :].tolist()),
     )
-
-
-def _undominated(figures: Floats) -> Ints:
-    """Rows that no other is at most equal to in every column; of equal rows the first."""
-    _, first = np.unique(figures, axis=0, return_index=True)
-    kept: list[int] = []
-    rows = np.empty((0, figures.shape[1]))
-    for i in first:  # sorted by column, so that a row can only be beaten by one before it
-        if not (rows <= figures[i]).all(axis=1).any():
-            kept.append(int(i))
-            rows = figures[kept]
-    return np.array(kept, dtype=np.int64)
 
 
 def _on_grid(figures: Floats, limit: int) -> Ints:

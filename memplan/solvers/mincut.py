@@ -105,13 +105,17 @@ def _max_flow(nodes: int, source: Ints, target: Ints, room: Ints) -> tuple[int, 
 
 @dataclass(frozen=True, slots=True)
 class _Network:
-    """Edges of the cut; the room of an edge is ticks + price * bytes."""
+    """Edges of the cut; the room of an edge is ticks + price * bytes.
+
+    source, target: of edges and their reverses, alternating. values: by edge, -1 where it stands for none.
+    """
 
     nodes: int
-    ends: tuple[tuple[int, int], ...]
+    source: Ints
+    target: Ints
     fixed: Ints
     priced: Ints
-    value_of_edge: tuple[int, ...]
+    values: Ints
 
 
 def _network(flat: Flat, needed: frozenset[int]) -> _Network:
@@ -156,12 +160,14 @@ def _network(flat: Flat, needed: frozenset[int]) -> _Network:
             for u in flat.reads[op]:
                 if not a.held[u]:
                     edge(node_of_op[op], demand(u), _NEVER)
+    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
     return _Network(
         2 + len(node_of_value) + len(node_of_op),
-        tuple(ends),
+        pairs.ravel(),
+        pairs[:, ::-1].ravel(),
         np.array(fixed, dtype=np.int64),
         np.array(priced, dtype=np.int64),
-        tuple(values),
+        np.array(values, dtype=np.int64),
     )
 
 
@@ -202,19 +208,12 @@ def _cut(flat: Flat, network: _Network, price_s_per_byte: float) -> SavedSet:
     a = flat.arrays
     price = np.floor(network.priced * (price_s_per_byte / _TICK_S))
     room = network.fixed + np.minimum(price, float(_NEVER >> 4)).astype(np.int64)
-    source = np.array([end for pair in network.ends for end in pair], dtype=np.int64)
-    target = np.array([end for tail, head in network.ends for end in (head, tail)], dtype=np.int64)
     rooms = np.zeros(2 * len(room), dtype=np.int64)
     rooms[::2] = room
-    flow, inside = _max_flow(network.nodes, source, target, rooms)
-    saved = frozenset(
-        v
-        for (tail, head), v in zip(network.ends, network.value_of_edge, strict=True)
-        if v >= 0 and inside[tail] and not inside[head]
-    )
-    ran = [
-        index for (tail, head), index in zip(network.ends, range(len(network.ends)), strict=True)
-        if head == 1 and network.value_of_edge[index] < 0 and inside[tail]
-    ]  # fmt: skip
+    flow, inside = _max_flow(network.nodes, network.source, network.target, rooms)
+    tail, head = network.source[::2], network.target[::2]
+    saved = network.values[(network.values >= 0) & inside[tail] & ~inside[head]]
+    ran = (head == 1) & (network.values < 0) & inside[tail]
     recompute_s = float(network.fixed[ran].sum()) * _TICK_S
-    return SavedSet(saved, int(sum(a.size_bytes[v] for v in saved)), recompute_s, price_s_per_byte, flow * _TICK_S)
+    saved_bytes = int(a.size_bytes[saved].sum())
+    return SavedSet(frozenset(saved.tolist()), saved_bytes, recompute_s, price_s_per_byte, flow * _TICK_S)
