@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -138,14 +139,11 @@ def _local_arrays(
             producer[v] = op
     end = backward[-1] + 1 if backward else 0
     # Held outputs, and what can't be made again, stand outside: free here. Gradients for later blocks stay.
-    for v in range(len(values)):
-        if v < inside:
-            pinned = not rerunnable[producer[v]] and not a.overwritten[chosen[v]]
-            if held[v] or pinned:
-                held[v] = True
-                size[v] = 0
-        else:
-            held[v] = (held[v] and not (a.gradient[chosen[v]] and a.accumulate)) or last_read[chosen[v]] >= end
+    held[:inside] |= ~rerunnable[producer[:inside]] & ~a.overwritten[chosen[:inside]]
+    size[:inside][held[:inside]] = 0
+    if a.accumulate:
+        held[inside:] &= ~a.gradient[chosen[inside:]]
+    held[inside:] |= last_read[chosen[inside:]] >= end
     in_place = a.in_place[chosen].copy()
     in_place[[index[v] for v in incoming]] = False
     random = a.random[ops].copy()
@@ -186,9 +184,14 @@ def _signature(local: Flat, cut: Row, keys: list[str]) -> tuple[object, ...]:
         local.makes,
         cut,
         tuple(keys),
-        tuple(f"{t:.2g}" for t in a.time_s.tolist()),
+        tuple(map(_two_digits, a.time_s.tolist())),
         *(array.tobytes() for array in (a.size_bytes, a.taken, a.held, a.scratch_bytes, a.rerunnable, a.random)),
     )
+
+
+@lru_cache(maxsize=1 << 14)
+def _two_digits(time_s: float) -> str:
+    return f"{time_s:.2g}"
 
 
 def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> BlockOptions:
@@ -226,9 +229,9 @@ def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
     sets = saved_sets(Flat(a._replace(held=free), block.flat.reads, block.flat.makes), frozenset(needed), cuts_limit)
     limit_ops = 4 * block.flat.op_count + 64
     orders: list[Ints] = []
-    for chosen in sets:
+    for kept in dict.fromkeys(chosen.saved for chosen in sets):
         saved = free.copy()
-        saved[list(chosen.saved)] = True
+        saved[list(kept)] = True
         ends = [prune(a, demand_order(a, saved, window, limit_ops)) for window in (0, block.flat.op_count)]
         ends = [order for order in ends if len(order)]
         orders += ends
