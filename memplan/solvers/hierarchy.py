@@ -41,6 +41,8 @@ _INNER_SLOTS = 300  # memory sizes told apart inside a block
 _OPTIONS = 64  # most options of a block
 _TARGETS = 6  # peaks that the search inside a block aims at
 _PEAKS, _TOPPED = 128, 2  # peaks that the orders found are filled up to, and how many for each
+_FILL_WORK = 160_000  # cap on these peaks for long steps, times ops
+_LONG_OPS, _STRIDE = 2_000, 4  # ops from which a step is tried at fewer granularities, each so many times coarser
 _LOWERED, _PARTS = 6, (64, 16, 4)  # lowest orders that are brought down, and by which parts
 _LOWER_ROUNDS = 100
 _DETOUR_CUTS = 12  # most cuts at the top of a step with detours
@@ -71,15 +73,15 @@ def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterat
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
     front = pareto(found)
-    for target in _targets(front, most_bytes):
+    for target in _targets(front, most_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
             yield fill(a, sketch.order, target, _FILL_ROUNDS)
 
 
-def _targets(front: Sequence[Sketch], most_bytes: int) -> list[int]:
+def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
     """Peaks between the lowest and that of keeping everything."""
     low = front[0].peak_bytes
-    return [low + (most_bytes - low) * step // _PEAKS for step in range(1, _PEAKS)]
+    return [low + (most_bytes - low) * step // count for step in range(1, count)]
 
 
 def _from_trees(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
@@ -98,11 +100,13 @@ def _from_trees(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iter
 def _granularities(flat: Flat, config: Config) -> list[Partition]:
     """Cuts at the top, and whether what is between them is left whole: all of them, then ever fewer narrow ones."""
     blocks = config.coarse_blocks
-    found = [(fine_cuts(flat, config.fine_blocks), True), (coarse_cuts(flat, blocks), True)]
+    found = [(coarse_cuts(flat, blocks), True)]
+    if flat.op_count <= _LONG_OPS:
+        found.insert(0, (fine_cuts(flat, config.fine_blocks), True))
     while blocks > 0:
         cuts = coarse_cuts(flat, max(2, blocks))
         found += [(layer_cuts(flat, cuts), False), (cuts, False)]
-        blocks //= 2
+        blocks //= 2 if flat.op_count <= _LONG_OPS else _STRIDE
     return list(dict.fromkeys(found))
 
 
