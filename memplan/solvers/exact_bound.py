@@ -357,7 +357,7 @@ def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, u
                 label[fresh, 2], label[fresh, 3] = kept[i, 2], ticks
                 fresh += 1
         if touched:
-            count = _sifted(label, fresh, table, kept)
+            count = _sifted(label, int(fresh), table, kept)  # `int`, or numba compiles it for the literal 0, too
             if count < 0:
                 return -1
     best = NEVER

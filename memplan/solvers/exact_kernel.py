@@ -41,6 +41,8 @@ from memplan.solvers.jit import kernel
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
 _SHELF = 512  # expanded nodes of a step that dominance looks through
+# These two, and _LABELS, are passed on as int(...): numba compiles a kernel anew for each literal argument.
+_ROOT, _TOP = 0, 1  # the first node of the tree, and the first entry of a heap
 _LABELS = 96  # of the sweep that settles a node's most telling moment in whole values
 _OPEN, _APPRAISED, _EXPANDED, _DROPPED = 0, 1, 2, 3
 
@@ -177,7 +179,7 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
         asked_low, asked_high = low | space.needed[u + 1, step, 0], high | space.needed[u + 1, step, 1]
         base = cell.before[u] if windowed and u >= 0 else 0
         weight, room = space.weight[best_moment], cell.room_bytes[best_moment]
-        found = least_after(space.ops, weight, asked_low, asked_high, room, enough - base, _LABELS)
+        found = least_after(space.ops, weight, asked_low, asked_high, room, enough - base, int(_LABELS))
         best = max(best, min(NEVER, found + base))
     return best, best_moment
 
@@ -234,9 +236,9 @@ def _pop(tree: Ints, heap: Ints) -> int:
     while heap[0, 0] > 0:
         size = heap[0, 0]
         bound, node = heap[1, 0], heap[1, 1]
-        _swap(heap, 1, size)
+        i = int(_TOP)
+        _swap(heap, i, size)
         heap[0, 0] -= 1
-        i = 1
         while True:
             least = i
             for child in (2 * i, 2 * i + 1):
@@ -379,10 +381,11 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
     table = np.zeros(slots, dtype=np.int64)
     shelf = np.zeros(steps + 1, dtype=np.int64)
     tally = np.array([1, -1, upper_ticks])
-    _enter(tree, table, 0, steps, 0, 0, 0)
+    zero = int(_ROOT)
+    _enter(tree, table, zero, steps, zero, zero, zero)
     tree[0, _BEFORE], tree[0, _MOVE], tree[0, _MOMENT] = -1, -1, -1
     tree[0, _BOUND] = cell.before[steps] if bits & WINDOWS != 0 else 0
-    _push(tree, heap, 0)
+    _push(tree, heap, zero)
     nodes, dive, since, open_bound = 0, -1, 0, NEVER
     while True:
         plunging = dive >= 0
