@@ -18,6 +18,7 @@ from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill, prune, removable, replay
 
 _ROUNDS = 6  # splits that may make room for one result
+_FILL_ROUNDS = 4  # as variables, for a literal argument would compile `lower` and `fill` a second time
 
 
 @kernel
@@ -34,11 +35,11 @@ def exchange(a: Arrays, order: Ints, limit_bytes: int, tries: int, width: int) -
         keep = np.ones(len(order), dtype=np.bool_)
         keep[ranked[rank]] = False
         rank += 1
-        trial = lower(a, prune(a, order[keep]), limit_bytes, _ROUNDS, width)
+        trial = lower(a, prune(a, order[keep]), limit_bytes, int(_ROUNDS), width)
         trial_peak, _at, trial_s = replay(a, trial, np.zeros(len(trial), dtype=np.int64))
         if trial_peak < 0 or trial_peak > limit_bytes:
             continue
-        trial = fill(a, trial, limit_bytes, 4)
+        trial = fill(a, trial, limit_bytes, int(_FILL_ROUNDS))
         _peak, _at, trial_s = replay(a, trial, np.zeros(len(trial), dtype=np.int64))
         if trial_s < time_s * (1 - 1e-9):
             order = trial

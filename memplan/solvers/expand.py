@@ -14,7 +14,7 @@ from memplan.solvers.flat import Flat, Ints
 from memplan.solvers.jit import kernel
 from memplan.solvers.options import BlockOptions, LocalBlock, block_options, localise
 from memplan.solvers.replay import prune
-from memplan.solvers.rotor import ChainFront, ChainTable, _best_move, solve_chain
+from memplan.solvers.rotor import ChainFront, ChainTable, best_move, solve_chain
 
 BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 
@@ -192,7 +192,7 @@ def _plan(t: ChainTable, front: ChainFront, slots: int) -> Ints:
             steps[count, 0], steps[count, 1] = i, m
             count += 1
             continue
-        kind, which = _best_move(t, front, i, j, m)
+        kind, which = best_move(t, front, i, j, m)
         if kind < 0:
             return steps[:0]
         stop = i + 1 if kind == 0 else which

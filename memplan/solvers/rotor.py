@@ -18,7 +18,6 @@ for each segment by the caller, in bytes that truly stand there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -52,22 +51,6 @@ class ChainTable(NamedTuple):
     leaf_again: Floats
     outside_first: Ints
     outside_again: Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Run block forward keeping what option keeps, do the rest, then run its backward part."""
-
-    block: int
-    option: int
-
-
-@dataclass(frozen=True, slots=True)
-class Leaf:
-    """Run blocks [start, stop) forward keeping the last cut alone; do [stop, end], then [start, stop)."""
-
-    start: int
-    stop: int
 
 
 @kernel
@@ -213,7 +196,7 @@ def _relax_two(row: Costs32, right: Costs32, left: Costs32, cost: np.float32) ->
 
 
 @kernel
-def _best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tuple[int, int]:
+def best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tuple[int, int]:
     """(0, option) or (1, stop) of the best move for blocks i..j with m slots; (-1, -1) where there is none."""
     segment, opt = front.segment, front.opt
     last = len(t.option_count) - 1
@@ -242,26 +225,6 @@ def _best_move(t: ChainTable, front: ChainFront, i: int, j: int, m: int) -> tupl
         if total < best:
             best, kind, which = total, 1, c
     return kind, which
-
-
-def moves(t: ChainTable, front: ChainFront, slots: int) -> tuple[Save | Leaf, ...]:
-    """The moves of the best plan with `slots` slots, a segment before those inside it. Raises ValueError if none."""
-    found: list[Save | Leaf] = []
-    segments = [(0, len(t.option_count) - 1, slots)]
-    while segments:
-        i, j, m = segments.pop()
-        kind, which = _best_move(t, front, i, j, m)
-        if kind < 0:
-            raise ValueError(f"no plan for blocks {i}..{j} fits {m} slots")
-        if kind == 0:
-            found.append(Save(i, which))
-            if i < j:
-                segments.append((i + 1, j, m - int(t.saved[i, which])))
-        else:
-            found.append(Leaf(i, which))
-            segments.append((i, which - 1, m))
-            segments.append((which, j, m - int(t.width[i, which - 1])))
-    return tuple(found)
 
 
 def distinct_slots(front: ChainFront, limit: int) -> tuple[int, ...]:
