@@ -35,6 +35,7 @@ class Progress(NamedTuple):
 
 
 Tell = Callable[[Progress], None]
+_LONG_OPS = 2000
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,8 @@ class _Search:
 
     def _polish(self, families: list[list[Sketch]]) -> None:
         families = [sketches for sketches in families if any(s is not self.everything for s in sketches)]
+        if self.flat.op_count > _LONG_OPS:  # where a family costs a second, and repeats leave little to be lost
+            families = [[sketch for sketches in families for sketch in sketches]] if families else []
         for index, sketches in enumerate(families):
             for done, new in refine(self.flat, sketches, self.bound.floor_bytes, self.config):
                 self._add(new)
