@@ -1,5 +1,6 @@
 """Threads are fixed, so that kernels take the same scratch each time; measured costs stay inside the test session."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from memplan.config import PRESETS, Config
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path_factory.mktemp("costs")))
-        torch.set_num_threads(2)
+        torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
         yield
 
 
@@ -31,4 +32,4 @@ def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     Tests of the search itself are marked `full_search`.
     """
     if request.node.get_closest_marker("full_search") is None:
-        monkeypatch.setitem(PRESETS, "auto", Config(("textbook", "rotor", "cuts", "blocks")))
+        monkeypatch.setitem(PRESETS, "auto", Config(("textbook", "rotor", "cuts", "blocks"), moments=1))
