@@ -2,8 +2,8 @@
 
     python -m benchmarks.llama7b
 
-AdamW, everything in bfloat16, length 512, batch 4; 75 and 22 GiB of the cards' memory. The time that the optimizer takes
-is left out. About three minutes.
+AdamW, everything in bfloat16, length 512, batch 4; 75 and 22 GiB of the cards' memory. The time that the optimizer
+takes is left out. About three minutes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def main() -> None:
             )  # fmt: skip
             print(
                 f"{card} at {bytes_per_s / 1e9:.0f} GB/s: {plan.peak_bytes / 2**30:.1f} GiB on the device, "
-                f"{plan.host_bytes / 2**30:.1f} on the host, {plan.time_s:.3f} s a step, bound {plan.lower_bound_s:.3f}; "
-                f"planned in {time.perf_counter() - start:.0f} s",
+                f"{plan.host_bytes / 2**30:.1f} on the host, {plan.time_s:.3f} s a step, "
+                f"bound {plan.lower_bound_s:.3f}; planned in {time.perf_counter() - start:.0f} s",
                 flush=True,
             )
 
