@@ -258,8 +258,9 @@ def test_keywords_that_the_trainer_answers_for_are_refused(name: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_example() -> None:
-    command = [sys.executable, str(ROOT / "examples" / "finetune_hf.py")]
+@pytest.mark.parametrize("name", ["finetune_hf.py", "offload_finetune.py"])
+def test_the_examples(name: str) -> None:
+    command = [sys.executable, str(ROOT / "examples" / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "same numbers" in done.stdout
