@@ -1,4 +1,4 @@
-# make demo | test | lint | test-slow | bench: each sets up .venv first.
+# make demo | test | lint | test-slow | test-full | bench: each sets up .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
@@ -12,13 +12,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test lint test-slow bench format clean
+.PHONY: demo test lint test-slow test-full bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -26,7 +26,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) -m "slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "slow and not gpu"
+
+test-full: $(STAMP)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget

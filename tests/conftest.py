@@ -9,6 +9,8 @@ import torch
 
 from memplan.config import PRESETS, Config
 
+QUICK = Config(("textbook", "rotor", "cuts", "blocks"), moments=1)
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -32,4 +34,4 @@ def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     Tests of the search itself are marked `full_search`.
     """
     if request.node.get_closest_marker("full_search") is None:
-        monkeypatch.setitem(PRESETS, "auto", Config(("textbook", "rotor", "cuts", "blocks"), moments=1))
+        monkeypatch.setitem(PRESETS, "auto", QUICK)

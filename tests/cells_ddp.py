@@ -1,0 +1,119 @@
+"""DistributedDataParallel over two gloo ranks, with and without plans, and the Trainer that uses it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memplan
+from tests.ranks import Cell
+from tests.zoo import copied, first_difference
+
+BUDGET = 0.6
+
+# Options of DistributedDataParallel. (PyTorch has no no_sync under static_graph.)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "static-graph": {"static_graph": True},
+    "bucket-views": {"gradient_as_bucket_view": True},
+    "find-unused": {"find_unused_parameters": True},
+}
+CASES = [
+    (options, sync, grads)
+    for options in OPTIONS
+    for sync in ("every-step", "no-sync")
+    for grads in ("surface", "edges")
+    if (options, sync) != ("static-graph", "no-sync") and (options, grads) != ("find-unused", "surface")
+]
+
+
+class Net(nn.Module):
+    """A loss behind layers, dropout and batch statistics, which the first rank hands to the other one."""
+
+    def __init__(self, with_unused: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.norm = nn.BatchNorm1d(32)
+        self.drop = nn.Dropout(0.2)
+        if with_unused:
+            self.unused = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.drop(torch.tanh(layer(x)))
+        return (self.norm(x) - 1).pow(2).mean()
+
+
+def train(options: str, sync: str, grads: str | None) -> Any:
+    """Six steps over buckets of a few kilobytes. grads: None for the plain run."""
+    torch.manual_seed(0)
+    net = Net(options == "find-unused").train()
+    torch.manual_seed(10 + torch.distributed.get_rank())
+    data = [torch.randn(96, 32) for _ in range(6)]
+    if grads is not None:
+        memplan.apply(net, None, BUDGET, costs="estimate", grads=grads)  # type: ignore[arg-type]
+    outer = DistributedDataParallel(net, bucket_cap_mb=0.006, **OPTIONS[options])
+    optimizer = torch.optim.SGD(outer.parameters(), lr=0.1, momentum=0.9)
+    results: list[Any] = []
+    for index, x in enumerate(data):
+        last = sync == "every-step" or index % 2 == 1
+        with contextlib.nullcontext() if last else outer.no_sync():
+            loss = outer(x)
+            loss.backward()
+        results.append((copied(loss), {name: copied(p.grad) for name, p in net.named_parameters()}))
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+    if grads is not None:
+        plan = memplan.plan_of(net)
+        assert plan is not None
+        assert plan.recomputed, "the plan runs, and recomputes"
+    return results, dict(net.state_dict()), torch.get_rng_state()
+
+
+@functools.cache
+def plain(options: str, sync: str) -> Any:
+    """The run without a plan."""
+    return train(options, sync, None)
+
+
+def compare_training(options: str, sync: str, grads: str) -> str | None:
+    return first_difference(plain(options, sync), train(options, sync, grads), "result")
+
+
+def compare_trainers(**options: Any) -> str | None:
+    """The Trainer, which has DistributedDataParallel look for unused parameters unless told otherwise."""
+    from memplan.integrations.huggingface import MemplanCallback
+    from tests.test_integrations import Watch, arguments, language_model, outcome, trainer_for
+
+    results = []
+    for planned in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            watch = Watch()
+            callbacks = [MemplanCallback(BUDGET, costs="estimate"), watch] if planned else [watch]
+            options |= {"ddp_backend": "gloo", "per_device_train_batch_size": 4, "save_strategy": "no"}
+            args = arguments(Path(folder), num_train_epochs=1, **options)
+            trainer = trainer_for(language_model(), args, *callbacks)
+            trainer.train()
+            assert type(trainer.model_wrapped) is DistributedDataParallel
+            assert not planned or watch.plans[0].recomputed
+            results.append(outcome(trainer))
+    return first_difference(*results, "result")
+
+
+TRAINERS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "no-search": {"ddp_find_unused_parameters": False, "bf16": True},
+}
+CELLS = {" ".join(case): Cell(functools.partial(compare_training, *case)) for case in CASES}
+CELLS |= {
+    f"Trainer {name}": Cell(functools.partial(compare_trainers, **options), needs=("transformers", "accelerate"))
+    for name, options in TRAINERS.items()
+}

@@ -1,0 +1,50 @@
+"""Planned training on several gloo ranks is the plain distributed training, bit for bit: the cells of tests/cells_*."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import Cell, Findings, cells, run_ranks
+
+TIMEOUT_S = {False: 420, True: 3000}  # of all cells of one world size; True: with those of the full matrix
+
+
+def parameters() -> list[object]:
+    """One for each cell; those of one world size stay in one test process, where one spawn serves them."""
+    found = []
+    for name, cell in cells().items():
+        marks = [pytest.mark.xdist_group(f"ranks-{cell.world}-{cell.full}")]
+        marks += [pytest.mark.slow] if cell.full else []
+        marks += [pytest.mark.deepspeed] if "deepspeed" in cell.needs else []
+        found.append(pytest.param(name, id=name, marks=marks))
+    return found
+
+
+@functools.cache
+def findings(world: int, full: bool) -> Findings:
+    names = [n for n, cell in cells().items() if (cell.world, cell.full) == (world, full) and not missing(cell)]
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(names, world, Path(folder), TIMEOUT_S[full])
+
+
+def missing(cell: Cell) -> list[str]:
+    """Packages that the cell needs and that are not there."""
+    return [name for name in cell.needs if importlib.util.find_spec(name) is None]
+
+
+@pytest.mark.parametrize("name", parameters())
+def test_cell(name: str) -> None:
+    cell = cells()[name]
+    if missing(cell):
+        pytest.skip(f"needs {', '.join(missing(cell))}")
+    found = findings(cell.world, cell.full)
+    unfinished = [rank for rank, table in enumerate(found) if name not in table]
+    texts = "\n".join(f"rank {rank}:{os.linesep}{found[rank]['output']}" for rank in unfinished)
+    assert not unfinished, f"ranks {unfinished} did not finish. {texts}"
+    assert [table[name] for table in found] == [None] * cell.world
