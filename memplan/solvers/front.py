@@ -7,10 +7,12 @@ budget never costs time, because a budget takes the fastest point that fits.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from memplan.config import Config
@@ -23,6 +25,7 @@ from memplan.solvers.flat import flatten
 from memplan.solvers.methods import FAMILIES, METHODS, Task
 from memplan.solvers.refine import refine, trade
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
+from memplan.solvers.threads import side_by_side
 
 
 class Progress(NamedTuple):
@@ -114,64 +117,78 @@ class _Search:
     def __init__(self, problem: Problem, config: Config, tell: Tell) -> None:
         self.problem, self.config, self.tell = problem, config, tell
         self.flat = flatten(problem)
-        self.start_s = time.monotonic()
+        self.deadline_s = time.monotonic() + config.timeout_s
         self.everything = sketch_of(self.flat, "keep all", keep_all(self.flat))
-        self.found = [self.everything]
-        self.bound = Bound(problem.baseline_time_s, 0, ())
+        self.found: dict[str, list[Sketch]] = {"keep all": [self.everything]}
+        self.task = Task.of(problem, self.flat, config)
         self.truncated = False
 
     def run(self) -> Front:
         try:
             self._search()
-        except (KeyboardInterrupt, _TimeOut):
+            if self.config.polish:
+                self._polish()
+        except (KeyboardInterrupt, TimeoutError):
             self.truncated = True
-        points = [_candidate(self.problem, sketch) for sketch in pareto(self.found)]
-        return Front(tuple(points), _candidate(self.problem, self.everything), self.bound, self.truncated)
+        points = [_candidate(self.problem, sketch) for sketch in pareto(self._all())]
+        return Front(tuple(points), _candidate(self.problem, self.everything), self.task.bound, self.truncated)
 
     def _search(self) -> None:
-        config, flat = self.config, self.flat
+        """Run the methods, and look for the lower bound, of which moments are made."""
         self._report("bounds", 0.0)
-        moments = min(config.moments, max(2, config.moment_work // flat.op_count))
-        self.bound = bound_of(flat, self.problem.baseline_time_s, moments, config.cuts)
-        task = Task.of(self.problem, flat, config, self.bound)
-        families = {method: [self.everything] for family in FAMILIES for method in family}
-        for method in config.methods:
-            self._report(method, 0.0)
-            for sketch in METHODS[method](task):
-                self._add([sketch])
-                families[method].append(sketch)
-        if config.polish:
-            self._polish([[s for m in family for s in families[m]] for family in FAMILIES])
+        first = "moments" if "moments" in self.config.methods else "bounds"
+        searches = {method: METHODS[method](self.task) for method in self.config.methods if method != first}
+        self._side_by_side({first: self._bounds(), **searches}, self._report)
 
-    def _polish(self, families: list[list[Sketch]]) -> None:
-        families = [sketches for sketches in families if any(s is not self.everything for s in sketches)]
+    def _bounds(self) -> Iterator[Sketch]:
+        """The lower bound, and schedules that suit it."""
+        config = self.config
+        moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
+        bound = bound_of(self.flat, self.problem.baseline_time_s, moments, config.cuts)
+        self.task = dataclasses.replace(self.task, bound=bound)
+        if "moments" in config.methods:
+            yield from METHODS["moments"](self.task)
+
+    def _polish(self) -> None:
+        """Refine families of methods side by side, then trade between them."""
+        self._report("polishing", 0.0)
+        families = [[s for method in family for s in self.found.get(method, [])] for family in FAMILIES]
+        families = [sketches for sketches in families if sketches]
         if self.flat.op_count > _LONG_OPS:  # where a family costs a second, and repeats leave little to be lost
-            families = [[sketch for sketches in families for sketch in sketches]] if families else []
-        for index, sketches in enumerate(families):
-            for done, new in refine(self.flat, sketches, self.bound.floor_bytes, self.config):
-                self._add(new)
-                self._report("polishing", (index + done) / (len(families) + 1))
-        for done, new in trade(self.flat, self.found, self.config):
-            self._add(new)
-            self._report("polishing", (len(families) + done) / (len(families) + 1))
+            families = [list(chain(*families))] if families else []
+        floor_bytes = self.task.bound.floor_bytes
+        starts = [[self.everything, *sketches] for sketches in families]
+        self._side_by_side(
+            {f"refined {i}": refine(self.flat, s, floor_bytes, self.config) for i, s in enumerate(starts)},
+            lambda name, done: self._report("polishing", 0.8 * done),
+        )
+        self._side_by_side(
+            {"traded": trade(self.flat, self._all(), self.config)},
+            lambda name, done: self._report("polishing", done),
+        )
 
-    def _add(self, new: list[Sketch]) -> None:
-        self.found += new
-        if time.monotonic() - self.start_s > self.config.timeout_s:
-            raise _TimeOut
+    def _side_by_side(self, searches: dict[str, Iterator[Sketch]], tell: Callable[[str, float], None]) -> None:
+        names = list(searches)
+        left = set(names)
+        self.found |= {name: [] for name in names}
+
+        def ended(position: int) -> None:
+            left.discard(names[position])
+            tell(names[position], 1 - len(left) / len(names))
+
+        side_by_side(list(searches.values()), [self.found[name] for name in names], self.deadline_s, ended)
+
+    def _all(self) -> list[Sketch]:
+        return list(chain(*self.found.values()))
 
     def _report(self, stage: str, done: float) -> None:
         self.tell(Progress(stage, done, self._gap()))
 
     def _gap(self) -> float | None:
         budget = self.problem.budget_bytes
-        times = [s.time_s for s in self.found if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
-        bound_s = self.bound.time_s(budget)
+        times = [s.time_s for s in self._all() if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
+        bound_s = self.task.bound.time_s(budget)
         return min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
-
-
-class _TimeOut(Exception):
-    pass
 
 
 def _candidate(problem: Problem, sketch: Sketch) -> Candidate:

@@ -17,24 +17,22 @@ from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
 
-Stage = tuple[float, list[Sketch]]  # the share of the work that is done, and what was found since the last stage
 
-
-def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config) -> Iterator[Stage]:
+def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config) -> Iterator[Sketch]:
     """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it."""
     a = flat.arrays
     rounds = _rounds(flat, config)
     start = pareto(sketches)
     found = list(start)
-    for index, sketch in enumerate(start[: config.descents]):
+    for sketch in start[: config.descents]:
         new = _descend(flat, sketch, floor_bytes, config)
         order = lower(a, sketch.order, floor_bytes, rounds, config.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
-        yield 0.4 * (index + 1) / config.descents, new
+        yield from new
     found = pareto(found)
     targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, config.grid) * config.passes
-    for index, target in enumerate(targets):
+    for target in targets:
         below = [s for s in found if s.peak_bytes <= target][-2:]
         above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
         new = [sketch_of(flat, s.solver, fill(a, s.order, target, 8)) for s in below]
@@ -42,14 +40,14 @@ def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config)
             order = lower(a, sketch.order, target, rounds // 4, config.width)
             new.append(sketch_of(flat, _lowered(sketch.solver), fill(a, order, target, 8)))
         found = pareto([*found, *new])
-        yield 0.4 + 0.6 * (index + 1) / len(targets), new
+        yield from new
 
 
-def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Stage]:
+def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Sketch]:
     """Exchange recomputations at each point of a front; a faster plan of a lower peak is taken on upwards."""
     thinned = thin(pareto(sketches), config.points)
     last: Sketch | None = None
-    for index, sketch in enumerate(thinned):
+    for sketch in thinned:
         if last is not None and last.time_s < sketch.time_s:
             sketch = last
         tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
@@ -57,7 +55,7 @@ def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Stage]
             order = exchange(flat.arrays, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
             sketch = sketch_of(flat, sketch.solver, order)
         last = sketch
-        yield (index + 1) / len(thinned), [sketch]
+        yield sketch
 
 
 def _rounds(flat: Flat, config: Config) -> int:
