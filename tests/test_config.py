@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from hypothesis import given
 import memplan
 from memplan.config import METHODS, PRESETS, Config
 from memplan.problem import Problem
-from memplan.solvers import Progress, solve_front
+from memplan.solvers import Progress, solve_front, threads
 from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
 from tests.test_solvers import CALM
 from tests.test_solvers import SMALL as SMALLER
@@ -157,15 +159,28 @@ def test_progress_tells_the_gap_at_the_budget() -> None:
     assert all(0 <= progress.done <= 1 for progress in told)
 
 
-def test_plans_are_the_same_on_any_number_of_threads() -> None:
-    import numba
-
+@pytest.mark.parametrize("cores", [1, 3])
+def test_plans_are_the_same_on_any_number_of_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = encoder_decoder_like()
-    before = numba.get_num_threads()
     first = solve_front(problem, SMALL)
-    numba.set_num_threads(1)
-    try:
-        second = solve_front(problem, SMALL)
-    finally:
-        numba.set_num_threads(before)
+    monkeypatch.setattr(threads, "_cores", lambda: cores)
+    second = solve_front(problem, SMALL)
     assert [p.order for p in first.points] == [p.order for p in second.points]
+
+
+def test_searches_side_by_side() -> None:
+    found: list[list[int]] = [[], []]
+    ended: list[int] = []
+    threads.side_by_side([iter(range(3)), iter(range(2))], found, time.monotonic() + 60, ended.append)
+    assert found == [[0, 1, 2], [0, 1]] and sorted(ended) == [0, 1]
+
+    def fails() -> Iterator[int]:
+        yield 7
+        raise ArithmeticError("of a search")
+
+    found = [[], []]
+    with pytest.raises(ArithmeticError, match="of a search"):
+        threads.side_by_side([fails(), itertools.count()], found, time.monotonic() + 60, ended.append)
+    assert found[0] == [7]
+    with pytest.raises(TimeoutError):
+        threads.side_by_side([itertools.count()], [[]], time.monotonic(), ended.append)
