@@ -116,6 +116,13 @@ class Plan:
         return self.time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
 
     @property
+    def overhead_gap(self) -> float | None:
+        """The same of the extra time alone: extra time / least extra time - 1, which is (time - lower bound) / (lower
+        bound - baseline time). None where the lower bound knows of no extra time."""
+        least_s = self.lower_bound_s - self.baseline_time_s
+        return (self.time_s - self.lower_bound_s) / least_s if least_s > 0 else None
+
+    @property
     def offloaded_bytes(self) -> int:
         """Bytes that the step copies to host memory, gradients of parameters that live there included."""
         values = self.problem.graph.values

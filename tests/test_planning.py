@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,14 @@ def test_the_report_says_what_a_user_asks() -> None:
     for words in ("budget", "unplanned", "lower bound", "smallest budget", "recomputed:", "transformer.h.", "AdamW"):
         assert words in text
     assert isinstance(copy.deepcopy(net), nn.Module)
+
+
+def test_the_gap_is_stated_of_the_time_and_of_the_extra_time() -> None:
+    plan = memplan.plan(*MODELS["gpt2"](0), 0.5)
+    least_s = plan.lower_bound_s - plan.baseline_time_s
+    assert least_s > 0 and plan.overhead_gap is not None
+    assert plan.gap == pytest.approx((plan.time_s - plan.lower_bound_s) / plan.lower_bound_s)
+    assert plan.overhead_gap == pytest.approx((plan.time_s - plan.baseline_time_s) / least_s - 1)
+    assert f"the extra time is at most {plan.overhead_gap:.1%} over the least" in plan.report()
+    loose = dataclasses.replace(plan, lower_bound_s=plan.baseline_time_s)
+    assert loose.overhead_gap is None and "the extra time" not in loose.report()

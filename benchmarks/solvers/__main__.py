@@ -21,6 +21,7 @@ from benchmarks.environment import environment
 from benchmarks.gpt8 import gpt8
 from benchmarks.solvers.capture import INSTANCES
 from memplan import config as configs
+from memplan.plans import Plan
 from memplan.problem import Problem
 from memplan.problem_file import load_problem
 from memplan.solvers import Front, solve_front
@@ -37,16 +38,14 @@ def instances() -> dict[str, Problem]:
 def row(problem: Problem, front: Front, share: float) -> dict[str, Any]:
     resident = problem.resident_bytes
     budget_bytes = resident + int(share * (front.keep_all.peak_bytes - resident))
-    chosen = front.best(budget_bytes)
-    baseline_s, bound_s = problem.baseline_time_s, front.bound.time_s(budget_bytes)
+    chosen, floor = front.best(budget_bytes), front.floor
     if chosen is None:
         return {"overhead": None, "gap": None, "share": None}
-    must_s = bound_s - baseline_s
-    return {
-        "overhead": chosen.time_s / baseline_s - 1,
-        "gap": chosen.time_s / bound_s - 1,
-        "share": (chosen.time_s - bound_s) / must_s if must_s > 0 else None,
-    }
+    plan = Plan(
+        problem, chosen.schedule, chosen.timeline, chosen.solver, front.bound.time_s(budget_bytes), floor.peak_bytes,
+        floor.time_s,
+    )  # fmt: skip
+    return {"overhead": plan.overhead, "gap": plan.gap, "share": plan.overhead_gap}
 
 
 def table(names: list[str], presets: list[str]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ def _headline(plan: Plan) -> list[str]:
     problem = plan.problem
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
+    extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
@@ -31,7 +32,7 @@ def _headline(plan: Plan) -> list[str]:
         f"  activations     {format_bytes(plan.activation_peak_bytes)}  with gradients and kernel scratch",
         f"time a step       {format_seconds(plan.time_s)}  ({baseline}; costs {problem.costs.source})",
         f"lower bound       {format_seconds(plan.lower_bound_s)}"
-        f"  (at most {plan.gap:.1%} faster is possible in this budget)",
+        f"  (at most {plan.gap:.1%} faster is possible in this budget{extra})",
         f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
         f"found by          {plan.solver}",
     ]
