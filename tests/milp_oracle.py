@@ -1,8 +1,10 @@
-"""Least recomputation of a block by other means: a mixed-integer programme, and a shortest path over sets.
+"""Least recomputation by other means: mixed-integer programmes, and a shortest path over sets.
 
-The programme follows Checkmate (Jain et al., arXiv 1910.02653): a stage for each backward op, and within a stage every
-forward op may run once, in topological order. HiGHS solves it through SciPy. The shortest path allows any order and any
-number of runs, and evicts values one by one; it only suits a dozen values.
+The programmes follow Checkmate (Jain et al., arXiv 1910.02653): a stage for each op that has to run, and within a stage
+every forward op may run again once, in topological order. `joint` has a stage for every op of a whole step;
+`checkmate` is the reduced one, for blocks too, whose stages are the backward ops, for the forward part runs once. HiGHS
+solves them through SciPy. The shortest path allows any order and any number of runs, and evicts values one by one; it
+only suits a dozen values.
 """
 
 from __future__ import annotations
@@ -68,7 +70,7 @@ def facts_of(block: LocalBlock) -> Facts:
 
     during, between = [], []
     live = {v: int(a.size_bytes[v]) for v in flat.makes[n]}
-    owed = 0  # memory that was there before the step and is given back
+    owed = block.incoming_bytes - sum(live.values())  # what stands outside, less memory that is given back
     for op in range(n, end):
         for v in flat.makes[op] if op > n else ():
             over = int(a.taken[v])
@@ -97,16 +99,34 @@ def facts_of(block: LocalBlock) -> Facts:
 def forward_trace(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[int, list[int]]:
     """(bytes saved at the boundary, bytes while each op runs for the first time) where these values are kept."""
     a, flat, f = block.flat.arrays, block.flat, facts_of(block)
-    during = []
+    between, during = first_runs(block)
     live: set[int] = set()
     for op in range(a.boundary):
-        state = {STATE + op} & saved
-        new = {v for v in f.makes[op] if not a.in_place[v]}
-        outside = sum(int(a.size_bytes[v]) for v in flat.makes[op] if v not in f.size and not a.in_place[v])
-        during.append(f.bytes_of(live | new | state) + int(a.scratch_bytes[op]) + outside)
-        live = (live | f.makes[op] | state) - f.takes[op]
+        during[op] += f.bytes_of(live | ({STATE + op} & saved))
+        live = (live | f.makes[op] | ({STATE + op} & saved)) - f.takes[op]
         live = {v for v in live if v in saved or any(v in flat.reads[q] for q in range(op + 1, a.boundary + 1))}
-    return f.bytes_of(live), during
+    outside = block.incoming_bytes - sum(int(a.size_bytes[v]) for v in flat.makes[a.boundary])
+    return between[-1] - outside + f.bytes_of(live), during
+
+
+def first_runs(block: LocalBlock) -> tuple[list[int], list[int]]:
+    """Bytes beside values that can go: before the first run of each forward op and after the last, and during it, its
+    own new memory included."""
+    a, flat = block.flat.arrays, block.flat
+    fixed = a.base_bytes
+    between, during = [fixed], []
+    for op in range(a.boundary):
+        new = sum(int(a.size_bytes[v]) for v in flat.makes[op] if not a.in_place[v])
+        during.append(fixed + new + int(a.scratch_bytes[op]))
+        for v in flat.makes[op]:
+            size, over = int(a.size_bytes[v]), int(a.taken[v])
+            tracked = over >= 0 and not a.held[over]
+            if a.held[v]:
+                fixed += size if not a.in_place[v] or tracked else 0
+            elif a.in_place[v] and not tracked:
+                fixed -= size  # it was there before the step, and goes with the value
+        between.append(fixed)
+    return between, during
 
 
 def forward_held(block: LocalBlock, saved: set[int] | frozenset[int]) -> tuple[int, int]:
@@ -157,9 +177,10 @@ def _moves(block: LocalBlock, f: Facts, budget: BlockBudget, step: int,
 
 @dataclass
 class _Programme:
-    """Rows of a mixed-integer programme: variables by name, each constraint as (coefficients, at most)."""
+    """A mixed-integer programme of variables 0 and 1 by name: a cost for some, constraints as (coefficients, limit)."""
 
     index: dict[tuple[object, ...], int]
+    cost: dict[int, float]
     rows: list[tuple[dict[int, float], float]]
 
     def var(self, *name: object) -> int:
@@ -171,90 +192,128 @@ class _Programme:
             row[variable] = row.get(variable, 0.0) + coefficient
         self.rows.append((row, limit))
 
+    def solved(self, limit_s: float) -> tuple[float, bool]:
+        """(least cost found, whether HiGHS closed it); infinite where it found nothing."""
+        if not self.rows:
+            return 0.0, True
+        cost = np.zeros(len(self.index))
+        cost[list(self.cost)] = list(self.cost.values())
+        data = [(x, i, j) for i, (row, _limit) in enumerate(self.rows) for j, x in row.items()]
+        values, rows, columns = zip(*data, strict=True)
+        matrix = csr_array((values, (rows, columns)), shape=(len(self.rows), len(cost)))
+        limits = np.array([limit for _row, limit in self.rows])
+        result = milp(cost, constraints=LinearConstraint(matrix, -np.inf, limits), integrality=np.ones(len(cost)),
+                      bounds=Bounds(0, 1), options={"time_limit": limit_s, "mip_rel_gap": 1e-9})  # fmt: skip
+        if result.status == 2:
+            return math.inf, True
+        return (float(result.fun) if result.x is not None else math.inf), result.status == 0
+
+
+Live = dict[int, int]  # value -> the variable that says whether it stands
+
+
+def variables(block: LocalBlock, whole: bool) -> int:
+    """About how many variables a programme has; whole: the joint one."""
+    f = facts_of(block)
+    stages = len(f.step_reads) + (len(f.reads) + 1 if whole else 0)
+    return stages * (len(f.size) + sum(2 + len(reads) for reads in f.reads))
+
 
 def checkmate(block: LocalBlock, budget: BlockBudget, limit_s: float = 60.0) -> tuple[float, bool]:
     """(least seconds of repeated runs, whether HiGHS closed it). Infinite where it proves that there is no schedule.
 
     One programme for everything: bytes saved, the forward peak and the backward peak.
     """
-    f = facts_of(block)
-    p = _Programme({}, [])
-    stages, ops = len(f.step_reads), len(f.reads)
-
-    def live(stage: int, position: int, v: int) -> int:
-        """v stands in memory after the op at this position of this stage; position -1 is the one before the first."""
-        return p.var("live", stage, position, v)
-
-    def run(stage: int, op: int) -> int:
-        return p.var("run", stage, op)
-
-    for t in range(stages):
-        for k in f.ops:
-            _one_position(p, f, budget, t, k, live, run)
-        for v in f.size:
-            last = live(t, ops - 1, v)
-            if v in f.step_reads[t]:
-                p.at_most(-1.0, (-1.0, last))
-            if t + 1 < stages:
-                p.at_most(0.0, (1.0, live(t + 1, -1, v)), (-1.0, last))
-                if v in f.step_takes[t]:
-                    p.at_most(0.0, (1.0, live(t + 1, -1, v)))
-        held = [(float(size), live(t, ops - 1, v)) for v, size in f.size.items()]
-        p.at_most(budget.backward_peak_bytes - f.during[t], *held)
-    if stages:
-        _boundary(p, block, f, budget, live)
-    return _solved(p, f, stages, limit_s)
+    f, p = facts_of(block), _Programme({}, {}, [])
+    if f.step_reads:
+        _boundary(p, block, f, budget)
+        _backward(p, f, budget.backward_peak_bytes)
+    return p.solved(limit_s)
 
 
-def _one_position(p: _Programme, f: Facts, budget: BlockBudget, t: int, k: int, live, run) -> None:  # type: ignore[no-untyped-def]
-    held: list[tuple[float, int]] = [(float(f.run_bytes[k]), run(t, k))]
-    if not f.again[k]:
-        p.at_most(0.0, (1.0, run(t, k)))
-    for v, size in f.size.items():
-        before, after = live(t, k - 1, v), live(t, k, v)
-        stands = p.var("stands", t, k, v)  # held while the op of this position runs, or would
-        held.append((float(size), stands))
-        if v in f.makes[k]:
-            p.at_most(0.0, (1.0, after), (-1.0, before), (-1.0, run(t, k)))
-            p.at_most(0.0, (1.0, after), (-1.0, run(t, k)), (-1.0, stands))
+def joint(block: LocalBlock, limit_bytes: int, limit_s: float = 60.0) -> tuple[float, bool]:
+    """The same for a whole step (`exact_step.whole_step`) within a peak. Forward ops may run again before the boundary,
+    too: this is never more than `checkmate`."""
+    f, p = facts_of(block), _Programme({}, {}, [])
+    between, during = first_runs(block)
+    for t in f.ops:
+        there = [v for v in f.size if _maker(block, v) < t]
+        live = _stage(p, f, t, range(t), {v: p.var("kept", t, v) for v in there}, between[t], limit_bytes)
+        state = [(float(f.size[STATE + t]), p.var("kept", t + 1, STATE + t))] if STATE + t in f.size else []
+        held = [(float(f.size[v]), live[v]) for v in there]
+        p.at_most(limit_bytes - during[t], *held, *state)
+        _afterwards(p, t, live, f.reads[t] - {STATE + t}, f.takes[t])
+    live = {v: p.var("kept", len(f.reads), v) for v in f.size}
+    live = _stage(p, f, len(f.reads), f.ops, live, between[-1], limit_bytes)
+    for v, last in live.items():
+        p.at_most(0.0, (1.0, p.var("kept", _after_boundary(f), v)), (-1.0, last))
+    _backward(p, f, limit_bytes)
+    return p.solved(limit_s)
+
+
+def _after_boundary(f: Facts) -> int:
+    """The number of the first backward op's stage."""
+    return len(f.reads) + 1
+
+
+def _maker(block: LocalBlock, v: int) -> int:
+    return v - STATE if v >= STATE else int(block.flat.arrays.producer[v])
+
+
+def _stage(p: _Programme, f: Facts, t: int, ops: range, live: Live, fixed_bytes: int, limit_bytes: int) -> Live:
+    """Repeated runs of these ops, in order; what stands after them. fixed_bytes: held beside values that can go.
+
+    What stands changes only where an op reads, makes or takes over a value, so that only there a value gets a variable.
+    """
+    live = dict(live)
+    for k in ops:
+        if not f.again[k]:
             continue
-        p.at_most(0.0, (1.0, after), (-1.0, stands))
-        p.at_most(0.0, (1.0, stands), (-1.0, before))
-        if v in f.reads[k]:
-            p.at_most(0.0, (1.0, run(t, k)), (-1.0, stands))
-        if v in f.takes[k]:
-            p.at_most(1.0, (1.0, run(t, k)), (1.0, after))
-    p.at_most(budget.backward_peak_bytes - f.between[t], *held)
+        run = p.var("run", t, k)
+        p.cost[run] = f.time_s[k]
+        held = [(float(f.size[v]), variable) for v, variable in live.items()]
+        p.at_most(limit_bytes - fixed_bytes, *held, (float(f.run_bytes[k]), run))
+        for v in f.reads[k] | f.takes[k]:
+            after = p.var("stands", t, k, v)
+            p.at_most(0.0, (1.0, run), (-1.0, live[v]))
+            p.at_most(0.0, (1.0, after), (-1.0, live[v]))
+            if v in f.takes[k]:
+                p.at_most(1.0, (1.0, run), (1.0, after))
+            live[v] = after
+        for v in f.makes[k]:
+            after = p.var("stands", t, k, v)
+            p.at_most(0.0, (1.0, after), (-1.0, live[v]), (-1.0, run))
+            live[v] = after
+    return live
 
 
-def _boundary(p: _Programme, block: LocalBlock, f: Facts, budget: BlockBudget, live) -> None:  # type: ignore[no-untyped-def]
-    base, _during = forward_trace(block, set())
-    kept = [(float(size), live(0, -1, v)) for v, size in f.size.items() if v not in f.cut]
-    p.at_most(budget.saved_bytes - base, *kept)
+def _afterwards(p: _Programme, t: int, live: Live, reads: set[int], takes: set[int]) -> None:
+    """The op of stage t runs: it reads and takes over; what stands then was there before."""
+    for v, last in live.items():
+        if v in reads | takes:
+            p.at_most(-1.0, (-1.0, last))
+        p.at_most(0.0, (1.0, p.var("kept", t + 1, v)), *([] if v in takes else [(-1.0, last)]))
+
+
+def _backward(p: _Programme, f: Facts, limit_bytes: int) -> None:
+    for t in range(len(f.step_reads)):
+        stage = _after_boundary(f) + t
+        live = {v: p.var("kept", stage, v) for v in f.size}
+        live = _stage(p, f, stage, f.ops, live, f.between[t], limit_bytes)
+        p.at_most(limit_bytes - f.during[t], *((float(f.size[v]), last) for v, last in live.items()))
+        _afterwards(p, stage, live, f.step_reads[t], f.step_takes[t])
+
+
+def _boundary(p: _Programme, block: LocalBlock, f: Facts, budget: BlockBudget) -> None:
+    """What is kept from the forward part."""
+    base, alone = forward_trace(block, set())
+    kept = {v: p.var("kept", _after_boundary(f), v) for v in f.size}
+    p.at_most(budget.saved_bytes - base, *((float(f.size[v]), kept[v]) for v in f.size if v not in f.cut))
     for v in f.barred:
-        p.at_most(0.0, (1.0, live(0, -1, v)))
+        p.at_most(0.0, (1.0, kept[v]))
     if budget.forward_peak_bytes >= NO_LIMIT:
         return
-    _bytes, alone = forward_trace(block, set())
     beside = {v: forward_trace(block, {v})[1] for v in f.size if v not in f.barred}
     for k in f.ops:  # what each saved value adds while an op runs for the first time does not depend on the others
-        ahead = [(float(held[k] - alone[k]), live(0, -1, v)) for v, held in beside.items()]
+        ahead = [(float(held[k] - alone[k]), kept[v]) for v, held in beside.items()]
         p.at_most(budget.forward_peak_bytes - alone[k], *ahead)
-
-
-def _solved(p: _Programme, f: Facts, stages: int, limit_s: float) -> tuple[float, bool]:
-    if not stages:
-        return 0.0, True
-    cost = np.zeros(len(p.index))
-    for name, column in p.index.items():
-        if name[0] == "run":
-            cost[column] = f.time_s[int(str(name[2]))]
-    data = [(x, i, j) for i, (row, _limit) in enumerate(p.rows) for j, x in row.items()]
-    values, rows, columns = zip(*data, strict=True)
-    matrix = csr_array((values, (rows, columns)), shape=(len(p.rows), len(p.index)))
-    limits = np.array([limit for _row, limit in p.rows])
-    result = milp(cost, constraints=LinearConstraint(matrix, -np.inf, limits), integrality=np.ones(len(cost)),
-                  bounds=Bounds(0, 1), options={"time_limit": limit_s, "mip_rel_gap": 1e-9})  # fmt: skip
-    if result.status == 2:
-        return math.inf, True
-    return (float(result.fun) if result.x is not None else math.inf), result.status == 0

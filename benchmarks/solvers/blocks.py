@@ -19,7 +19,7 @@ from memplan.problem import Problem
 from memplan.solvers.chain import coarse_cuts, make_chain
 from memplan.solvers.exact import BlockSearch, Grid, solve_grid
 from memplan.solvers.exact_block import Unsuited
-from memplan.solvers.expand import _last_reads, _outside
+from memplan.solvers.expand import last_reads, outside_of
 from memplan.solvers.flat import flatten
 from memplan.solvers.methods import merged_cuts
 from memplan.solvers.options import LocalBlock, cut_orders, localise
@@ -29,9 +29,9 @@ def distinct_blocks(problem: Problem, most_ops: int) -> Iterator[LocalBlock]:
     """Blocks between narrow cuts, of at most so many forward ops where cuts allow it; 0 for all cuts."""
     flat = flatten(problem)
     cuts = coarse_cuts(flat, 96)
-    last_read = _last_reads(flat)
+    last_read = last_reads(flat)
     chain = make_chain(flat, merged_cuts(flat, cuts, most_ops) if most_ops else cuts)
-    incoming = _outside(flat, chain, last_read).incoming
+    incoming = outside_of(flat, chain, last_read).incoming
     keys = tuple(op.key or op.kind for op in problem.graph.ops)
     seen = set()
     for index, part in enumerate(chain.blocks):

@@ -1,6 +1,7 @@
 """The models whose training steps are the instances of the solvers' table: real families, moderate sizes.
 
-`MODELS[name]()` gives a model in train mode and its sample. The last three are what no library at hand offers.
+`MODELS[name]()` gives a model in train mode and its sample. From `densenet` to `fno` they are what no library at hand
+offers; those after it are small enough for a mixed-integer programme of the whole step.
 """
 
 from __future__ import annotations
@@ -224,3 +225,31 @@ def fno() -> tuple[nn.Module, Sample]:
         nn.Conv2d(1, 32, 1), *(Fourier(32, 12) for _ in range(6)), nn.Conv2d(32, 64, 1), nn.GELU(), nn.Conv2d(64, 1, 1)
     )
     return net, torch.randn(4, 1, 64, 64)
+
+
+@model
+def perceptron() -> tuple[nn.Module, Sample]:
+    layers = [nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.LayerNorm(256)) for _ in range(4)]
+    return nn.Sequential(*layers, nn.Linear(256, 10)), torch.randn(512, 256)
+
+
+@model
+def small_resnet() -> tuple[nn.Module, Sample]:
+    """Two residual blocks."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
+    return ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(8, 3, 64, 64),
+        "labels": torch.randint(0, 2, (8,)),
+    }
+
+
+@model
+def gpt2_one_layer() -> tuple[nn.Module, Sample]:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=256, n_embd=256, n_layer=1, n_head=4, bos_token_id=None, eos_token_id=None
+    )
+    return GPT2LMHeadModel(config), _text()
