@@ -55,8 +55,8 @@ def apply(
     grads: "surface" puts each gradient into `.grad` in the middle of backward, as soon as it is final. "edges" gives
         all of them to autograd at the end of backward, which serves `torch.autograd.grad` and `backward(inputs=...)`.
     config: how the plan is looked for: a `Config` or the name of a preset ("auto", "noremat", "rotor", "checkmate",
-        "rockmate", "hilp", "hiremate"). None is "auto", the best of all. Ctrl-C during a long search takes the best
-        plan so far.
+        "rockmate", "hilp", "hiremate", "offmate"). None is "auto", the best of all. Ctrl-C during a long search takes
+        the best plan so far.
     host_budget: pinned host memory that the step may use, an int or "64GiB": activations are then offloaded to it, and
         parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model, on
         the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever. None: nothing is offloaded.

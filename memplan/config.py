@@ -8,7 +8,11 @@ Presets carry the names of the published systems whose method they run:
   minimum cuts where it is not.
 - "rockmate": a chain of blocks with many options for each, found exactly (Zhao et al., arXiv 2307.01236).
 - "hilp", "hiremate": the same hierarchically, on any graph (Gusak et al., HiRemate, 2024).
+- "offmate": those of "hiremate", with activations, weights, gradients and optimizer state on the host where that is
+  faster (OffMate, in the same repository as Rockmate). It takes a host budget; without one it is "hiremate".
 - "auto": all of them, and a local search from what they find. Never worse than any of the others.
+
+Whatever the preset, a plan that is given a host budget may offload, and is never slower than the same preset's without.
 """
 
 from __future__ import annotations
@@ -111,6 +115,7 @@ PRESETS: dict[str, Config] = {
     "rockmate": Config(("exact",), polish=False),
     "hilp": Config(("blocks", "exact", "hierarchy"), polish=False),
     "hiremate": Config(("blocks", "exact", "hierarchy"), polish=False),
+    "offmate": Config(("blocks", "exact", "hierarchy"), polish=False),
     "auto": Config(),
 }
 

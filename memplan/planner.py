@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Link, Problem, Roofline
 from memplan.report.progress import ProgressLine
-from memplan.residency import all_names, choose, floor_bytes
+from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
 from memplan.runtime import (
     EagerStep,
     Grads,
@@ -38,7 +39,7 @@ from memplan.runtime import (
     place,
 )
 from memplan.schedule import order_of
-from memplan.simulate import simulate
+from memplan.simulate import simulate, unplanned
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
 from memplan.solvers.offload import offload_bound_s
 from memplan.units import format_bytes, parse_bytes
@@ -233,13 +234,14 @@ class Planner:
                 update_bytes=here[1], extra_host_bytes=there[0],
             )  # fmt: skip
 
-        front = self._front(problem_of(all_names(parts)))
-        everything = front.keep_all.peak_bytes + problem.resident_bytes - problem_of(all_names(parts)).resident_bytes
-        limit, host_limit = self._limit(problem, everything), _limit(self.host_budget or 0, 0)
-        room = int(limit / (1 + self.margin))
+        plain, room_for = problem_of(frozenset()), 1 + self.margin
+        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), _limit(self.host_budget or 0, 0)
+        alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
+        front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
         least = floor_bytes(self.host or all_names(parts), front, problem_of)
-        chosen = choose(parts, front, problem_of, room, host_limit, self.host)
-        chosen = chosen or choose(parts, front, problem_of, limit, host_limit, self.host)
+        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
+        chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
             raise self._no_room(least, limit, host_limit)
         self.host = chosen.host
@@ -247,8 +249,8 @@ class Planner:
         bound_s = min(offload_bound_s(chosen.problem, limit), found.timeline.time_s)
         return Plan(
             dataclasses.replace(chosen.problem, budget_bytes=limit), found.schedule, found.timeline,
-            f"{found.solver}, with offload", bound_s, min(least, found.timeline.peak_bytes), found.timeline.time_s,
-            front.truncated,
+            found.solver, bound_s, min(least, found.timeline.peak_bytes), found.timeline.time_s,
+            front.truncated or (alone is not None and alone.truncated),
         )  # fmt: skip
 
     def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:

@@ -14,7 +14,6 @@ from memplan.problem import Graph, Op, Problem, Value
 from memplan.problem_file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
 from memplan.report.text import report_text
 from memplan.schedule import (
-    BOUNDARY,
     Boundary,
     Compute,
     Drop,
@@ -28,9 +27,8 @@ from memplan.schedule import (
     SurfaceGrads,
     Timeline,
     Wait,
-    schedule_of,
 )
-from memplan.simulate import simulate
+from memplan.simulate import simulate, unplanned
 
 _FORMAT = "memplan.plan"
 _VERSION = 2
@@ -85,10 +83,7 @@ class Plan:
 
     @cached_property
     def _baseline(self) -> Timeline:
-        problem = self.problem.all_on_device
-        graph = problem.graph
-        order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
-        return simulate(problem, schedule_of(graph, order))
+        return unplanned(self.problem)
 
     @property
     def baseline_peak_bytes(self) -> int:

@@ -4,6 +4,8 @@ Every parameter that lives there has to be fetched for the forward and for the b
 back; what that frees on the device (the parameter, its gradient, its optimizer state) is free all the time. So a few
 shares are tried, from none to all of them, each with every order of one front of recomputations, and the fastest is
 taken. A share is spread evenly over the step, so that copies of what lives on the host have computing to hide behind.
+
+The best schedule without any copies is the one to beat, so a host budget never makes a step slower.
 """
 
 from __future__ import annotations
@@ -53,19 +55,23 @@ def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
 def choose(
     movables: Sequence[Movable],
     front: Front,
+    alone: Front | None,
     problem_of: ProblemOf,
-    budget_bytes: int,
     host_budget_bytes: int,
     fixed: frozenset[str] | None,
+    budget_bytes: int,
 ) -> Residency | None:
     """The fastest step that keeps both budgets; None where there is none.
 
-    front: of the step without its movable parameters. fixed: the homes that were decided before, for another call.
+    front: of the step without its movable parameters. alone: of the step with all of them on the device, as it would be
+    planned without a host budget; None where that is known to be too large. fixed: the homes that were decided before,
+    for another call.
     """
-    candidates = front.spread(_ORDERS)
+    best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
     shares = [fixed] if fixed is not None else [spread_share(movables, share) for share in _SHARES]
-    best: Residency | None = None
     for host in dict.fromkeys(shares):
+        if best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s:
+            break  # nothing can be faster
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
         values = problem.graph.values
         gradients = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
@@ -73,11 +79,30 @@ def choose(
         room_bytes = host_budget_bytes - problem.graph.host_resident_bytes - gradients - problem.extra_host_bytes
         if room_bytes < 0:
             continue
+        orders = front.spread(_ORDERS)
+        if alone is not None and not host:
+            orders = (*alone.spread(_ORDERS), *orders)
         under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
-        found = solve_offload(problem, candidates, budget_bytes, room_bytes, under_s)
+        found = solve_offload(problem, orders, budget_bytes, room_bytes, under_s)
         if found is not None:
             best = Residency(host, problem, found)
     return best
+
+
+def _without_copies(alone: Front, problem_of: ProblemOf, budget_bytes: int) -> Residency | None:
+    """The fastest step that only recomputes."""
+    best = alone.best(budget_bytes)
+    if best is None:
+        return None
+    problem = dataclasses.replace(problem_of(frozenset()), budget_bytes=budget_bytes)
+    return Residency(frozenset(), problem, Offloaded(best.solver, best.schedule, best.timeline))
+
+
+def least_resident_bytes(problem: Problem) -> int:
+    """No schedule without copies holds less at its end: what is resident, and every gradient."""
+    values = problem.graph.values
+    held = sum(v.size_bytes for v in values if v.role == "gradient" and v.held and v.reuses is None)
+    return problem.resident_bytes + (0 if problem.accumulate else held)
 
 
 def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:

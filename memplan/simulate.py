@@ -24,6 +24,7 @@ from typing import TypeVar
 from memplan.errors import IllegalSchedule
 from memplan.problem import Op, Problem
 from memplan.schedule import (
+    BOUNDARY,
     Boundary,
     Compute,
     Drop,
@@ -37,6 +38,7 @@ from memplan.schedule import (
     SurfaceGrads,
     Timeline,
     Wait,
+    schedule_of,
 )
 
 _T = TypeVar("_T")
@@ -55,6 +57,14 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     except _Refusal as refusal:
         raise IllegalSchedule(len(schedule), str(refusal)) from None
     return machine.timeline()
+
+
+def unplanned(problem: Problem) -> Timeline:
+    """What the step comes to when it runs without a plan: every op once, everything on the device."""
+    problem = problem.all_on_device
+    graph = problem.graph
+    order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
+    return simulate(problem, schedule_of(graph, order))
 
 
 class _Refusal(Exception):

@@ -476,3 +476,30 @@ def test_a_model_on_the_meta_device_is_planned_for_a_card() -> None:
         memplan.plan(net, sample, 0.5, device="cpu")
     with pytest.raises(memplan.UnsupportedModel, match="materialise"):
         memplan.apply(net, sample, 1.0, costs=fast, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["handmade", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS)])
+def test_a_host_budget_never_makes_a_step_slower(name: str) -> None:
+    net, sample = MODELS[name](0)
+    optimizer = torch.optim.AdamW(net.parameters())
+    options = {"costs": "estimate", "optimizer": optimizer}
+    floor = memplan.plan(net, sample, 1.0, **options).floor_bytes  # type: ignore[arg-type]
+    for budget in (floor, int(1.1 * floor), 0.95):
+        alone = memplan.plan(net, sample, budget, **options)  # type: ignore[arg-type]
+        for host, link in (("1GiB", PCIE), ("1GiB", Link(1e6, 1e6)), (1, PCIE)):
+            plan = memplan.plan(net, sample, budget, host_budget=host, link=link, **options)  # type: ignore[arg-type]
+            assert plan.time_s <= alone.time_s
+            assert plan.problem.budget_bytes == alone.problem.budget_bytes
+            assert plan.lower_bound_s <= plan.time_s
+
+
+@pytest.mark.parametrize("preset", ["auto", "offmate"])
+def test_presets_offload_where_that_is_faster(preset: str) -> None:
+    net, sample = MODELS["handmade"](0)
+    options = {"costs": "estimate", "optimizer": torch.optim.AdamW(net.parameters()), "config": preset}
+    floor = memplan.plan(net, sample, 1.0, **options).floor_bytes  # type: ignore[arg-type]
+    alone = memplan.plan(net, sample, floor, **options)  # type: ignore[arg-type]
+    plan = memplan.plan(net, sample, floor, host_budget="1GiB", link=PCIE, **options)  # type: ignore[arg-type]
+    assert plan.offloaded_bytes and plan.time_s < alone.time_s
+    plan = memplan.plan(net, sample, int(0.7 * floor), host_budget="1GiB", link=PCIE, **options)  # type: ignore[arg-type]
+    assert plan.problem.graph.host_resident_bytes and plan.problem.extra_host_bytes

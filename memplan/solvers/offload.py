@@ -75,7 +75,7 @@ def solve_offload(
         timeline = simulate(problem, schedule)
         assert timeline.peak_bytes <= budget_bytes
         if timeline.host_peak_bytes <= host_bytes and timeline.time_s < under_s:
-            best, under_s = Offloaded(candidate.solver, schedule, timeline), timeline.time_s
+            best, under_s = Offloaded(f"{candidate.solver}, with offload", schedule, timeline), timeline.time_s
     return best
 
 
