@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from memplan.config import Config, ConfigLike, config_of
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
-from memplan.planner import BudgetLike, CostSource, LossFunction, Planner
+from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
 from memplan.problem import Link
 from memplan.runtime import Grads, OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
@@ -34,6 +34,7 @@ def apply(
     config: ConfigLike = None,
     host_budget: int | str | None = None,
     link: Link | None = None,
+    update: Update = "step",
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
@@ -61,6 +62,11 @@ def apply(
         parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model, on
         the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever. None: nothing is offloaded.
     link: speed of the connection to host memory, where it should not be measured.
+    update: "backward" updates each parameter with the optimizer as soon as its gradient arrives and frees the gradient,
+        so that gradients of the whole model never exist at once. `optimizer.step()` then finds none; go on calling it,
+        for it ends the step, as schedulers and hooks expect. Any optimizer of torch.optim but LBFGS. Nothing may look
+        at all gradients between backward and step: clipping by global norm finds none, and clips nothing;
+        accumulating over several batches, a GradScaler and several processes are refused.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -77,7 +83,17 @@ def apply(
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
     planner = Planner(
-        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link
+        budget,
+        loss_fn,
+        optimizer,
+        _device(device),
+        costs,
+        accumulate,
+        grads,
+        config_of(config),
+        host_budget,
+        link,
+        update,
     )
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -107,10 +123,21 @@ def plan(
     config: ConfigLike = None,
     host_budget: int | str | None = None,
     link: Link | None = None,
+    update: Update = "step",
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
-        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link
+        budget,
+        loss_fn,
+        optimizer,
+        _device(device),
+        costs,
+        accumulate,
+        grads,
+        config_of(config),
+        host_budget,
+        link,
+        update,
     )
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)

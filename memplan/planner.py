@@ -20,7 +20,8 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.homes import movables, with_homes
 from memplan.graph.margin import remember_margin
-from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.optimizer import optimizer_needs, update_needs
+from memplan.graph.updates import with_updates
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
 from memplan.problem import Budget, Costs, Link, Problem, Roofline
@@ -33,10 +34,12 @@ from memplan.runtime import (
     Step,
     TangentLayout,
     Transfers,
+    UpdatesInBackward,
     WholeStep,
     lower,
     measure_link,
     place,
+    refuse_update_in_backward,
 )
 from memplan.schedule import order_of
 from memplan.simulate import simulate, unplanned
@@ -46,6 +49,7 @@ from memplan.units import format_bytes, parse_bytes
 
 BudgetLike = int | float | str | Budget
 LossFunction = Callable[..., Any]
+Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Forward = Callable[..., Any]
 
@@ -59,7 +63,7 @@ class Planner:
     budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
     than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
-    copies of all steps, which share host memory.
+    copies of all steps, which share host memory. updates: what updates parameters in backward.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -73,12 +77,18 @@ class Planner:
     config: Config = field(default_factory=Config)
     host_budget: int | str | None = None
     link: Link | None = None
+    update: Update = "step"
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
     transfers: Transfers | None = None
+    updates: UpdatesInBackward | None = None
 
     def __post_init__(self) -> None:
+        if self.update not in ("step", "backward"):
+            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
+        if self.update == "backward":
+            refuse_update_in_backward(self.optimizer, self.accumulate, self.grads)
         if self.budget is not None:
             _device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.host_budget is None and isinstance(self.budget, Budget):
@@ -154,7 +164,20 @@ class Planner:
         sample: Sample | Call,
         tangents: dict[int, TangentLayout] | None = None,
     ) -> Capture:
-        return capture(model, forward, sample, self.loss_fn, self.device, tangents)
+        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents)
+        if self.update == "step":
+            return captured
+        assert self.optimizer is not None
+        needs = update_needs(self.optimizer, captured.traced.device)
+        if self.updates is not None:  # a later one of their plans
+            needs = {p: needs.get(p, 0) for p in self.updates.parameters}
+        update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured,
+            traced=with_updates(captured.traced, update_bytes),
+            expanded=None if expanded is None else with_updates(expanded, update_bytes),
+        )
 
     def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
@@ -162,7 +185,7 @@ class Planner:
         traced = captured.traced
         needs = (0, 0)  # with a host budget it depends on where parameters live
         if self.optimizer is not None and self.host_budget is None:
-            needs = optimizer_needs(self.optimizer, traced.device)
+            needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
         problem = Problem(traced.graph, costs, None, needs[0], self.accumulate, needs[1])
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
@@ -170,6 +193,13 @@ class Planner:
                 problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
             )
         return problem
+
+    def _optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:
+        """Bytes of its state, and what its step allocates after backward."""
+        if self.optimizer is None:
+            return 0, 0
+        state_bytes, step_bytes = optimizer_needs(self.optimizer, device, without)
+        return state_bytes, step_bytes if self.update == "step" else 0
 
     def _costs(self, model: nn.Module, captured: Capture, limit: int | None, quick: bool) -> Costs:
         if isinstance(self.costs, Roofline):
@@ -198,7 +228,7 @@ class Planner:
         if self.host_budget is not None:
             return self._plan_with_host(model, captured, problem)
         front = self._front(problem)
-        limit = self._limit(problem, front.keep_all.peak_bytes)
+        limit = self._limit(problem, unplanned(problem).peak_bytes)
         chosen = front.best(int(limit / (1 + self.margin))) or front.floor
         if chosen.peak_bytes > limit:
             raise self._infeasible(problem, front.floor, limit)
@@ -221,7 +251,7 @@ class Planner:
             return [parameters[name] for name in names]
 
         def state_bytes(left_out: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
-            return (0, 0) if self.optimizer is None else optimizer_needs(self.optimizer, device, left_out)
+            return self._optimizer_needs(device, left_out)
 
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
@@ -306,11 +336,18 @@ class Planner:
         captured = self._homed(captured)
         if any(p.is_meta for p in model.parameters()):
             raise UnsupportedModel("the model is on the meta device; materialise it first, then load weights")
+        if self.update == "backward" and self.updates is None:
+            assert self.optimizer is not None
+            self.updates = UpdatesInBackward(model, self.optimizer)
         if self.host is not None:
             self.device = captured.traced.device
             place(model, self.host, self.device, self.optimizer)
             captured.key.moved()
         step = WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
+        if self.updates is not None:
+            step.runner.store.updates = self.updates
+            self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}
+            self.updates.reads_done = (self.transfers or step.runner.store.transfers).reads_done
         if plan.problem.link is not None:
             self.transfers = step.runner.store.transfers = self.transfers or step.runner.store.transfers
         return step
@@ -340,6 +377,8 @@ class Planner:
         self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], error: UnsupportedModel
     ) -> Step:
         """A step for what can't be captured: unplanned where that fits the budget, else planned in part."""
+        if self.update == "backward":
+            raise error
         device = model_device(model)
         refuse_wrappers(model)
         if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):

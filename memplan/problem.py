@@ -30,6 +30,9 @@ class Value:
     reuses: the value whose memory this one takes over, where an op writes in place; that value is gone from then on.
     home: where it lives between steps. A parameter whose home is the host is fetched to the device to be read, and its
         gradient, whose home is the host too, is sent there once it is final.
+    updates: of a gradient: the parameters that are updated as soon as it is handed over, after which nothing may read
+        them and the gradient is gone. Empty where the caller updates them after the step. update_bytes: what that takes
+        for a while on the device.
     """
 
     name: str
@@ -38,6 +41,8 @@ class Value:
     held: bool = False
     reuses: int | None = None
     home: Home = "device"
+    updates: tuple[int, ...] = ()
+    update_bytes: int = 0
 
     @property
     def resident(self) -> bool:
@@ -207,11 +212,11 @@ class Problem:
 
     @property
     def all_on_device(self) -> Problem:
-        """The same step with every parameter and gradient on the device, as it runs without a plan."""
-        if all(v.home == "device" for v in self.graph.values):
+        """The same step with every parameter and gradient on the device to its end, as it runs without a plan."""
+        if all(v.home == "device" and not v.updates for v in self.graph.values):
             return self
         values = tuple(
-            replace(v, home="device", held=v.held or v.role == "gradient") if v.home == "host" else v
+            replace(v, home="device", held=v.held or v.role == "gradient", updates=(), update_bytes=0)
             for v in self.graph.values
         )
         extra_bytes = self.extra_resident_bytes + self.extra_host_bytes

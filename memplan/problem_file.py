@@ -200,6 +200,8 @@ def _read_value(content: Any, index: int) -> Value:
         Reader.typed(content, "held", bool),
         reuses,
         home,  # type: ignore[arg-type]
+        Reader.indices(content.get("updates", []), index, "updates"),
+        Reader.typed({"update_bytes": 0} | content, "update_bytes", int),
     )
 
 

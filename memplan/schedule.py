@@ -114,9 +114,11 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
     """A schedule that runs ops in this order (op indices, and `BOUNDARY` once).
 
     A read is served by the latest run before it of the op that makes the value, so each such instance is freed right
-    after its last read. The order is not judged here; `simulate` does that.
+    after its last read. A gradient with which parameters are updated at once is handed over when nothing reads those
+    any more. The order is not judged here; `simulate` does that.
     """
     drops = _last_uses(graph, order)
+    updates = update_positions(graph, order)
     runs: dict[int, int] = {}
     for ran in order:
         runs[ran] = runs.get(ran, 0) + 1
@@ -137,7 +139,11 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
         if again and left[index] == 0:
             steps.append(DropRng(index))
         steps.extend(Drop(v) for v in drops[position])
-        pending.extend(v for v in op.outputs if graph.values[v].role == "gradient")
+        for v in updates.get(position, ()):
+            steps.append(SurfaceGrads((v,)))
+            if not graph.values[v].held:
+                steps.append(Drop(v))
+        pending.extend(v for v in op.outputs if graph.values[v].role == "gradient" and not graph.values[v].updates)
         if len(pending) >= SURFACE_BATCH:
             steps.append(SurfaceGrads(tuple(pending)))
             pending = []
@@ -151,6 +157,28 @@ def order_of(schedule: Schedule) -> tuple[int, ...]:
     return tuple(
         step.op if isinstance(step, Compute) else BOUNDARY for step in schedule if isinstance(step, (Compute, Boundary))
     )
+
+
+def update_positions(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
+    """Gradients with which parameters are updated, by the position after which nothing reads those any more."""
+    gradients = [g for g in graph.gradients if graph.values[g].updates]
+    if not gradients:
+        return {}
+    gradients_of: dict[int, list[int]] = {}
+    for g in gradients:
+        for parameter in graph.values[g].updates:
+            gradients_of.setdefault(parameter, []).append(g)
+    last: dict[int, int] = {}
+    for position, index in enumerate(order):
+        if index == BOUNDARY:
+            continue
+        op = graph.ops[index]
+        last.update((v, position) for v in op.outputs if graph.values[v].updates)
+        last.update((g, position) for v in op.inputs for g in gradients_of.get(v, ()) if g in last)
+    found: dict[int, list[int]] = {}
+    for g in gradients:
+        found.setdefault(last[g], []).append(g)
+    return found
 
 
 def _last_uses(graph: Graph, order: Sequence[int]) -> list[list[int]]:
@@ -168,7 +196,7 @@ def _last_uses(graph: Graph, order: Sequence[int]) -> list[list[int]]:
             value = values[v]
             if value.reuses is not None:
                 consumed.add(value.reuses)
-            if not (read_later[v] or value.held or value.resident):
+            if not (read_later[v] or value.held or value.resident or value.updates):
                 drops[position].append(v)
             read_later[v] = False
         for v in op.inputs:

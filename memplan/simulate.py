@@ -9,7 +9,8 @@ What is counted, in the order in which the runtime does it:
 - an output that is still live when its op runs again is made a second time and thrown away after the run;
 - an op that writes in place takes over the memory of the value that it overwrites;
 - replaying a random op holds one more generator state while it runs;
-- the optimizer's step comes last, where one was declared.
+- the optimizer's step comes last, where one was declared; where parameters are updated with their gradients as those
+  are handed over, each update has its own moment.
 
 Copies to and from host memory run beside the ops, one after the other in each direction. A copy begins when it is
 issued, or when its direction is free. Legal is only what a wait makes sure of: what is being fetched can't be read,
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
-from memplan.problem import Op, Problem
+from memplan.problem import Op, Problem, Value
 from memplan.schedule import (
     BOUNDARY,
     Boundary,
@@ -92,6 +93,7 @@ class _Machine:
         self.runs = [0] * len(graph.ops)
         self.saved_rng: set[int] = set()
         self.surfaced: set[int] = set()
+        self.updated: set[int] = set()
         self.next_random = 0
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
         self.in_backward = False
@@ -143,6 +145,8 @@ class _Machine:
         for v in op.inputs:
             if not live[v]:
                 raise _Refusal(self._missing(op, v))
+            if v in self.updated:
+                raise _Refusal(f"{op.name} reads {values[v].name}, which has been updated")
             if self._being_copied(v, "in"):
                 raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
         new_bytes = gone_bytes = 0
@@ -254,6 +258,9 @@ class _Machine:
             if value.role != "gradient" or index in self.surfaced:
                 raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
             self.surfaced.add(index)
+            if value.updates:
+                self._update(value)
+                peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
             if value.home == "host":
                 if not self.on_host[index] or index in self.copying:
                     raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
@@ -263,6 +270,13 @@ class _Machine:
             if self.problem.accumulate:
                 self.live_bytes -= value.size_bytes
         return peak
+
+    def _update(self, gradient: Value) -> None:
+        for parameter in gradient.updates:
+            if parameter in self.copying:
+                raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
+            self.updated.add(parameter)
+        self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -282,6 +296,8 @@ class _Machine:
         value = _indexed(index, self.graph.values, "value")
         if self.live[index] or not self.on_host[index] or index in self.copying:
             raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host, or being copied")
+        if index in self.updated:
+            raise _Refusal(f"{value.name} can't be fetched: it has been updated")
         self.live[index] = True
         self.live_bytes += value.size_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)

@@ -63,5 +63,5 @@ def with_homes(traced: Traced, host: Collection[str]) -> Traced:
         values[movable.value] = dataclasses.replace(values[movable.value], home="host")
         if movable.gradient is not None:
             gradient = values[movable.gradient]
-            values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False)
+            values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False, update_bytes=0)
     return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

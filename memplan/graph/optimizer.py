@@ -24,38 +24,79 @@ def optimizer_needs(
 
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
-    counts = {id(t): (t.item(), t.dtype) for t in states if not t.dim() and t.device.type == "cpu"}
     with private.FakeTensorMode(allow_non_fake_inputs=True):
-        memo: dict[int, Any] = {key: torch.tensor(number, dtype=dtype) for key, (number, dtype) in counts.items()}
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                there = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
-                fake = torch.nn.Parameter(there, parameter.requires_grad)
-                fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
-                memo[id(parameter)] = fake
-        for t in states:
-            if id(t) not in memo:  # it will be where its parameter is
-                memo[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+        memo = _fakes(optimizer, device)
         twin = _twin(optimizer, memo)
         elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
         for group in twin.param_groups:
             group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
-        meter = _AllocationMeter(device)
-        try:
-            with meter, torch.no_grad():
-                type(optimizer).step(twin)  # not optimizer.step: schedulers replace that on the instance
-        except Exception as error:
-            raise UnsupportedModel(
-                f"the memory of {type(optimizer).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
-                "and allow for its state in the budget"
-            ) from error
+        peak_bytes = _step(twin, device)
         state_bytes = _state_bytes(twin, device)
         left_out = {id(p) for p in without}
         grown = state_bytes - _state_bytes(optimizer, device, left_out)
-        return state_bytes, max(0, meter.peak_bytes - grown)
+        return state_bytes, max(0, peak_bytes - grown)
+
+
+def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
+    """Bytes that updating each parameter by itself allocates beyond its state, with parameters on `device`.
+
+    Raises UnsupportedModel as `optimizer_needs` does.
+    """
+    found: dict[torch.Tensor, int] = {}
+    known: dict[Any, int] = {}
+    with private.FakeTensorMode(allow_non_fake_inputs=True):
+        twin = _twin(optimizer, _fakes(optimizer, device))
+        for index, (group, fakes) in enumerate(zip(optimizer.param_groups, twin.param_groups, strict=True)):
+            for parameter, fake in zip(group["params"], fakes["params"], strict=True):
+                if not parameter.requires_grad:
+                    continue
+                key = (index, fake.shape, fake.stride(), fake.dtype, tuple(twin.state.get(fake, ())))
+                if key not in known:
+                    alone = copy.copy(twin)
+                    alone.param_groups = [{**fakes, "params": [fake]}]
+                    alone.state = defaultdict(dict, {fake: twin.state[fake]} if fake in twin.state else {})
+                    before_bytes = _state_bytes(alone, device)
+                    peak_bytes = _step(alone, device)
+                    known[key] = max(0, peak_bytes - (_state_bytes(alone, device) - before_bytes))
+                found[parameter] = known[key]
+    return found
+
+
+def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, Any]:
+    """Fake tensors for parameters, with gradients, and for state, by the id of what they stand for."""
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
+    counts = [t for t in states if not t.dim() and t.device.type == "cpu"]
+    memo: dict[int, Any] = {}
+    for t in counts:
+        with private.outside_of_tracing():
+            number = t.item()
+        memo[id(t)] = torch.tensor(number, dtype=t.dtype)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            there = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+            fake = torch.nn.Parameter(there, parameter.requires_grad)
+            fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
+            memo[id(parameter)] = fake
+    for t in states:
+        if id(t) not in memo:  # it will be where its parameter is
+            memo[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+    return memo
+
+
+def _step(twin: torch.optim.Optimizer, device: torch.device) -> int:
+    """Step a twin; the most bytes that it allocated."""
+    meter = _AllocationMeter(device)
+    try:
+        with meter, torch.no_grad():
+            type(twin).step(twin)  # not twin.step: schedulers replace that on the instance
+    except Exception as error:
+        raise UnsupportedModel(
+            f"the memory of {type(twin).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
+            "and allow for its state in the budget"
+        ) from error
+    return meter.peak_bytes
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -85,7 +126,12 @@ class _AllocationMeter(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         inputs = torch.utils._pytree.tree_leaves((args, kwargs))
         given = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)}
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except private.DATA_DEPENDENT_ERRORS:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1  # a number such as a norm (Adafactor) says by how much to update, not what that takes
         for tensor in torch.utils._pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
                 if storage_key(tensor) not in given and storage_key(tensor) not in self._known:

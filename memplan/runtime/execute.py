@@ -24,6 +24,7 @@ from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, restore_rng
 from memplan.runtime.transfers import Transfers
+from memplan.runtime.updates import UpdatesInBackward
 
 
 class OtherTangents(PlanMismatch):
@@ -45,11 +46,12 @@ class Written:
 class ParameterStore:
     """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
 
-    transfers: the model's copies to and from host memory.
+    transfers: the model's copies to and from host memory. updates: the optimizer in its backward, where there is one.
     """
 
     def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
         self.transfers = Transfers(device)
+        self.updates: UpdatesInBackward | None = None
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -248,8 +250,9 @@ class Runner:
         run = self._backward_for(tangents)
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
+        updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
-            with self._without_autocast(), self._watched(lambda watch: watch.backward()):
+            with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
                 results = self._run(run, arguments)
         except BaseException:
             self.store.transfers.settle()

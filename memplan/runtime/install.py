@@ -21,6 +21,7 @@ from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentL
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.step import Step, WholeStep
+from memplan.runtime.updates import UpdatesInBackward
 from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
@@ -36,6 +37,7 @@ class Planner(Protocol):
     """What makes steps for calls that no step serves."""
 
     margin: float
+    updates: UpdatesInBackward | None
 
     def step(
         self, model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, known: Sequence[Step] = ()
@@ -133,6 +135,8 @@ class PlannedForward:
     def add(self, step: Step) -> Step:
         """Take a step in, as the one that was used last."""
         step.settle(self.model)
+        if vars(self.model).get("forward") is self:
+            self.install()  # the first plan says what else that takes
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
@@ -140,6 +144,7 @@ class PlannedForward:
             step.runner.keeps_buffers = self._on_oom == "replan"
             # An optimizer that steps in backward holds what no plan knows of.
             in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
+            in_backward |= self._planner.updates is not None  # which makes its state in the first steps
             if not self._observed and not step.provisional and not in_backward:
                 self._observed = True
                 runner, done = step.runner, functools.partial(self._compare, step)
@@ -282,9 +287,13 @@ class PlannedForward:
 
     def install(self) -> None:
         self.model.forward = self
+        if self._planner.updates is not None:
+            self._planner.updates.install()
 
     def uninstall(self) -> None:
         """Put the original forward back."""
+        if self._planner.updates is not None:
+            self._planner.updates.remove()
         if self._own_attribute:
             self.model.forward = self.original
         else:

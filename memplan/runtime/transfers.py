@@ -154,6 +154,7 @@ class Transfers:
         self.slabs: list[torch.Tensor] = []
         self.allocations = 0
         self._host: set[int] = set()
+        self._reads: dict[int, Any] = {}
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -191,6 +192,16 @@ class Transfers:
         self.streams.wait(ticket.event)
         self._kept.pop(id(ticket.event), None)
         return ticket.data
+
+    def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
+        """Remember that a copy reads a parameter that lives on the host."""
+        self._reads[parameter.data_ptr()] = ticket.event
+
+    def reads_done(self, parameter: torch.Tensor) -> None:
+        """Return when no copy reads a parameter that lives on the host, so that it can be written to."""
+        event = self._reads.pop(parameter.data_ptr(), None)
+        if event is not None:
+            self.streams.finish(event)
 
     def settle(self) -> None:
         """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
@@ -265,7 +276,10 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
     held = source.data if isinstance(source, Ticket) else _bytes_of(source)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
-    return slab.transfers.begin(slab, "in", held, target)
+    ticket = slab.transfers.begin(slab, "in", held, target)
+    if isinstance(source, torch.Tensor):
+        slab.transfers.read(source, ticket)
+    return ticket
 
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:

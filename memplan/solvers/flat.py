@@ -75,8 +75,12 @@ class Flat:
         return len(self.reads)
 
 
-def flatten(problem: Problem) -> Flat:
-    """Lower a problem into arrays."""
+def flatten(problem: Problem, updates: bool = True) -> Flat:
+    """Lower a problem into arrays.
+
+    updates: count what updating a parameter takes as scratch of the op that makes its gradient: that is where it nearly
+    always happens, and never too little there. False leaves it out, for a bound.
+    """
     graph = problem.graph
     values = graph.values
     tracked = [not (v.resident or v.role == "tangent") for v in values]
@@ -101,14 +105,14 @@ def flatten(problem: Problem) -> Flat:
         taken=_ints(taken_of),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
-        gradient=np.array([v.role == "gradient" and v.home == "device" for v in values], dtype=np.bool_),
+        gradient=np.array([v.role == "gradient" and v.home == "device" and not v.updates for v in values], np.bool_),
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
         rerunnable=np.array(rerunnable, dtype=np.bool_),
         deferrable=np.array(_deferrable(graph, reads), dtype=np.bool_),
         random=np.array([op.random for op in graph.ops], dtype=np.bool_),
         time_s=np.array(problem.costs.time_s, dtype=np.float64),
-        scratch_bytes=_ints(problem.costs.scratch_bytes),
+        scratch_bytes=_ints(_scratch_with_updates(problem) if updates else problem.costs.scratch_bytes),
         rng_state_bytes=graph.rng_state_bytes,
         base_bytes=problem.resident_bytes,
         tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
@@ -117,6 +121,14 @@ def flatten(problem: Problem) -> Flat:
     )
     lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
     return Flat(arrays, tuple(reads), tuple(makes), lost_late)
+
+
+def _scratch_with_updates(problem: Problem) -> list[int]:
+    values = problem.graph.values
+    return [
+        max(scratch_bytes, *(values[v].update_bytes for v in op.outputs), 0)
+        for op, scratch_bytes in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
+    ]
 
 
 def _arrays(reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], **rest: Any) -> Arrays:

@@ -117,6 +117,7 @@ class _Search:
     def __init__(self, problem: Problem, config: Config, tell: Tell) -> None:
         self.problem, self.config, self.tell = problem, config, tell
         self.flat = flatten(problem)
+        self.updates = any(v.updates for v in problem.graph.values)
         self.deadline_s = time.monotonic() + config.timeout_s
         self.everything = sketch_of(self.flat, "keep all", keep_all(self.flat))
         self.found: dict[str, list[Sketch]] = {"keep all": [self.everything]}
@@ -131,7 +132,12 @@ class _Search:
         except (KeyboardInterrupt, TimeoutError):
             self.truncated = True
         points = [_candidate(self.problem, sketch) for sketch in pareto(self._all())]
-        return Front(tuple(points), _candidate(self.problem, self.everything), self.task.bound, self.truncated)
+        everything = _candidate(self.problem, self.everything)
+        fetches = any(v.fetched for v in self.problem.graph.values)  # then orders are no schedules by themselves
+        if self.updates and not fetches:  # sketches know only about when they happen
+            points = pareto([_accounted(point) for point in points])
+            everything = _accounted(everything)
+        return Front(tuple(points), everything, self.task.bound, self.truncated)
 
     def _search(self) -> None:
         """Run the methods, and look for the lower bound, of which moments are made."""
@@ -144,7 +150,8 @@ class _Search:
         """The lower bound, and schedules that suit it."""
         config = self.config
         moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
-        bound = bound_of(self.flat, self.problem.baseline_time_s, moments, config.cuts)
+        relaxed = flatten(self.problem, updates=False) if self.updates else self.flat
+        bound = bound_of(relaxed, self.problem.baseline_time_s, moments, config.cuts)
         self.task = dataclasses.replace(self.task, bound=bound)
         if "moments" in config.methods:
             yield from METHODS["moments"](self.task)
@@ -189,6 +196,11 @@ class _Search:
         times = [s.time_s for s in self._all() if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
         bound_s = self.task.bound.time_s(budget)
         return min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
+
+
+def _accounted(point: Candidate) -> Candidate:
+    """The same with the accountant's peak."""
+    return dataclasses.replace(point, peak_bytes=point.timeline.peak_bytes)
 
 
 def _candidate(problem: Problem, sketch: Sketch) -> Candidate:

@@ -37,6 +37,7 @@ from memplan.schedule import (
     Timeline,
     Wait,
     schedule_of,
+    update_positions,
 )
 from memplan.simulate import simulate
 from memplan.solvers.bound import backward_bytes, needed_after
@@ -110,7 +111,7 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     fetched = sum(values[v].size_bytes for v in read if values[v].fetched)
     sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
     found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
-    flat = flatten(problem)
+    flat = flatten(problem, updates=False)
     at_boundary = int(backward_bytes(flat)[0])
     for cut in saved_sets(flat, needed_after(flat, graph.boundary), cuts):
         slope = cut.line_s_per_byte
@@ -153,6 +154,7 @@ class _Places:
     gaps: list[_Gap] = field(init=False)
     closed: list[_Gap] = field(init=False)
     makers: dict[int, list[int]] = field(init=False)  # positions of the runs that make a value
+    updated: dict[int, list[int]] = field(init=False)  # gradients by the position after which parameters are updated
 
     def __post_init__(self) -> None:
         flat = flatten(self.problem)
@@ -164,12 +166,24 @@ class _Places:
         self.update_peak_bytes = updating if self.problem.update_bytes else 0
         seconds = [0.0 if op == BOUNDARY else self.problem.costs.time_s[op] for op in self.order]
         self.begin_s = np.concatenate([[0.0], np.cumsum(seconds)])
+        self._count_late_updates()
         self.gaps, self.closed = [], []
         self.makers = defaultdict(list)
         for position, index in enumerate(self.order):
             for v in () if index == BOUNDARY else self.problem.graph.ops[index].outputs:
                 self.makers[v].append(position)
         self._find_gaps()
+
+    def _count_late_updates(self) -> None:
+        """Gradients whose parameters are read once more after they are there: they stay, and their update is later."""
+        values = self.problem.graph.values
+        made = {v: p for p, op in enumerate(self.order) if op != BOUNDARY for v in self.problem.graph.ops[op].outputs}
+        self.updated = update_positions(self.problem.graph, self.order)
+        for position, gradients in self.updated.items():
+            for g in gradients:
+                if values[g].home == "device" and made[g] < position:
+                    self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
+                    self.held[position] += values[g].update_bytes
 
     # -- which gaps -------------------------------------------------------------------------------------------------
 
@@ -305,7 +319,7 @@ class _Places:
             if isinstance(step, Drop) and values[step.value].home == "host":
                 continue
             if isinstance(step, SurfaceGrads):
-                late += [v for v in step.values if values[v].home == "host"]
+                late += [v for v in step.values if values[v].home == "host" and not values[v].updates]
                 step = SurfaceGrads(tuple(v for v in step.values if values[v].home == "device"))
                 if not step.values:
                     continue
@@ -338,6 +352,8 @@ class _Places:
         fetches: dict[int, list[Step]] = defaultdict(list)
         waits: dict[int, list[Step]] = defaultdict(list)
         after: dict[int, list[Step]] = defaultdict(list)
+        updates: dict[int, list[Step]] = defaultdict(list)
+        read_to = {v: position for position, gradients in self.updated.items() for v in gradients}
         last: dict[tuple[int, int], _Gap] = {}
         for gap in sorted(self.closed, key=lambda g: (g.start, g.stop, g.value)):
             last[gap.value, self._made_before(gap)] = gap
@@ -346,6 +362,8 @@ class _Places:
             if gap.copies:
                 after[gap.start].append(Offload(v))
                 leaves[gap.gone] += [Wait(v), Drop(v)]
+                if values[v].updates:  # on the host, once the device has read the parameter for the last time
+                    updates[max(gap.gone, read_to[v] + 1)].append(SurfaceGrads((v,)))
             elif gap.start >= 0:
                 leaves[gap.gone].append(Drop(v))
             if gap.stop == end:
@@ -355,4 +373,4 @@ class _Places:
             if values[v].home == "device" and last[v, self._made_before(gap)] is gap:
                 waits[gap.stop].append(DropHost(v))
         positions = range(end + 1)
-        return defaultdict(list, {p: leaves[p] + fetches[p] + waits[p] for p in positions}), after
+        return defaultdict(list, {p: leaves[p] + updates[p] + fetches[p] + waits[p] for p in positions}), after

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -28,15 +28,6 @@ def sketch_of(flat: Flat, solver: str, order: Ints) -> Sketch:
     return Sketch(int(peak), float(time_s), solver, order)
 
 
-def pareto(sketches: Iterable[Sketch]) -> list[Sketch]:
-    """The legal ones that no other beats in both peak and time: peaks rise, times fall."""
-    kept: list[Sketch] = []
-    for sketch in sorted(sketches, key=lambda s: (s.peak_bytes, s.time_s, len(s.order))):
-        if sketch.peak_bytes >= 0 and (not kept or sketch.time_s < kept[-1].time_s):
-            kept.append(sketch)
-    return kept
-
-
 class Point(Protocol):
     @property
     def peak_bytes(self) -> int: ...
@@ -44,7 +35,22 @@ class Point(Protocol):
     def time_s(self) -> float: ...
 
 
+class Ordered(Point, Protocol):
+    @property
+    def order(self) -> Sized: ...
+
+
 _Point = TypeVar("_Point", bound=Point)
+_Ordered = TypeVar("_Ordered", bound=Ordered)
+
+
+def pareto(sketches: Iterable[_Ordered]) -> list[_Ordered]:
+    """The legal ones that no other beats in both peak and time: peaks rise, times fall."""
+    kept: list[_Ordered] = []
+    for sketch in sorted(sketches, key=lambda s: (s.peak_bytes, s.time_s, len(s.order))):
+        if sketch.peak_bytes >= 0 and (not kept or sketch.time_s < kept[-1].time_s):
+            kept.append(sketch)
+    return kept
 
 
 def thin(points: Sequence[_Point], limit: int) -> list[_Point]:

@@ -1,0 +1,156 @@
+"""Updates parameters in the middle of backward, each as its gradient arrives, with the user's own optimizer.
+
+A hook on each parameter steps a look at the optimizer: one that shares its state and settings and has that parameter
+alone. The gradient is freed then, so the user's `optimizer.step()` finds none, and ends the step.
+
+Parameters on the device are updated there, in line with the ops. Those on the host are updated on a thread of their
+own, beside what the device computes; backward returns when that is done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+
+_SCALED = 1.0  # a loss whose gradient is more than this was multiplied by a GradScaler
+
+
+def refuse_update_in_backward(optimizer: torch.optim.Optimizer | None, accumulate: bool, grads: str) -> None:
+    """Raise ValueError where parameters can't be updated one by one as their gradients arrive, with the reason."""
+    if optimizer is None:
+        raise ValueError("update='backward' needs optimizer=, which does the updating")
+    if accumulate:
+        raise ValueError(
+            "update='backward' uses each gradient up at once, so nothing can be accumulated over several batches. "
+            "Leave accumulate=True out, or update='backward'"
+        )
+    if grads != "surface":
+        raise ValueError("update='backward' takes gradients as they surface; leave grads='edges' out")
+    step = type(optimizer).step
+    if isinstance(optimizer, torch.optim.LBFGS) or not step.__module__.startswith("torch.optim."):
+        raise ValueError(
+            "update='backward' needs an optimizer that updates each parameter by itself, and memplan knows that only "
+            f"of those in torch.optim (but LBFGS), not of {type(optimizer).__module__}.{type(optimizer).__qualname__}. "
+            "Give the optimizer that it wraps, or leave update='backward' out"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError("update='backward' can't differentiate through the update; set differentiable=False")
+
+
+class UpdatesInBackward:
+    """The hooks on one model's parameters that step one optimizer.
+
+    host: parameters that live on the host. reads_done: returns when nothing is fetching such a parameter any more.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.host: Collection[nn.Parameter] = ()
+        self.reads_done: Callable[[torch.Tensor], None] = lambda parameter: None
+        self._optimizer = optimizer
+        self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self.parameters = [p for p in model.parameters() if p.requires_grad and p in self._groups]
+        if any(p._post_accumulate_grad_hooks for p in self.parameters):
+            raise ValueError(
+                "update='backward' frees each gradient, but other hooks take gradients as they arrive (an optimizer in "
+                "backward, ZeRO). Remove those, or leave update='backward' out"
+            )
+        self._handles: list[Any] = []
+        self._updated: set[nn.Parameter] = set()
+        self._worker: ThreadPoolExecutor | None = None
+        self._begun = False
+        self._running: list[Future[None]] | None = None  # None: nobody waits for a thread
+
+    def install(self) -> None:
+        """Put the hooks on."""
+        if self._handles:
+            return
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]
+        self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._updated = [], set()
+        if self._worker is not None:
+            self._worker.shutdown()
+            self._worker = None
+
+    @contextlib.contextmanager
+    def around_backward(self, tangents: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Around a planned backward pass: parameters on the host are updated beside it, and before it ends.
+
+        tangents: the gradients that it starts from.
+        """
+        self._refuse(tangents)
+        self._running = []
+        try:
+            yield
+        finally:
+            running, self._running = self._running, None
+            failures = [future.exception() for future in running]
+        for failure in failures:
+            if failure is not None:
+                raise failure
+
+    def _refuse(self, tangents: Iterable[torch.Tensor]) -> None:
+        if self._updated:
+            raise RuntimeError(
+                "memplan: a second backward before optimizer.step(). With update='backward' each backward updates the "
+                "parameters, so gradients can't be accumulated; call optimizer.step() after each (it ends the step)"
+            )
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            if torch.distributed.get_world_size() > 1:
+                raise RuntimeError(
+                    "memplan: update='backward' would update with the gradients of one process alone, before DDP or "
+                    "ZeRO have summed them. Plan without it"
+                )
+        first, self._begun = not self._begun, True  # reading a number from a device waits for it
+        if first and any(t.numel() == 1 and t.item() > _SCALED for t in tangents):
+            raise RuntimeError(
+                "memplan: the loss arrives multiplied by more than 1, as a GradScaler does it, and update='backward' "
+                "can neither undo that nor skip a step. Train in bfloat16 without a scaler, or plan without it; a "
+                "factor of your own belongs into the model or loss_fn"
+            )
+
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        if parameter in self._updated:
+            self._refuse(())
+        self._updated.add(parameter)
+        gradient, parameter.grad = parameter.grad, None
+        if self._running is None or parameter not in self.host:
+            self._update(parameter, gradient)
+            return
+        if self._worker is None:
+            self._worker = ThreadPoolExecutor(1, "memplan-updates")
+        self._running.append(self._worker.submit(self._update_on_host, parameter, gradient))
+
+    def _update_on_host(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        self.reads_done(parameter)
+        self._update(parameter, gradient)
+
+    def _update(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """What `optimizer.step()` would do to this parameter."""
+        optimizer = self._optimizer
+        view = object.__new__(type(optimizer))
+        view.__dict__.update(optimizer.__dict__)  # the state is shared
+        view.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+        view.param_groups = [{**optimizer.param_groups[self._groups[parameter]], "params": [parameter]}]
+        parameter.grad = gradient
+        try:
+            type(optimizer).step(view)
+        finally:
+            parameter.grad = None
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Before the user's `optimizer.step()`."""
+        if len(args) > 1 or kwargs.get("closure") is not None:
+            raise RuntimeError("memplan: with update='backward' optimizer.step() takes no closure; call it without one")
+        self._updated.clear()
