@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from memplan.errors import UnsupportedModel as UnsupportedModel
     from memplan.plans import Plan as Plan
     from memplan.problem import Budget as Budget
+    from memplan.problem import Buffers as Buffers
     from memplan.problem import Link as Link
     from memplan.problem import Roofline as Roofline
 
@@ -38,7 +39,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
-    "Plan": "plans", "Budget": "problem", "Link": "problem", "Roofline": "problem",
+    "Plan": "plans", "Budget": "problem", "Buffers": "problem", "Link": "problem", "Roofline": "problem",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

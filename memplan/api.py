@@ -16,7 +16,7 @@ from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
-from memplan.problem import Link
+from memplan.problem import Buffers, Link
 from memplan.runtime import Grads, OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
 
 
@@ -35,6 +35,8 @@ def apply(
     host_budget: int | str | None = None,
     link: Link | None = None,
     update: Update = "step",
+    in_flight: int = 1,
+    buffers: Buffers | None = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
@@ -67,6 +69,9 @@ def apply(
         for it ends the step, as schedulers and hooks expect. Any optimizer of torch.optim but LBFGS. Nothing may look
         at all gradients between backward and step: clipping by global norm finds none, and clips nothing;
         accumulating over several batches, a GradScaler and several processes are refused.
+    in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
+        together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
+    buffers: what an engine holds of the model's inputs and outputs beside that, as numbers of copies.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -83,18 +88,9 @@ def apply(
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
     planner = Planner(
-        budget,
-        loss_fn,
-        optimizer,
-        _device(device),
-        costs,
-        accumulate,
-        grads,
-        config_of(config),
-        host_budget,
-        link,
-        update,
-    )
+        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
+        update, in_flight, buffers or Buffers(),
+    )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom)
@@ -124,21 +120,14 @@ def plan(
     host_budget: int | str | None = None,
     link: Link | None = None,
     update: Update = "step",
+    in_flight: int = 1,
+    buffers: Buffers | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
-        budget,
-        loss_fn,
-        optimizer,
-        _device(device),
-        costs,
-        accumulate,
-        grads,
-        config_of(config),
-        host_budget,
-        link,
-        update,
-    )
+        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
+        update, in_flight, buffers or Buffers(),
+    )  # fmt: skip
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)
 
@@ -154,12 +143,17 @@ def explore(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
+    in_flight: int = 1,
+    buffers: Buffers | None = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
     Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`.
     """
-    planner = Planner(None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config))
+    planner = Planner(
+        None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config),
+        in_flight=in_flight, buffers=buffers or Buffers(),
+    )  # fmt: skip
     with _unplanned(model) as original:
         return planner.explore(model, original, sample)
 

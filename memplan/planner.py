@@ -21,10 +21,11 @@ from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.homes import movables, with_homes
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs, update_needs
+from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, same_structure
-from memplan.problem import Budget, Costs, Link, Problem, Roofline
+from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
 from memplan.runtime import (
@@ -78,6 +79,8 @@ class Planner:
     host_budget: int | str | None = None
     link: Link | None = None
     update: Update = "step"
+    in_flight: int = 1
+    buffers: Buffers = field(default_factory=Buffers)
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
@@ -97,6 +100,15 @@ class Planner:
             if isinstance(self.host_budget, float):
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.host_budget!r}")
             _limit(self.host_budget, 0)
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
+        if self.in_flight > 1:
+            self.accumulate = True  # the first backward's gradients are there while the others run
+            if self.host_budget is not None:
+                raise ValueError(
+                    f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
+                    "host_budget out for stages of a pipeline"
+                )
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
@@ -187,7 +199,8 @@ class Planner:
         if self.optimizer is not None and self.host_budget is None:
             needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
-        problem = Problem(traced.graph, costs, None, needs[0], self.accumulate, needs[1])
+        held = needs[0] + _buffer_bytes(self.buffers, self.in_flight, traced)
+        problem = Problem(traced.graph, costs, None, held, self.accumulate, needs[1], in_flight=self.in_flight)
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
                 problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
@@ -256,9 +269,10 @@ class Planner:
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
             there = state_bytes([p for name, p in parameters.items() if name not in names], torch.device("cpu"))
-            graph, held = with_homes(captured.traced, names).graph, 0
+            graph = with_homes(captured.traced, names).graph
+            held = _buffer_bytes(self.buffers, self.in_flight, captured.traced)
             if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
-                held = sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
+                held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
                 problem, graph=graph, extra_resident_bytes=here[0] + held,
                 update_bytes=here[1], extra_host_bytes=there[0],
@@ -381,6 +395,10 @@ class Planner:
             raise error
         device = model_device(model)
         refuse_wrappers(model)
+        if self.in_flight > 1:
+            raise UnsupportedModel(
+                f"{error}. Planning in parts knows of one forward in flight, and here are {self.in_flight}"
+            ) from error
         if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
             raise error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
@@ -458,6 +476,19 @@ def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...
     other = lower(plan.schedule, captured.expanded, grads)
     fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
     return (program, other) if fits and other.forward.code == program.forward.code else (program,)
+
+
+def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> int:
+    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves."""
+    values = traced.graph.values
+    ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
+    of_kind = (
+        (buffers.inputs, in_flight, traced.graph.input_bytes),
+        (buffers.outputs, in_flight, sum(values[v].size_bytes for v in traced.graph.outputs)),
+        (buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
+        (buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
+    )
+    return sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

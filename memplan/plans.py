@@ -131,7 +131,7 @@ class Plan:
         gradients = sum(v.size_bytes for v in graph.values if v.role == "gradient" and v.home == "host")
         gradients *= 2 if self.problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
         slab = place_host_copies(graph, self.schedule).size_bytes
-        return slab + graph.host_resident_bytes + gradients + self.problem.extra_host_bytes
+        return slab * self.problem.in_flight + graph.host_resident_bytes + gradients + self.problem.extra_host_bytes
 
     @property
     def recomputed(self) -> tuple[int, ...]:

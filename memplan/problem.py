@@ -103,6 +103,11 @@ class Graph:
         return sum(v.size_bytes for v in self.values if v.resident and v.home == "device" and v.reuses is None)
 
     @property
+    def input_bytes(self) -> int:
+        """Bytes of the inputs on the device."""
+        return sum(v.size_bytes for v in self.values if v.role == "input" and v.home == "device" and v.reuses is None)
+
+    @property
     def host_resident_bytes(self) -> int:
         """Bytes of parameters whose home is the host."""
         return sum(v.size_bytes for v in self.values if v.fetched)
@@ -164,6 +169,20 @@ class Link:
 
 
 @dataclass(frozen=True, slots=True)
+class Buffers:
+    """What an engine around the model holds of its inputs and outputs, as numbers of copies in all; None is no more
+    than the steps hold by themselves: inputs and outputs once for each microbatch in flight, gradients once.
+
+    inputs, outputs: of the model. output_gradients: what backward starts from. input_gradients: what it ends with.
+    """
+
+    inputs: int | None = None
+    outputs: int | None = None
+    output_gradients: int | None = None
+    input_gradients: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of one training step, in parts; None is no limit.
 
@@ -187,6 +206,8 @@ class Problem:
     update_bytes: what the optimizer's step allocates for a while, after backward.
     link: to host memory; None where nothing may be offloaded. extra_host_bytes: held on the host throughout (optimizer
     state of parameters that live there).
+    in_flight: forwards that wait for their backward at once, the running one among them: one is the usual step, more
+        are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
     """
 
     graph: Graph
@@ -197,6 +218,7 @@ class Problem:
     update_bytes: int = 0
     link: Link | None = None
     extra_host_bytes: int = 0
+    in_flight: int = 1
 
     @property
     def resident_bytes(self) -> int:

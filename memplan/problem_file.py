@@ -46,6 +46,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "accumulate": problem.accumulate,
         "update_bytes": problem.update_bytes,
         "extra_host_bytes": problem.extra_host_bytes,
+        "in_flight": problem.in_flight,
         "link": None if problem.link is None else asdict(problem.link),
         "costs": asdict(problem.costs),
         "graph": {
@@ -69,6 +70,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "update_bytes", int),
         _read_link(content["link"]),
         Reader.typed(content, "extra_host_bytes", int),
+        _read_in_flight(content.get("in_flight", 1)),  # files from before pipelines have none
     )
 
 
@@ -172,6 +174,12 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     if len(set(taken)) != len(taken):
         raise InvalidPlanFile("two values take over the memory of one")
     return graph
+
+
+def _read_in_flight(content: Any) -> int:
+    if type(content) is not int or content < 1:
+        raise InvalidPlanFile(f"'in_flight' is {content!r}, expected an integer of 1 or more")
+    return content
 
 
 def _read_link(content: Any) -> Link | None:

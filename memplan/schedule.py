@@ -96,7 +96,7 @@ class Timeline:
     generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
     generator states. time_s: seconds of all steps, those in which computing waits for copies included; stall_s: of the
     latter alone. host_bytes[i]: host memory held after step i, parameters that live there left out; host_peak_bytes:
-    the most of it.
+    the most of it. Microbatches that wait (`Problem.in_flight`) are in all of these.
     """
 
     live_bytes: tuple[int, ...]

@@ -9,8 +9,10 @@ What is counted, in the order in which the runtime does it:
 - an output that is still live when its op runs again is made a second time and thrown away after the run;
 - an op that writes in place takes over the memory of the value that it overwrites;
 - replaying a random op holds one more generator state while it runs;
-- the optimizer's step comes last, where one was declared; where parameters are updated with their gradients as those
-  are handed over, each update has its own moment.
+- microbatches that wait hold what the running one holds at the boundary, beside it in every step: in the forward pass
+  as in the backward pass, all but one of those in flight wait;
+- the optimizer's step comes last, where one was declared, when nothing waits; where parameters are updated with their
+  gradients as those are handed over, each update has its own moment.
 
 Copies to and from host memory run beside the ops, one after the other in each direction. A copy begins when it is
 issued, or when its direction is free. Legal is only what a wait makes sure of: what is being fetched can't be read,
@@ -106,6 +108,7 @@ class _Machine:
         self.host_after: list[int] = []
         self.host_peak = 0
         self.live_peak = self.live_bytes
+        self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
     def run(self, step: Step) -> None:
         match step:
@@ -245,6 +248,8 @@ class _Machine:
             if v in self.copying:
                 raise _Refusal(f"output {self.graph.values[v].name} is being copied at the boundary")
         self.in_backward = True
+        self.saved_bytes = self.live_bytes - self.problem.resident_bytes + self.graph.input_bytes
+        self.saved_rng_bytes, self.saved_host_bytes = self.rng_bytes, self.host_bytes
         for v in self.graph.tangents:
             self.live[v] = True
             self.live_bytes += self.graph.values[v].size_bytes
@@ -357,17 +362,22 @@ class _Machine:
                 raise _Refusal(f"the copy of {value.name} is never waited for")
 
     def timeline(self) -> Timeline:
+        """What the steps come to beside the microbatches that wait. None waits while the optimizer steps."""
+        others = self.problem.in_flight - 1
+        waiting = others * (self.saved_bytes + self.saved_rng_bytes)
+        waiting_on_host = others * self.saved_host_bytes
         updating = self.live_bytes + self.problem.update_bytes if self.problem.update_bytes else 0
-        peak = max([self.problem.resident_bytes, *self.during, updating])
+        during = tuple(size_bytes + waiting for size_bytes in self.during)
+        peak = max([self.problem.resident_bytes, *during, updating])
         return Timeline(
-            live_bytes=tuple(self.after),
-            peak_bytes_at=tuple(self.during),
+            live_bytes=tuple(size_bytes + waiting for size_bytes in self.after),
+            peak_bytes_at=during,
             peak_bytes=peak,
-            live_peak_bytes=max(self.live_peak, updating),
-            peak_step=self.during.index(peak) if peak in self.during else 0,
+            live_peak_bytes=max(self.live_peak + others * self.saved_bytes, updating),
+            peak_step=during.index(peak) if peak in during else 0,
             time_s=self.time_s,
-            host_bytes=tuple(self.host_after),
-            host_peak_bytes=self.host_peak,
+            host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
+            host_peak_bytes=self.host_peak + waiting_on_host,
             stall_s=self.stall_s,
         )
 

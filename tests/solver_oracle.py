@@ -35,6 +35,10 @@ def recount(problem: Problem, order: Sequence[int]) -> tuple[int, float]:
     for p, op in enumerate(order):
         if op != BOUNDARY:
             bytes_at[p] += problem.costs.scratch_bytes[op]
+    inputs = sum(v.size_bytes for v in graph.values if v.role == "input")
+    one_that_waits = bytes_at[boundary] - tangents - problem.resident_bytes + inputs
+    for p in range(len(order)):
+        bytes_at[p] += (problem.in_flight - 1) * one_that_waits
     time_s = sum(problem.costs.time_s[op] for op in order if op != BOUNDARY)
     return max([problem.resident_bytes, *bytes_at]), time_s
 

@@ -35,6 +35,7 @@ def _headline(plan: Plan) -> list[str]:
         f"  (at most {plan.gap:.1%} faster is possible in this budget{extra})",
         f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
         f"found by          {plan.solver}",
+        *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),
     ]
 
 

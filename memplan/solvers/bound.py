@@ -8,6 +8,10 @@ budget. Which moments count depends on the budget; a greedy search looks for the
 its way is kept.
 
 **Bytes.** An op needs its operands, its outputs and its scratch beside what nothing can free.
+
+Microbatches that wait hold their inputs, their outputs and what they save. The first two are bytes that nothing can
+free. What is saved counts in lines of their own, from minimum cuts at the boundary: what is not saved is recomputed.
+The programmes leave it out, so they hold, but less tightly than with one microbatch alone.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from memplan.problem import Problem
 from memplan.solvers.bound_dual import Line, line_of
 from memplan.solvers.bound_program import Step, program_of, step_of
 from memplan.solvers.flat import Flat, Floats, Ints, flatten
+from memplan.solvers.mincut import saved_sets
 
 _SPREAD = (
     0.8,
@@ -73,6 +78,7 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     floor_bytes = _floor(flat, fixed)
     if flat.op_count == flat.arrays.boundary or flat.lost_late:
         return Bound(baseline_s, floor_bytes, ())
+    waiting = _waiting_lines(flat, fixed, cuts)
     search = _Search(flat, fixed[1:], baseline_s)
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
@@ -82,7 +88,29 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     guides = tuple(
         (b, tuple(search.first + m for m in chosen)) for b, chosen in zip(budgets, sets, strict=True) if chosen
     )
-    return Bound(baseline_s, floor_bytes, _envelope(search.lines, floor_bytes, high, cuts), guides)
+    high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
+    lines = _envelope([*search.lines, *waiting], floor_bytes, high, cuts)
+    return Bound(baseline_s, floor_bytes, lines, guides)
+
+
+def _waiting_lines(flat: Flat, fixed: Ints, cuts: int) -> list[Line]:
+    """Lines from what microbatches that wait have saved; none where none waits.
+
+    With b bytes saved by each, the boundary holds b bytes for all of them, and any backward op for all but one.
+    """
+    others = flat.arrays.others
+    found = []
+    for cut in saved_sets(flat, needed_after(flat, flat.arrays.boundary), cuts, twice=True) if others else ():
+        for held, count in ((int(fixed[0]), others + 1), (int(fixed.max()), others)):
+            slope = cut.line_s_per_byte / count
+            found.append(Line(cut.line_s + slope * held, slope))
+    return found
+
+
+def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
+    """Inputs and outputs of the microbatches that wait. boundary_bytes: what nothing can free at the boundary."""
+    a = flat.arrays
+    return a.others * (boundary_bytes - a.tangent_bytes - a.base_bytes + a.input_bytes)
 
 
 class _Search:
@@ -205,8 +233,9 @@ def needed_after(flat: Flat, first: int) -> frozenset[int]:
 def backward_bytes(flat: Flat) -> Ints:
     """Bytes that nothing can free: at the boundary, then while each backward op runs.
 
-    Residents, held values, tangents, backward values still to be read, and the op's own outputs and scratch. Forward
-    values do not count, but the memory of one that is overwritten does from then on.
+    Residents, held values, tangents, backward values still to be read, the op's own outputs and scratch, and inputs and
+    outputs of microbatches that wait. Forward values do not count, but the memory of one that is overwritten does from
+    then on.
     """
     a = flat.arrays
     last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
@@ -226,7 +255,7 @@ def backward_bytes(flat: Flat) -> Ints:
         live -= sum(int(a.size_bytes[v]) for v in gone if not a.held[v])
         if a.accumulate:
             live -= sum(int(a.size_bytes[v]) for v in flat.makes[op] if a.gradient[v])
-    return np.array(fixed, dtype=np.int64)
+    return np.array(fixed, dtype=np.int64) + _waiting_bytes(flat, fixed[0])
 
 
 def _given_back(flat: Flat, ops: range, held: bool) -> int:
@@ -254,6 +283,7 @@ def _floor(flat: Flat, fixed: Ints) -> int:
         given_back = _given_back(flat, range(flat.op_count), held=False)
         worst = max(worst, a.base_bytes + a.tangent_bytes - given_back + new + a.update_bytes)
     owned = a.base_bytes - _given_back(flat, range(a.boundary), held=False)
+    owned += _waiting_bytes(flat, int(backward_bytes(flat.alone)[0]))
     for op in range(flat.op_count):
         forward = {v for v in flat.reads[op] if 0 <= a.producer[v] < a.boundary and not a.held[v]}
         if op < a.boundary:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,7 @@ def whole_step(flat: Flat) -> LocalBlock:
         tangent_bytes=0,
         accumulate=False,
         update_bytes=0,
+        others=0,
     )
     ops = (*range(n), -1, *range(n, flat.op_count))
     return LocalBlock(Flat(arrays, reads, makes), ops, frozenset(), incoming, ())
@@ -81,10 +83,10 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     orders = {order: measured(block, order) for order in starts}
     peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]
     low = searched.least_peak_bytes() if searched else min(peaks) * 3 // 4
+    most_saved = orders[everything].saved_bytes
     answers = []
-    for part in range(parts - 1, -1, -1):
-        limit = low + (peaks[0] - low) * part // max(1, parts - 1)
-        budget = BlockBudget(limit - block.incoming_bytes, limit, limit)
+    for limit, saved in _limits(low, peaks[0], most_saved, parts, flat):
+        budget = BlockBudget(min(saved, limit - block.incoming_bytes), limit, limit)
         for order in improved(block, budget, orders, _TRIES):
             orders.setdefault(tuple(order.tolist()), measured(block, order.tolist()))
         fitting = [order for order, option in orders.items() if budget.admits(option)]
@@ -94,6 +96,19 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
         best = answer.order if answer else min(fitting, key=lambda order: orders[order].recompute_s, default=None)
         answers.append(StepAnswer(limit, None if best is None else _of_step(block, best), answer))
     return answers
+
+
+def _limits(low: int, high: int, most_saved: int, parts: int, flat: Flat) -> list[tuple[int, int]]:
+    """Pairs of a limit on the peak and one on what is saved, the loosest first. Only where microbatches wait is the
+    second one of its own: then both count, and a coarser grid of either is searched."""
+    if flat.arrays.others == 0:
+        return [(low + (high - low) * part // max(1, parts - 1), high) for part in range(parts - 1, -1, -1)]
+    side = max(2, math.isqrt(parts))
+    return [
+        (low + (high - low) * part // (side - 1), most_saved * share // side)
+        for part in range(side - 1, -1, -1)
+        for share in range(side, -1, -1)
+    ]
 
 
 def _of_step(block: LocalBlock, order: Sequence[int]) -> Ints:

@@ -7,7 +7,7 @@ bytes of both stand in two scalars.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,7 @@ class Arrays(NamedTuple):
     in_place[v]: v needs no new memory. held[v]: v is never freed. producer[v]: op, or -1.
     overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
     update_bytes: held beside what is left after the last op.
+    others: microbatches that wait beside the one that runs, each with what it holds at the boundary and `input_bytes`.
     rerunnable[i]: op i belongs to the forward pass and can run again.
     deferrable[i]: op i of the forward pass may run for the first time in the backward pass: nothing that has to happen
         in the forward pass needs it.
@@ -55,6 +56,8 @@ class Arrays(NamedTuple):
     tangent_bytes: int
     accumulate: bool
     update_bytes: int
+    others: int
+    input_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,11 @@ class Flat:
     @property
     def op_count(self) -> int:
         return len(self.reads)
+
+    @property
+    def alone(self) -> Flat:
+        """The same step with no microbatch that waits beside it."""
+        return replace(self, arrays=self.arrays._replace(others=0))
 
 
 def flatten(problem: Problem, updates: bool = True) -> Flat:
@@ -118,6 +126,8 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
         accumulate=problem.accumulate,
         update_bytes=problem.update_bytes,
+        others=problem.in_flight - 1,
+        input_bytes=graph.input_bytes,
     )
     lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
     return Flat(arrays, tuple(reads), tuple(makes), lost_late)

@@ -56,7 +56,8 @@ Partition = tuple[Cuts, bool]
 def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
     """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
 
-    keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything; more is never needed.
+    keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
+    more is never needed.
     """
     a = flat.arrays
     found: list[Sketch] = []
@@ -73,7 +74,7 @@ def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterat
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
     front = pareto(found)
-    for target in _targets(front, most_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
+    for target in _targets(front, found[0].peak_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
         for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
             yield fill(a, sketch.order, target, _FILL_ROUNDS)
 

@@ -28,7 +28,8 @@ from memplan.solvers.sketch import Sketch, sketch_of
 class Task:
     """A problem as every method sees it.
 
-    keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything; more is never needed.
+    keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
+    more is never needed.
     """
 
     flat: Flat
@@ -40,7 +41,7 @@ class Task:
     @classmethod
     def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> Task:
         keys = tuple(op.key or op.kind for op in problem.graph.ops)
-        most_bytes = sketch_of(flat, "keep all", keep_all(flat)).peak_bytes
+        most_bytes = sketch_of(flat.alone, "keep all", keep_all(flat)).peak_bytes
         return cls(flat, keys, most_bytes, config, bound or Bound(problem.baseline_time_s, 0, ()))
 
 

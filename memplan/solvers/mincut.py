@@ -118,7 +118,7 @@ class _Network:
     values: Ints
 
 
-def _network(flat: Flat, needed: frozenset[int]) -> _Network:
+def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
     a = flat.arrays
     node_of_op: dict[int, int] = {}
     node_of_value: dict[int, int] = {}
@@ -146,8 +146,10 @@ def _network(flat: Flat, needed: frozenset[int]) -> _Network:
     while stack:
         v = stack.pop()
         op = int(a.producer[v])
-        price = 0 if a.overwritten[v] else int(a.size_bytes[v])
+        price = 0 if a.overwritten[v] and not twice else int(a.size_bytes[v])
         ticks = _NEVER if a.overwritten[v] else 0
+        if twice and a.overwritten[v]:
+            ticks = 0 if a.deferrable[op] else int(a.time_s[op] / _TICK_S)
         if not a.rerunnable[op]:
             edge(node_of_value[v], 1, ticks, price, v)
             continue
@@ -171,12 +173,14 @@ def _network(flat: Flat, needed: frozenset[int]) -> _Network:
     )
 
 
-def saved_sets(flat: Flat, needed: frozenset[int], limit: int) -> tuple[SavedSet, ...]:
+def saved_sets(flat: Flat, needed: frozenset[int], limit: int, twice: bool = False) -> tuple[SavedSet, ...]:
     """Corners of the convex hull of (saved bytes, recompute seconds), from all saved to nothing saved.
 
-    needed: forward values that the backward pass reads, held ones left out. limit: minimum cuts to spend.
+    needed: forward values that the backward pass reads, held ones left out. limit: minimum cuts to spend. twice: a
+    value that the forward pass overwrites can be saved as well, at the price of running its op once more; as schedules
+    may do so, bounds have to allow for it.
     """
-    network = _network(flat, needed)
+    network = _network(flat, needed, twice)
     total_s = float(flat.arrays.time_s[: flat.arrays.boundary].sum())
     total_bytes = int(network.priced.sum())
     if not needed or total_bytes == 0:

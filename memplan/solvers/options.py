@@ -173,6 +173,8 @@ def _local_arrays(
         tangent_bytes=0,
         accumulate=False,
         update_bytes=0,
+        others=0,
+        input_bytes=0,
     )
 
 

@@ -187,7 +187,8 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
     """Bring the peak of an order down towards a target, one split at the highest position a round.
 
     A round tries the `width` largest values live through the peak and takes the split that pays the fewest seconds
-    per byte of excess removed. Stops at the target, at `rounds`, or where no split helps.
+    per byte of excess removed. Stops at the target, at `rounds`, or where no split helps. Where microbatches wait, as
+    many that are live at the boundary are tried as well: they weigh on every position.
     """
     n = len(order)
     during = np.zeros(n, dtype=np.int64)
@@ -197,11 +198,18 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
         if peak <= target_bytes:
             break
         ranked, reads = _live_through(a, order, at)
+        if a.others > 0:
+            turn = 0
+            while order[turn] >= 0:
+                turn += 1
+            saved, later = _live_through(a, order, turn)
+            ranked = np.concatenate((saved[:width], ranked[:width]))
+            reads = np.concatenate((later[:width], reads[:width]))
         best = order
         best_score = np.inf
-        for i in range(min(width, len(ranked))):
+        for i in range(min(width, len(ranked)) if a.others == 0 else len(ranked)):
             if a.size_bytes[ranked[i]] == 0:
-                break
+                continue
             trial = split(a, order, ranked[i], reads[i])
             if len(trial) == 0 or len(trial) > 16 * len(a.time_s):
                 continue

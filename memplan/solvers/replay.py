@@ -53,9 +53,11 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
     peak = live
     where = 0
     time_s = 0.0
+    waiting = 0
     for p in range(n):
         op = order[p]
         if op < 0:
+            waiting = a.others * (live + rng - a.base_bytes + a.input_bytes)
             live += a.tangent_bytes
             during[p] = live + rng
             if during[p] > peak:
@@ -100,6 +102,10 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
             pending_bytes = 0
     if a.accumulate:
         live -= pending_bytes
+    if waiting != 0:
+        for p in range(n):
+            during[p] += waiting
+        peak = max(a.base_bytes, peak + waiting)
     if a.update_bytes > 0 and live + a.update_bytes > peak:
         peak = live + a.update_bytes
         where = n - 1
@@ -227,9 +233,15 @@ def _instances(a: Arrays, order: Ints) -> tuple[Ints, Ints, Ints, Ints, Floats]:
 
 @kernel
 def fill(a: Arrays, order: Ints, limit_bytes: int, rounds: int) -> Ints:
-    """The order with repeated runs left out, best seconds per byte first, as long as its peak stays under the limit."""
+    """The order with repeated runs left out, best seconds per byte first, as long as its peak stays under the limit.
+
+    What is kept across the boundary is kept by each microbatch that waits too, beside every position.
+    """
     for _ in range(rounds):
         n = len(order)
+        turn = 0
+        while a.others > 0 and order[turn] >= 0:
+            turn += 1
         during = np.zeros(n, dtype=np.int64)
         replay(a, order, during)
         touched, kept_bytes, first, tied, saved_s = _instances(a, order)
@@ -244,13 +256,21 @@ def fill(a: Arrays, order: Ints, limit_bytes: int, rounds: int) -> Ints:
         leaned_on = np.zeros(n, dtype=np.bool_)
         for p in ranked:
             fits = not leaned_on[p] and (tied[p] < 0 or keep[tied[p]])
+            waiting = a.others * kept_bytes[p] if touched[p] < turn < p else 0
+            if waiting > 0:
+                for q in range(n):
+                    if during[q] + waiting > limit_bytes:
+                        fits = False
+                        break
             for q in range(touched[p] + 1, p):
-                if during[q] + kept_bytes[p] > limit_bytes:
+                if during[q] + kept_bytes[p] + waiting > limit_bytes:
                     fits = False
                     break
             if fits:
                 for q in range(touched[p] + 1, p):
                     during[q] += kept_bytes[p]
+                if waiting > 0:
+                    during += waiting
                 keep[p] = False
                 if tied[p] >= 0:
                     leaned_on[tied[p]] = True
