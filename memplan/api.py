@@ -17,7 +17,7 @@ from memplan.graph.margin import known_margin
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
 from memplan.problem import Buffers, Link
-from memplan.runtime import Grads, OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
+from memplan.runtime import Agreement, Grads, OnMismatch, OnOutOfMemory, PlannedForward, Share, Step, planned_forward
 
 
 def apply(
@@ -40,6 +40,7 @@ def apply(
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
 ) -> nn.Module:
     """Make the model's training step fit a budget, in place; outputs and gradients stay the same bits.
 
@@ -77,6 +78,11 @@ def apply(
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
         margin and runs the step again, with nothing lost. The margin is remembered for the device.
     plan: run this plan (from `plan`, `explore` or a file) instead of making one.
+    group: the ranks that train this model together, where collectives follow the order in which gradients arrive, or
+        are part of the plan (ZeRO). Before each planned step they make sure that all of them run the same collectives
+        in the same order, else PlanMismatch is raised on all; ranks with equal steps and budgets share one plan; what
+        goes wrong in planning on one is raised on all. Each has to call `apply`, and then the planned model equally
+        often. None: this rank decides by itself.
 
     Returns the same model. Raises BudgetInfeasible (with the smallest budget that can be met), UnsupportedModel,
     PlanMismatch (`plan` belongs to another step), ValueError or TypeError (bad arguments); then nothing has changed.
@@ -93,13 +99,22 @@ def apply(
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-        planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom)
+        agreement = None if group is None else Agreement.of(group)
+        planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement)
         planner.margin = known_margin(model)
-        if plan is not None:
+
+        def first_step(share: Share | None = None) -> Step:
             assert sample is not None
-            planned.add(planner.adopt(model, original, sample, plan))
-        elif sample is not None:
-            planned.add(planner.step(model, original, sample))
+            if plan is not None:
+                return planner.adopt(model, original, sample, plan)
+            return planner.step(model, original, sample, share=share)
+
+        if agreement is not None:
+            step = agreement.step(lambda: None, None if sample is None else first_step)
+        else:
+            step = None if sample is None else first_step()
+        if step is not None:
+            planned.add(step)
     remove(model)
     planned.install()
     return model

@@ -23,6 +23,7 @@ from memplan.graph.layout import allocated_bytes, storage_key
 from memplan.graph.probe import exchanged
 from memplan.parts import Parts, parts_of
 from memplan.report.partial_text import partial_report
+from memplan.runtime.collectives import GRADIENT, Collectives
 from memplan.runtime.rehearsal import measured_peak, timed_step
 from memplan.runtime.units import UnitCalls, UnitStep
 from memplan.solvers.units import UnitChoice, appraise, choose, smallest
@@ -90,7 +91,10 @@ class PartialPlan:
 
 @dataclass(eq=False)
 class PartialStep:
-    """A step of which units run planned. provisional: always False, for it is planned in full."""
+    """A step of which units run planned. provisional: always False, for it is planned in full.
+
+    strict: a call that its plan does not serve is refused, for other ranks rely on the order of its gradients.
+    """
 
     plan: PartialPlan
     ways: Ways
@@ -99,7 +103,20 @@ class PartialStep:
     arguments: ArgumentsKey
     modes: ModesKey
     provisional: bool = False
+    strict: bool = False
     _told: set[str] = field(default_factory=set)
+
+    @functools.cached_property
+    def collectives(self) -> Collectives:
+        """Which parts run as programs, for those hand their gradients over all at once."""
+        names = {m: n for n, m in self.model.named_modules()}
+        programs = [
+            f"{names[module]} (call {index})"
+            for module, of_module in self.ways.items()
+            for index, way in enumerate(of_module)
+            if isinstance(way, UnitStep)
+        ]
+        return Collectives.of([f"{GRADIENT}of a step planned in parts", *(f"{GRADIENT}of {p}" for p in programs)])
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words; the data in its arguments may be any."""
@@ -126,10 +143,18 @@ class PartialStep:
             for module, of_module in self.ways.items()
             for other in (model.get_submodule(names[module]),)
         }
-        return PartialStep(self.plan, ways, model, forward, self.arguments, self.modes.rebound(model))
+        return PartialStep(
+            self.plan, ways, model, forward, self.arguments, self.modes.rebound(model), strict=self.strict
+        )
 
     def _tell(self, module: nn.Module, problem: str) -> None:
         name = next(n for n, m in self.model.named_modules() if m is module)
+        if self.strict:
+            raise PlanMismatch(
+                f"the plan of a call of {name} does not hold: {problem}. Other ranks rely on the order in which its "
+                "gradients arrive, so it can't run in another way. Plan without group= where no collective follows "
+                "that order (DistributedDataParallel)"
+            )
         if name not in self._told:
             self._told.add(name)
             log.warning(

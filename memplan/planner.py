@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
@@ -18,13 +19,14 @@ from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, Unsuppo
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
+from memplan.graph.costs import device_name
 from memplan.graph.homes import movables, with_homes
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs, update_needs
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
 from memplan.partial import PartialStep, plan_partially
-from memplan.plans import Plan, first_difference, same_structure
+from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
 from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
@@ -32,6 +34,7 @@ from memplan.runtime import (
     EagerStep,
     Grads,
     Program,
+    Share,
     Step,
     TangentLayout,
     Transfers,
@@ -64,7 +67,8 @@ class Planner:
     budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
     than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
-    copies of all steps, which share host memory. updates: what updates parameters in backward.
+    copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: plans gather
+    parameters that a group of ranks shards, so all of its ranks run the one that the lowest of their budgets allows.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -86,6 +90,7 @@ class Planner:
     host: frozenset[str] | None = None
     transfers: Transfers | None = None
     updates: UpdatesInBackward | None = None
+    gathers: bool = False
 
     def __post_init__(self) -> None:
         if self.update not in ("step", "backward"):
@@ -123,24 +128,70 @@ class Planner:
         chosen = front.spread(self.config.points)
         return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in chosen)
 
-    def step(self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step] = ()) -> Step:
+    def step(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[Step] = (),
+        share: Share | None = None,
+    ) -> Step:
         """A step that serves such calls.
 
         known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
+        share: where ranks of a group get plans from one another.
         """
         try:
             captured = self.capture(model, forward, sample)
         except UnsupportedModel as error:
-            return self._uncaptured(model, forward, sample, known, error)
+            return self._uncaptured(model, forward, sample, known, error, share is not None)
         for other in known:  # what changed may be of no concern to the step
             if (
                 isinstance(other, WholeStep)
                 and first_difference(other.plan.problem.graph, self._homed(captured).traced.graph) is None
             ):
                 return self._whole(model, captured, other.plan, other.provisional)
+        if share is None:
+            return self._whole(model, captured, *self._soon(model, captured, known))
+        return self._whole(model, captured, *self._shared(model, captured, known, share))
+
+    def _soon(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> tuple[Plan, bool]:
+        """A plan, and whether it is provisional."""
         plan = self._hurried(model, captured, known) if known else None
-        provisional = plan is not None and plan.overhead > 0
-        return self._whole(model, captured, plan or self._plan(model, captured), provisional)
+        return plan or self._plan(model, captured), plan is not None and plan.overhead > 0
+
+    def _shared(self, model: nn.Module, captured: Capture, known: Sequence[Step], share: Share) -> tuple[Plan, bool]:
+        """The same, from the rank of the group that plans for those with this very step, device and settings."""
+        own: list[tuple[Plan, bool]] = []
+
+        def make() -> bytes:
+            own.append(self._soon(model, captured, known))
+            plan, provisional = own[0]
+            return bytes([provisional]) + plan_to_bytes(plan)
+
+        device = captured.traced.device
+        limit = self.budget_bytes or (None if self.budget is None else _device_bytes(self.budget))
+        needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
+        facts = (
+            captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
+            sorted(self.host or ()), self.host_budget, self.link, self.margin, self.update, self.in_flight, self.buffers,
+            bool(known), None if self.gathers else limit or self.budget,
+        )  # fmt: skip
+        made = share(hashlib.sha256(repr(facts).encode()).hexdigest(), limit or 0, make)
+        if own:
+            return own[0]
+        plan = plan_from_bytes(made[1:])
+        self._take_over(plan)
+        return plan, bool(made[0])
+
+    def _take_over(self, plan: Plan) -> None:
+        """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
+        if plan.problem.link is not None:
+            self.host = frozenset(v.name for v in plan.problem.graph.values if v.fetched)
+            self.link = self.link or plan.problem.link
+            if self.host_budget is None:  # plans for other calls may copy as much
+                self.host_budget = plan.host_bytes
+        self.budget_bytes = self.budget_bytes or plan.problem.budget_bytes
 
     def step_for(
         self, model: nn.Module, forward: Forward, call: Call, tangents: dict[int, TangentLayout] | None
@@ -151,15 +202,12 @@ class Planner:
 
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
-        values = plan.problem.graph.values
-        self.host = frozenset(v.name for v in values if v.fetched)
-        if plan.problem.link is not None and self.host_budget is None:  # plans for other calls may copy as much
-            self.host_budget, self.link = plan.host_bytes, self.link or plan.problem.link
+        self.host = frozenset()
+        self._take_over(plan)
         captured = self._homed(self.capture(model, forward, sample))
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
-        self.budget_bytes = plan.problem.budget_bytes
         return self._whole(model, captured, plan)
 
     def learn(self, device: torch.device, margin: float) -> None:
@@ -388,9 +436,18 @@ class Planner:
         )
 
     def _uncaptured(
-        self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], error: UnsupportedModel
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[Step],
+        error: UnsupportedModel,
+        in_group: bool,
     ) -> Step:
-        """A step for what can't be captured: unplanned where that fits the budget, else planned in part."""
+        """A step for what can't be captured: unplanned where that fits the budget, else planned in part.
+
+        in_group: other ranks rely on what the step runs.
+        """
         if self.update == "backward":
             raise error
         device = model_device(model)
@@ -409,7 +466,9 @@ class Planner:
                 format_bytes(peak_bytes), format_bytes(self.budget_bytes), error,
             )  # fmt: skip
             return EagerStep.of(model, forward, call, device.type)
-        return self._partial(model, forward, call, device, error)
+        step = self._partial(model, forward, call, device, error)
+        step.strict = in_group
+        return step
 
     def _partial(
         self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel

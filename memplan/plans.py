@@ -151,7 +151,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON, gzipped where it is large."""
-        Path(path).write_bytes(pack(_to_json(self)))
+        Path(path).write_bytes(plan_to_bytes(self))
 
     @staticmethod
     def load(path: str | Path) -> Plan:
@@ -160,6 +160,11 @@ class Plan:
         Raises InvalidPlanFile for anything but a sound plan, OSError where the file can't be read.
         """
         return plan_from_bytes(Path(path).read_bytes())
+
+
+def plan_to_bytes(plan: Plan) -> bytes:
+    """The contents of a plan file."""
+    return pack(_to_json(plan))
 
 
 def plan_from_bytes(data: bytes) -> Plan:

@@ -12,6 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -447,6 +448,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )
+
+
+def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """How long collectives of a process group wait for a rank; None where its backend does not say."""
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return max((o._timeout for o in options if o is not None), default=None)
 
 
 def collects_outputs() -> bool:

@@ -21,8 +21,10 @@ def signature(target: Any, args: Any, kwargs: Any) -> str:
         if isinstance(argument, fx.Node):
             t = argument.meta.get("val")
             if isinstance(t, torch.Tensor):
-                return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device}"
+                return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device.type}"
             return argument.name
+        if isinstance(argument, torch.device):  # ranks with equal steps have devices of other numbers
+            return argument.type
         if isinstance(argument, (list, tuple)):
             return [shown(a) for a in argument]
         return repr(argument)

@@ -1,5 +1,7 @@
 """Carrying out a schedule: lowering to fx programs, running them under autograd, installing them in a model."""
 
+from memplan.runtime.agreement import Agreement as Agreement
+from memplan.runtime.agreement import Share as Share
 from memplan.runtime.execute import TangentLayout as TangentLayout
 from memplan.runtime.install import OnMismatch as OnMismatch
 from memplan.runtime.install import OnOutOfMemory as OnOutOfMemory

@@ -75,11 +75,12 @@ class ParameterStore:
         home[leaf] = tensor
 
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        """Put gradients into `.grad` through autograd, so that every kind of hook fires."""
+        """Put gradients into `.grad` through autograd, in this order, so that every kind of hook fires."""
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
         if not pairs:
             return
-        names, gradients = zip(*pairs, strict=True)  # autograd skips what was frozen since forward, too
+        # Autograd skips what was frozen since forward, too, and runs last what it saw first.
+        names, gradients = zip(*reversed(pairs), strict=True)
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
             leaves = [

@@ -17,6 +17,7 @@ from torch import nn
 from memplan.errors import MemplanError, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
+from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
@@ -40,7 +41,12 @@ class Planner(Protocol):
     updates: UpdatesInBackward | None
 
     def step(
-        self, model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, known: Sequence[Step] = ()
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        sample: Sample | Call,
+        known: Sequence[Step] = (),
+        share: Share | None = None,
     ) -> Step: ...
     def step_for(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
@@ -52,7 +58,7 @@ class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
 
     original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, that first
-    which was used last.
+    which was used last. agreement: with the other ranks that train the model; None where it trains on this one alone.
     """
 
     def __init__(
@@ -63,10 +69,11 @@ class PlannedForward:
         reader: CallReader,
         on_mismatch: OnMismatch = "replan",
         on_oom: OnOutOfMemory = "raise",
+        agreement: Agreement | None = None,
     ) -> None:
         self.model, self.original = model, original
         self.steps: list[Step] = []
-        self.reader, self._planner = reader, planner
+        self.reader, self._planner, self._agreement = reader, planner, agreement
         self._on_mismatch, self._on_oom = on_mismatch, on_oom
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
@@ -83,8 +90,8 @@ class PlannedForward:
         if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
             return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
+        step = self._step_for(call)
         while True:
-            step = self._step_for(call)
             try:
                 return self._run(step, call)
             except Exception as error:
@@ -93,6 +100,7 @@ class PlannedForward:
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
             self._after_out_of_memory(step, problem, repeats)
+            step = self._in_place_of(step, self._at_hand(call) or self._planned(call))
 
     def _run(self, step: Step, call: Call) -> Any:
         if isinstance(step, WholeStep):
@@ -103,25 +111,33 @@ class PlannedForward:
     # -- which step -------------------------------------------------------------------------------------------------
 
     def _step_for(self, call: Call) -> Step:
-        reason = None
+        if self._agreement is None:
+            return self._at_hand(call) or self._planned(call)
+        step = self._agreement.step(lambda: self._at_hand(call), lambda share: self._planned(call, share))
+        assert step is not None
+        return step
+
+    def _at_hand(self, call: Call) -> Step | None:
         for index, step in enumerate(self.steps):
-            why = step.mismatch(call)
-            if why is None and not step.provisional:
+            if not step.provisional and step.mismatch(call) is None:
                 if index:
                     self.steps.insert(0, self.steps.pop(index))
                 return step
-            if why is None:
-                del self.steps[index]
-                return self.add(self._planned(call, (), "such a call came again, and gets a plan of its own"))
-            reason = reason or why
-        if reason is not None and self._on_mismatch == "raise":
-            raise PlanMismatch(
-                f"this call does not match the plan: {reason}. Plan it with memplan.apply on such a sample, or call "
-                "memplan.remove(model)"
-            )
-        return self.add(self._planned(call, self.steps, reason or "this is the first call"))
+        return None
 
-    def _planned(self, call: Call, known: Sequence[Step], reason: str) -> Step:
+    def _planned(self, call: Call, share: Share | None = None) -> Step:
+        """A new step. share: where ranks of a group have plans from one another."""
+        reasons = [step.mismatch(call) for step in self.steps]
+        if None in reasons:
+            self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
+            known, reason = [], "such a call came again, and gets a plan of its own"
+        elif reasons and self._on_mismatch == "raise":
+            raise PlanMismatch(
+                f"this call does not match the plan: {reasons[0]}. Plan it with memplan.apply on such a sample, or "
+                "call memplan.remove(model)"
+            )
+        else:
+            known, reason = self.steps, f"{reasons[0] if reasons else 'this is the first call'}"
         log.info("memplan: planning, because %s", reason)
         if len(self.steps) == _MANY_STEPS:
             log.warning(
@@ -130,7 +146,13 @@ class PlannedForward:
                 len(self.steps) + 1, reason,
             )  # fmt: skip
         with self.stepping_aside():
-            return self._planner.step(self.model, self.original, call, known)
+            return self.add(self._planner.step(self.model, self.original, call, known, share))
+
+    def _in_place_of(self, before: Step, after: Step) -> Step:
+        """A step that this rank alone runs in the place of the one that ranks had agreed on."""
+        if self._agreement is not None:
+            self._agreement.keep(before, after)
+        return after
 
     def add(self, step: Step) -> Step:
         """Take a step in, as the one that was used last."""
@@ -178,6 +200,7 @@ class PlannedForward:
                 raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
             else:
                 other = self._for_tangents(call, tangents, problem)
+        self._in_place_of(step, other)
         if other.forward_ops != step.forward_ops:
             raise problem
         state.saved.clear()
@@ -312,7 +335,9 @@ class PlannedForward:
 
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
         """The same plans for a copy of the model, which has this forward of its own."""
-        other = PlannedForward(model, original, self._planner, self.reader, self._on_mismatch, self._on_oom)
+        other = PlannedForward(
+            model, original, self._planner, self.reader, self._on_mismatch, self._on_oom, self._agreement
+        )
         other._training, other._own_attribute = self._training, self._own_attribute
         for step in reversed(self.steps):
             other.add(step.bound_to(model, original))

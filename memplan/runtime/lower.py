@@ -20,6 +20,7 @@ from memplan.graph import private_api as private
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
+from memplan.runtime.collectives import GRADIENT
 from memplan.runtime.rng import replay, save_rng
 from memplan.runtime.transfers import look_at, offload, offload_gradient, on_host, open_slab, prefetch, wait
 from memplan.schedule import (
@@ -66,6 +67,7 @@ class Program:
     reads or gives gradients to. input_outputs: outputs that are inputs themselves. tangents: output index of each
     tangent. input_gradients: position of the input that each of the first results of backward belongs to.
     parameter_gradients: names of the parameters that the others belong to. grads: what `lower` was told.
+    collectives: what other ranks have to do in the same order, as `Collectives` has it.
     """
 
     forward: fx.GraphModule
@@ -80,6 +82,7 @@ class Program:
     input_gradients: tuple[int, ...]
     parameter_gradients: tuple[str, ...]
     grads: Grads
+    collectives: tuple[str, ...]
 
 
 def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Program:
@@ -138,6 +141,8 @@ class _Lowering:
         self.schedule, self.traced, self.graph = schedule, traced, traced.graph
         self.grads = grads
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
+        self.collectives: list[str] = []
+        self.gradients = {g.value: g for g in traced.gradients}
         self.side = self.forward = _Side()
         self.live: dict[int, Instance] = {}
         self.rng: dict[int, fx.Node] = {}
@@ -358,19 +363,19 @@ class _Lowering:
 
     def _surface(self, values: tuple[int, ...]) -> None:
         names, tensors = [], []
-        for gradient in self.traced.gradients:
-            if gradient.value in values:
-                if self.graph.values[gradient.value].home == "host":
-                    ticket = self.host_copies[gradient.value]
-                    self._see_copy(gradient.value, self.side.call(on_host, (self._the_slab(), ticket)))
-                for name, node in gradient.nodes:
-                    kind, _, parameter = name.partition(" ")
-                    if kind == "parameter":
-                        names.append(parameter)
-                        tensors.append(self._tensor(node, gradient.value))
+        for value in values:
+            if self.graph.values[value].home == "host":
+                ticket = self.host_copies[value]
+                self._see_copy(value, self.side.call(on_host, (self._the_slab(), ticket)))
+            for name, node in self.gradients[value].nodes:
+                kind, _, parameter = name.partition(" ")
+                if kind == "parameter":
+                    names.append(parameter)
+                    tensors.append(self._tensor(node, value))
         if self.grads == "edges":
             self.returned.update(zip(names, tensors, strict=True))
         elif names:
+            self.collectives += [GRADIENT + name for name in names]
             self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
 
     def _finish(self) -> Program:
@@ -395,6 +400,7 @@ class _Lowering:
             input_gradients=tuple(positions),
             parameter_gradients=tuple(self.returned),
             grads=self.grads,
+            collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
         )
 
     def _parameters_with_gradient(self) -> list[str]:

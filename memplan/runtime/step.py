@@ -13,8 +13,11 @@ from memplan.graph.call import Call
 from memplan.graph.capture import Capture
 from memplan.graph.key import ArgumentsKey, ModesKey, StepKey
 from memplan.graph.traced import Traced
+from memplan.runtime.collectives import GRADIENT, Collectives
 from memplan.runtime.execute import ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.lower import Program
+
+_UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
 
 class Step(Protocol):
@@ -24,6 +27,8 @@ class Step(Protocol):
     def plan(self) -> Any: ...
     @property
     def provisional(self) -> bool: ...
+    @property
+    def collectives(self) -> Collectives: ...
     def mismatch(self, call: Call) -> str | None: ...
     def settle(self, model: nn.Module) -> None: ...
     def run(self, call: Call) -> Any: ...
@@ -35,7 +40,7 @@ class WholeStep:
     """One plan of a model for one kind of call.
 
     plan: a `memplan.Plan`. programs: it lowered, and where there is a second one, for gradients of another layout.
-    provisional: found in a hurry, to be planned in full when such a call comes again.
+    provisional: found in a hurry, to be planned in full when such a call comes again. collectives: of all programs.
     """
 
     plan: Any
@@ -43,6 +48,7 @@ class WholeStep:
     programs: tuple[Program, ...]
     key: StepKey
     runner: Runner
+    collectives: Collectives
     provisional: bool = False
 
     @staticmethod
@@ -54,7 +60,9 @@ class WholeStep:
         runner = _runner(model, capture, programs)
         if plan.problem.costs.source == "estimated":
             runner.unchecked = {module for p in programs for module in (p.forward, p.backward)}
-        return WholeStep(plan, capture, programs, capture.key, runner, provisional)
+        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
+        collectives = Collectives.of(event for of_program in events for event in of_program)
+        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
 
     @property
     def forward_ops(self) -> tuple[str, ...]:
@@ -67,7 +75,7 @@ class WholeStep:
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model))
         runner = _runner(model, capture, self.programs)
         runner.unchecked = set(self.runner.unchecked)
-        return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.provisional)
+        return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.collectives, self.provisional)
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
@@ -95,6 +103,7 @@ class EagerStep:
     modes: ModesKey
     plan: None = None
     provisional: bool = False
+    collectives: Collectives = _UNPLANNED
 
     @staticmethod
     def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
