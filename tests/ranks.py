@@ -20,16 +20,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("tests.cells_ddp",)
+MODULES = ("tests.cells_ddp", "tests.cells_agreement")
 
 
 class Cell(NamedTuple):
-    """run: what each rank does. world: ranks that it takes. full: run by `make test-full` alone. needs: packages."""
+    """run: what each rank does. world: ranks that it takes. full: run by `make test-full` alone. needs: packages.
+
+    alone: takes a spawn of its own, for ranks end in it.
+    """
 
     run: Callable[[], str | None]
     world: int = 2
     full: bool = False
     needs: tuple[str, ...] = ()
+    alone: bool = False
 
 
 Findings = list[dict[str, str | None]]  # by rank: what each cell found

@@ -19,6 +19,8 @@ def parameters() -> list[object]:
     """One for each cell; those of one world size stay in one test process, where one spawn serves them."""
     found = []
     for name, cell in cells().items():
+        if cell.alone:
+            continue
         marks = [pytest.mark.xdist_group(f"ranks-{cell.world}-{cell.full}")]
         marks += [pytest.mark.slow] if cell.full else []
         marks += [pytest.mark.deepspeed] if "deepspeed" in cell.needs else []
@@ -28,7 +30,8 @@ def parameters() -> list[object]:
 
 @functools.cache
 def findings(world: int, full: bool) -> Findings:
-    names = [n for n, cell in cells().items() if (cell.world, cell.full) == (world, full) and not missing(cell)]
+    together = {n: cell for n, cell in cells().items() if not cell.alone and not missing(cell)}
+    names = [n for n, cell in together.items() if (cell.world, cell.full) == (world, full)]
     with tempfile.TemporaryDirectory() as folder:
         return run_ranks(names, world, Path(folder), TIMEOUT_S[full])
 

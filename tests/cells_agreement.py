@@ -1,0 +1,331 @@
+"""Ranks of a group that agree before each planned step, and what happens where one of them would do something else."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import memplan
+from memplan import planner as planner_module
+from memplan.errors import MemplanError
+from memplan.planner import Planner
+from memplan.runtime import planned_forward
+from tests.ranks import Cell
+from tests.test_replan import NoMemory
+from tests.zoo import copied, first_difference
+
+BUDGET = 0.7
+REFUSED_WITHIN_S = 30
+
+
+class Stack(nn.Module):
+    """Layers that run in a given order: that in which gradients arrive is the reverse of it."""
+
+    def __init__(self, order: tuple[int, ...] = (0, 1, 2, 3)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.order = order
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+        return x.pow(2).mean()
+
+
+def stack(order: tuple[int, ...] = (0, 1, 2, 3)) -> Stack:
+    torch.manual_seed(0)
+    return Stack(order).train()
+
+
+def rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def batch(rows: int = 64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(100 * seed + rank()))
+
+
+def planned(net: nn.Module, sample: Any = None, budget: Any = BUDGET, **options: Any) -> nn.Module:
+    group = torch.distributed.group.WORLD
+    return memplan.apply(net, sample, budget, costs="estimate", group=group, **options)
+
+
+def told_by_all(found: Any) -> list[Any]:
+    """What each rank found."""
+    table: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(table, found)
+    return table
+
+
+@contextlib.contextmanager
+def counted_plans() -> Iterator[list[int]]:
+    """The number of plans that this rank looks for itself, as the list's length."""
+    searched: list[int] = []
+    original = planner_module.solve_front
+
+    def solve(*args: Any, **kwargs: Any) -> Any:
+        searched.append(1)
+        return original(*args, **kwargs)
+
+    with mock.patch.object(planner_module, "solve_front", solve):
+        yield searched
+
+
+def refused(run: Callable[[], Any], kind: type[Exception], *texts: str) -> str | None:
+    """What is wrong where `run` is not refused, soon, with an error of this kind that says all of this."""
+    start = time.monotonic()
+    try:
+        run()
+    except Exception as error:
+        took_s = time.monotonic() - start
+        missing = [text for text in texts if text not in str(error)]
+        if type(error) is not kind or missing or took_s > REFUSED_WITHIN_S:
+            return f"{type(error).__name__} after {took_s:.1f} s, without {missing}: {error}"
+        return None
+    return "nothing was refused"
+
+
+# -- what is refused on all ranks -------------------------------------------------------------------------------------
+
+
+def other_order(sample: bool) -> str | None:
+    """One rank would hand its gradients over in another order."""
+    net = stack((0, 1, 2, 3) if rank() == 0 else (1, 0, 2, 3))
+    memplan.plan(net, batch(), BUDGET, costs="estimate")  # solvers are compiled
+
+    def run() -> None:
+        planned(net, batch() if sample else None)
+        net(batch()).backward()
+
+    found = refused(run, memplan.PlanMismatch, "rank 0 and rank 1", "gradient layers.0", "gradient layers.1")
+    return found or (None if net.layers[0].weight.grad is None else "something ran")
+
+
+def other_graph() -> str | None:
+    """One rank trains fewer parameters, from the second step on."""
+    net = planned(stack())
+    net(batch()).backward()
+    if rank() == 1:
+        net.layers[2].requires_grad_(False)  # type: ignore[union-attr]
+    return refused(lambda: net(batch()), memplan.PlanMismatch, "rank 0 and rank 1", "layers.2")
+
+
+def extra_gather() -> str | None:
+    """The step of one rank has a collective more."""
+
+    def with_gather(*args: Any) -> Any:
+        program = original(*args)
+        return dataclasses.replace(program, collectives=("gather layers.3.weight", *program.collectives))
+
+    original = planner_module.lower
+    net = stack()
+    with mock.patch.object(planner_module, "lower", with_gather if rank() == 1 else original):
+        return refused(lambda: planned(net, batch()), memplan.PlanMismatch, "gather layers.3.weight")
+
+
+def unplanned_rank() -> str | None:
+    """One rank can't capture what it runs and runs it as it is, in autograd's order."""
+    net = planned(stack(), batch(), 1 << 30)
+    if rank() == 1:
+        net.layers[0].register_forward_hook(lambda module, args, output: None)
+    return refused(lambda: net(batch()), memplan.PlanMismatch, "rank 0 and rank 1", "unplanned")
+
+
+def no_room() -> str | None:
+    """The budget of one rank can't be met."""
+    found = refused(
+        lambda: planned(stack(), batch(), 1 << 30 if rank() == 0 else 1000),
+        memplan.BudgetInfeasible,
+        *(["on rank 1"] if rank() == 0 else []),
+        "Raise the budget",
+    )
+    return found
+
+
+def broken_planning() -> str | None:
+    """Something breaks while one rank plans for both, and while the other one captures."""
+    for name, breaks in (("_plan", 0), ("capture", 1)):
+
+        def broken(*args: Any, **kwargs: Any) -> Any:
+            raise ZeroDivisionError("of all things")
+
+        net = planned(stack())
+        with mock.patch.object(Planner, name, broken) if rank() == breaks else contextlib.nullcontext():
+            if rank() == breaks:
+                found = refused(lambda net=net: net(batch()), ZeroDivisionError, "of all things")
+            else:
+                found = refused(lambda net=net: net(batch()), MemplanError, f"on rank {breaks}", "ZeroDivisionError")
+        if found:
+            return f"{name}: {found}"
+        net(batch()).backward()  # nothing has run, so training can go on
+    return None
+
+
+def other_call() -> str | None:
+    """A call that no plan serves, on one rank, with on_mismatch="raise"."""
+    net = planned(stack(), batch(), on_mismatch="raise")
+    net(batch()).backward()
+    rows = 64 if rank() == 0 else 32
+    texts = ["does not match the plan", *(["on rank 1"] if rank() == 0 else [])]
+    return refused(lambda: net(batch(rows)), memplan.PlanMismatch, *texts)
+
+
+# -- plans that are shared, or not ------------------------------------------------------------------------------------
+
+
+def losses(net: nn.Module, batches: list[torch.Tensor]) -> list[Any]:
+    results = []
+    for x in batches:
+        net.zero_grad()
+        loss = net(x)
+        loss.backward()
+        results.append((copied(loss), [copied(p.grad) for p in net.parameters()]))
+    return results
+
+
+def one_plans() -> str | None:
+    """Ranks with equal steps search once; a step of one rank alone is planned by that rank."""
+    batches = [batch(seed=i) for i in range(3)] + [batch(64 if rank() == 0 else 48), batch(seed=4)]
+    with counted_plans() as searched:
+        net = planned(stack())
+        results = losses(net, batches)
+    plans = told_by_all(memplan.plan_of(net).schedule)  # type: ignore[union-attr]
+    counts = told_by_all(len(searched))
+    if counts != [1, 0] or plans[0] != plans[1]:
+        return f"searches: {counts}; one plan: {plans[0] == plans[1]}"
+    return first_difference(losses(stack(), batches), results, "result")
+
+
+def other_budgets() -> str | None:
+    """Ranks with other budgets have other plans, with the same collectives."""
+    net = stack()
+    top, floor = (f(p.peak_bytes for p in memplan.explore(net, batch(), costs="estimate")) for f in (max, min))
+    budget = top if rank() == 0 else (top + floor) // 2
+    planned(net, batch(), budget)
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    recomputed = told_by_all(len(plan.recomputed))
+    if recomputed[0] or not recomputed[1] or plan.peak_bytes > budget:
+        return f"recomputed {recomputed}, {plan.peak_bytes} of {budget}"
+    return first_difference(losses(stack(), [batch()] * 2), losses(net, [batch()] * 2), "result")
+
+
+def gathers() -> str | None:
+    """Where plans have gathers in them, all ranks run the plan for the lowest budget."""
+    net = stack()
+    top, floor = (f(p.peak_bytes for p in memplan.explore(net, batch(), costs="estimate")) for f in (max, min))
+    planned(net, None, top if rank() == 0 else (top + floor) // 2)
+    planned_forward(net)._planner.gathers = True  # type: ignore[union-attr]
+    with counted_plans() as searched:
+        results = losses(net, [batch()] * 2)
+    plans = told_by_all(memplan.plan_of(net).schedule)  # type: ignore[union-attr]
+    counts = told_by_all(len(searched))
+    if counts != [0, 1] or plans[0] != plans[1]:
+        return f"searches: {counts}; one plan: {plans[0] == plans[1]}"
+    return first_difference(losses(stack(), [batch()] * 2), results, "result")
+
+
+def looks_on() -> str | None:
+    """A rank without a sample waits while others plan theirs, and evaluates in between without them."""
+    net = planned(stack(), batch() if rank() == 0 else None)
+    if rank() == 1:
+        with torch.no_grad():
+            net(batch())
+    return first_difference(losses(stack(), [batch()] * 2), losses(net, [batch()] * 2), "result")
+
+
+# -- what one rank does alone -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def nothing_remembered() -> Iterator[None]:
+    """What a device has been seen to hold is of no concern to later cells."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, {"MEMPLAN_CACHE_DIR": folder}):
+        yield
+
+
+@nothing_remembered()
+def out_of_memory() -> str | None:
+    """One rank runs out of memory, plans with a margin and goes on with the same collectives."""
+    net = planned(stack(), batch(), on_oom="replan")
+    before = losses(net, [batch()])
+    with NoMemory(10) if rank() == 1 else contextlib.nullcontext():
+        during = losses(net, [batch()])
+    return first_difference(losses(stack(), [batch()] * 3), before + during + losses(net, [batch()]), "result")
+
+
+@nothing_remembered()
+def alone_with_gathers() -> str | None:
+    """One rank runs out of memory in a step that has run collectives: it raises, and the others when they next ask."""
+
+    def with_gather(*args: Any) -> Any:
+        program = original(*args)
+        return dataclasses.replace(program, collectives=("gather layers.3.weight", *program.collectives))
+
+    original = planner_module.lower
+    with mock.patch.object(planner_module, "lower", with_gather):
+        net = planned(stack(), batch(), on_oom="replan")
+        losses(net, [batch()])  # the first step is checked
+        if rank() == 1:
+            with NoMemory(10):
+                found = refused(lambda: losses(net, [batch()]), memplan.PlanMismatch, "run collectives already")
+        else:
+            found = None if losses(net, [batch()]) else "nothing ran"
+        return found or refused(lambda: net(batch()), memplan.PlanMismatch, "run collectives already")
+
+
+def dies() -> str | None:
+    """A rank dies in backward; the others get an error, from its collectives or before the next step."""
+    start = time.monotonic()
+    net = planned(stack())
+    outer = DistributedDataParallel(net)
+    outer(batch()).backward()
+    if rank() == 1:
+        net.layers[1].weight.register_hook(lambda gradient: os._exit(1))  # type: ignore[union-attr]
+        net.layers[1].weight.register_post_accumulate_grad_hook(lambda p: os._exit(1))  # type: ignore[union-attr]
+    try:
+        outer(batch()).backward()
+        outer(batch())
+    except Exception:
+        took_s = time.monotonic() - start
+        return None if took_s < REFUSED_WITHIN_S else f"after {took_s:.0f} s"
+    return "went on without the other rank"
+
+
+def dies_between() -> str | None:
+    """A rank dies and no collective but the exchange would tell."""
+    net = planned(stack())
+    net(batch()).backward()
+    if rank() == 1:
+        os._exit(1)
+    return refused(lambda: net(batch()), MemplanError, "did not answer")
+
+
+CELLS = {
+    "another order, at apply": Cell(lambda: other_order(True)),
+    "another order, at the first call": Cell(lambda: other_order(False)),
+    "another graph": Cell(other_graph),
+    "an extra gather": Cell(extra_gather),
+    "an unplanned rank": Cell(unplanned_rank),
+    "no room": Cell(no_room),
+    "broken planning": Cell(broken_planning),
+    "another call": Cell(other_call),
+    "one plans": Cell(one_plans),
+    "other budgets": Cell(other_budgets),
+    "gathers": Cell(gathers),
+    "looks on": Cell(looks_on),
+    "out of memory": Cell(out_of_memory),
+    "out of memory with gathers": Cell(alone_with_gathers),
+    "dies in backward": Cell(dies, alone=True),
+    "dies between steps": Cell(dies_between, alone=True),
+}
