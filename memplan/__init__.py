@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from memplan.errors import MemplanError as MemplanError
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import UnsupportedModel as UnsupportedModel
+    from memplan.graph.shards import Shard as Shard
+    from memplan.graph.shards import Shards as Shards
     from memplan.plans import Plan as Plan
     from memplan.problem import Budget as Budget
     from memplan.problem import Buffers as Buffers
+    from memplan.problem import GatherSpeed as GatherSpeed
     from memplan.problem import Link as Link
     from memplan.problem import Roofline as Roofline
 
@@ -40,6 +43,7 @@ _HOMES = {
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
     "Plan": "plans", "Budget": "problem", "Buffers": "problem", "Link": "problem", "Roofline": "problem",
+    "GatherSpeed": "problem", "Shard": "graph.shards", "Shards": "graph.shards",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

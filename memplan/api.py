@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from memplan.config import Config, ConfigLike, config_of
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
+from memplan.graph.shards import Shards
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
 from memplan.problem import Buffers, Link
@@ -37,6 +38,7 @@ def apply(
     update: Update = "step",
     in_flight: int = 1,
     buffers: Buffers | None = None,
+    shards: Shards | None = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     plan: Plan | None = None,
@@ -73,6 +75,9 @@ def apply(
     in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
         together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
     buffers: what an engine holds of the model's inputs and outputs beside that, as numbers of copies.
+    shards: who has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
+        gathered is in the peak. Every rank must run the same plan: make it on one, and give it to all with plan=.
+        Calls that it does not serve raise PlanMismatch, for another plan would gather in another order.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -93,14 +98,21 @@ def apply(
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
+    if shards is not None and on_oom == "replan":
+        raise ValueError(
+            'on_oom="replan" would plan on one rank alone, which then gathers in another order. Leave it out'
+        )
+    if shards is not None and sample is None:
+        raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(),
+        update, in_flight, buffers or Buffers(), shards,
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         agreement = None if group is None else Agreement.of(group)
-        planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement)
+        alone = shards is None
+        planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
         planner.margin = known_margin(model)
 
         def first_step(share: Share | None = None) -> Step:
@@ -137,11 +149,12 @@ def plan(
     update: Update = "step",
     in_flight: int = 1,
     buffers: Buffers | None = None,
+    shards: Shards | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(),
+        update, in_flight, buffers or Buffers(), shards,
     )  # fmt: skip
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)

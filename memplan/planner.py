@@ -20,9 +20,10 @@ from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.costs import device_name
-from memplan.graph.homes import movables, with_homes
+from memplan.graph.homes import movables, with_homes, with_shards
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs, update_needs
+from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
 from memplan.partial import PartialStep, plan_partially
@@ -45,10 +46,11 @@ from memplan.runtime import (
     place,
     refuse_update_in_backward,
 )
+from memplan.runtime.gathers import Gathers
 from memplan.schedule import order_of
 from memplan.simulate import simulate, unplanned
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
-from memplan.solvers.offload import offload_bound_s
+from memplan.solvers.offload import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes, parse_bytes
 
 BudgetLike = int | float | str | Budget
@@ -67,8 +69,8 @@ class Planner:
     budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
     than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
-    copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: plans gather
-    parameters that a group of ranks shards, so all of its ranks run the one that the lowest of their budgets allows.
+    copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
+    parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -85,18 +87,26 @@ class Planner:
     update: Update = "step"
     in_flight: int = 1
     buffers: Buffers = field(default_factory=Buffers)
+    shards: Shards | None = None
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
     transfers: Transfers | None = None
     updates: UpdatesInBackward | None = None
-    gathers: bool = False
+    gathers: Gathers | None = None
 
     def __post_init__(self) -> None:
         if self.update not in ("step", "backward"):
             raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
         if self.update == "backward":
             refuse_update_in_backward(self.optimizer, self.accumulate, self.grads)
+        if self.shards is not None:
+            self.gathers = Gathers(self.shards)
+            if self.grads == "edges":
+                raise ValueError(
+                    'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
+                    'grads="surface" with shards='
+                )
         if self.budget is not None:
             _device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.host_budget is None and isinstance(self.budget, Budget):
@@ -148,7 +158,7 @@ class Planner:
         for other in known:  # what changed may be of no concern to the step
             if (
                 isinstance(other, WholeStep)
-                and first_difference(other.plan.problem.graph, self._homed(captured).traced.graph) is None
+                and first_difference(other.plan.problem.graph, self._homed(captured, model).traced.graph) is None
             ):
                 return self._whole(model, captured, other.plan, other.provisional)
         if share is None:
@@ -174,8 +184,8 @@ class Planner:
         needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
         facts = (
             captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
-            sorted(self.host or ()), self.host_budget, self.link, self.margin, self.update, self.in_flight, self.buffers,
-            bool(known), None if self.gathers else limit or self.budget,
+            sorted(self.host or ()), self.host_budget, self.link, self.margin, self.update, self.in_flight,
+            self.buffers, bool(known), limit or self.budget if self.gathers is None else None,
         )  # fmt: skip
         made = share(hashlib.sha256(repr(facts).encode()).hexdigest(), limit or 0, make)
         if own:
@@ -187,7 +197,8 @@ class Planner:
     def _take_over(self, plan: Plan) -> None:
         """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
         if plan.problem.link is not None:
-            self.host = frozenset(v.name for v in plan.problem.graph.values if v.fetched)
+            if self.shards is None:
+                self.host = frozenset(v.name for v in plan.problem.graph.values if v.fetched)
             self.link = self.link or plan.problem.link
             if self.host_budget is None:  # plans for other calls may copy as much
                 self.host_budget = plan.host_bytes
@@ -202,9 +213,10 @@ class Planner:
 
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
-        self.host = frozenset()
+        if self.shards is None:
+            self.host = frozenset()
         self._take_over(plan)
-        captured = self._homed(self.capture(model, forward, sample))
+        captured = self._homed(self.capture(model, forward, sample), model)
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
@@ -224,7 +236,7 @@ class Planner:
         sample: Sample | Call,
         tangents: dict[int, TangentLayout] | None = None,
     ) -> Capture:
-        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents)
+        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents, self.shards)
         if self.update == "step":
             return captured
         assert self.optimizer is not None
@@ -270,6 +282,7 @@ class Planner:
         if self.costs != "measure":
             raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        sharded = self._sharded(model)
         if any(t.is_meta for t in tensors.values()):
             raise ValueError(
                 "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
@@ -277,7 +290,9 @@ class Planner:
             )
         inputs = captured.call.tensors
 
-        def resident(kind: str, name: str, position: int) -> torch.Tensor:
+        def resident(kind: str, name: str, position: int) -> torch.Tensor | None:
+            if name in sharded and kind == "parameter":
+                return None
             tensor = inputs[position] if kind == "input" else tensors[name]
             return tensor.to(captured.traced.device)
 
@@ -285,6 +300,8 @@ class Planner:
 
     def _plan(self, model: nn.Module, captured: Capture) -> Plan:
         """The fastest known schedule within the budget."""
+        if self.shards is not None:
+            return self._plan_with_shards(model, self._homed(captured, model), self.shards)
         problem = self.problem(model, captured)
         if self.host_budget is not None:
             return self._plan_with_host(model, captured, problem)
@@ -345,6 +362,35 @@ class Planner:
             front.truncated or (alone is not None and alone.truncated),
         )  # fmt: skip
 
+    def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
+        """The same where sharded parameters are gathered to be read, and values may be offloaded."""
+        problem = self.problem(model, captured)
+        problem = dataclasses.replace(
+            problem, gather=shards.speed, accumulate=True,
+            extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
+        )  # fmt: skip
+        if self.host_budget is not None:
+            problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
+        front = self._front(problem)  # of the step without what is gathered
+        gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
+        limit = self._limit(problem, front.keep_all.peak_bytes + gathered_bytes)
+        host_limit = 0 if self.host_budget is None else _limit(self.host_budget, 0)
+        nowhere = frozenset[str]()  # no parameter moves to the host
+        least = floor_bytes(nowhere, front, lambda _: problem)
+        search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
+        chosen = search(int(limit / (1 + self.margin))) or search(limit)
+        if chosen is None:
+            raise self._no_room(least, limit, host_limit)
+        found = chosen.found
+        bound_s = max(front.bound.time_s(limit) if problem.link is None else 0.0, gather_bound_s(problem))
+        if problem.link is not None:
+            bound_s = max(bound_s, offload_bound_s(problem, limit))
+        return Plan(
+            dataclasses.replace(problem, budget_bytes=limit), found.schedule, found.timeline,
+            f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
+            min(least, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
+        )  # fmt: skip
+
     def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
         fixed = (
             ""
@@ -359,16 +405,25 @@ class Planner:
             float("inf"),
         )
 
-    def _homed(self, captured: Capture) -> Capture:
+    def _homed(self, captured: Capture, model: nn.Module) -> Capture:
         """The capture with the parameters where they live."""
-        if not self.host:
+        if not self.host and self.shards is None:
             return captured
+        sharded = self._sharded(model)
+
+        def homed(traced: Traced) -> Traced:
+            return with_homes(traced, self.host or ()) if self.shards is None else with_shards(traced, sharded)
+
         expanded = captured.expanded
         return dataclasses.replace(
-            captured,
-            traced=with_homes(captured.traced, self.host),
-            expanded=None if expanded is None else with_homes(expanded, self.host),
+            captured, traced=homed(captured.traced), expanded=None if expanded is None else homed(expanded)
         )
+
+    def _sharded(self, model: nn.Module) -> dict[str, Shard]:
+        """What is known of sharded parameters, by name."""
+        if self.shards is None:
+            return {}
+        return {n: shard for n, p in model.named_parameters() if (shard := self.shards.shard(p)) is not None}
 
     def _front(self, problem: Problem) -> Front:
         """The best schedules that the configured search finds, told about on a terminal where that takes long."""
@@ -395,7 +450,7 @@ class Planner:
         )
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
-        captured = self._homed(captured)
+        captured = self._homed(captured, model)
         if any(p.is_meta for p in model.parameters()):
             raise UnsupportedModel("the model is on the meta device; materialise it first, then load weights")
         if self.update == "backward" and self.updates is None:
@@ -405,7 +460,7 @@ class Planner:
             self.device = captured.traced.device
             place(model, self.host, self.device, self.optimizer)
             captured.key.moved()
-        step = WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional)
+        step = WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional, self.gathers)
         if self.updates is not None:
             step.runner.store.updates = self.updates
             self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}
@@ -457,6 +512,8 @@ class Planner:
                 f"{error}. Planning in parts knows of one forward in flight, and here are {self.in_flight}"
             ) from error
         if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
+            raise error
+        if self.shards is not None:  # what can't be captured whole can't be told when to gather
             raise error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         peak_bytes = self._unplanned_bytes(call, known)

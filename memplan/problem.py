@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
-Home = Literal["device", "host"]
+Home = Literal["device", "host", "sharded"]
 Role = Literal["parameter", "buffer", "input", "constant", "tangent", "activation", "gradient"]
 RESIDENT_ROLES: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
 
@@ -29,7 +29,8 @@ class Value:
         parameter's gradient.
     reuses: the value whose memory this one takes over, where an op writes in place; that value is gone from then on.
     home: where it lives between steps. A parameter whose home is the host is fetched to the device to be read, and its
-        gradient, whose home is the host too, is sent there once it is final.
+        gradient, whose home is the host too, is sent there once it is final. A sharded parameter, of which each rank
+        has a part, is gathered to be read; its gradient, sharded too, is on the device until it is handed over.
     updates: of a gradient: the parameters that are updated as soon as it is handed over, after which nothing may read
         them and the gradient is gone. Empty where the caller updates them after the step. update_bytes: what that takes
         for a while on the device.
@@ -50,8 +51,8 @@ class Value:
 
     @property
     def fetched(self) -> bool:
-        """Whether it is resident on the host: on the device it is a copy that comes and goes."""
-        return self.resident and self.home == "host"
+        """Whether it is resident elsewhere: on the device it is a copy that comes and goes."""
+        return self.resident and self.home != "device"
 
 
 class Effect(NamedTuple):
@@ -110,7 +111,12 @@ class Graph:
     @property
     def host_resident_bytes(self) -> int:
         """Bytes of parameters whose home is the host."""
-        return sum(v.size_bytes for v in self.values if v.fetched)
+        return sum(v.size_bytes for v in self.values if v.resident and v.home == "host")
+
+    @property
+    def gathers(self) -> bool:
+        """Whether there are sharded parameters."""
+        return any(v.resident and v.home == "sharded" for v in self.values)
 
     @property
     def tangents(self) -> tuple[int, ...]:
@@ -183,6 +189,17 @@ class Buffers:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherSpeed:
+    """How fast sharded parameters are gathered: bytes of whole parameters per second, and seconds that each takes more.
+
+    Gathers run beside the ops, one after the other. The defaults are those of ranks on one machine without a GPU.
+    """
+
+    bytes_per_s: float = 1e9
+    latency_s: float = 200e-6
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of one training step, in parts; None is no limit.
 
@@ -202,10 +219,11 @@ class Problem:
 
     budget_bytes: peak bytes allowed, everything included; None is no limit.
     extra_resident_bytes: held throughout though no op reads it (declared optimizer state).
-    accumulate: gradients of earlier micro-batches are held throughout, and each new one is added and freed.
+    accumulate: gradients of earlier micro-batches are held throughout (not those whose home is sharded, of which only a
+    part is), and each new one is added and freed.
     update_bytes: what the optimizer's step allocates for a while, after backward.
     link: to host memory; None where nothing may be offloaded. extra_host_bytes: held on the host throughout (optimizer
-    state of parameters that live there).
+    state of parameters that live there). gather: how fast sharded parameters come; None where there are none.
     in_flight: forwards that wait for their backward at once, the running one among them: one is the usual step, more
         are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
     """
@@ -219,6 +237,7 @@ class Problem:
     link: Link | None = None
     extra_host_bytes: int = 0
     in_flight: int = 1
+    gather: GatherSpeed | None = None
 
     @property
     def resident_bytes(self) -> int:
@@ -234,11 +253,16 @@ class Problem:
 
     @property
     def all_on_device(self) -> Problem:
-        """The same step with every parameter and gradient on the device to its end, as it runs without a plan."""
+        """The same step with every parameter and gradient on the device to its end, as it runs without a plan.
+
+        Gradients of sharded parameters are handed over all the same.
+        """
         if all(v.home == "device" and not v.updates for v in self.graph.values):
             return self
         values = tuple(
             replace(v, home="device", held=v.held or v.role == "gradient", updates=(), update_bytes=0)
+            if v.home == "host" or v.fetched or v.updates
+            else v
             for v in self.graph.values
         )
         extra_bytes = self.extra_resident_bytes + self.extra_host_bytes

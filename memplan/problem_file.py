@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.errors import InvalidPlanFile
-from memplan.problem import RESIDENT_ROLES, Costs, Effect, Graph, Link, Op, Problem, Value
+from memplan.problem import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Value
 
 _FORMAT = "memplan.problem"
 _VERSION = 2
@@ -48,6 +48,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "extra_host_bytes": problem.extra_host_bytes,
         "in_flight": problem.in_flight,
         "link": None if problem.link is None else asdict(problem.link),
+        "gather": None if problem.gather is None else asdict(problem.gather),
         "costs": asdict(problem.costs),
         "graph": {
             "boundary": problem.graph.boundary,
@@ -71,6 +72,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         _read_link(content["link"]),
         Reader.typed(content, "extra_host_bytes", int),
         _read_in_flight(content.get("in_flight", 1)),  # files from before pipelines have none
+        _read_gather(content.get("gather")),
     )
 
 
@@ -191,6 +193,15 @@ def _read_link(content: Any) -> Link | None:
     return link
 
 
+def _read_gather(content: Any) -> GatherSpeed | None:
+    if content is None:
+        return None
+    gather = GatherSpeed(*(Reader.typed(content, field.name, float) for field in fields(GatherSpeed)))
+    if not gather.bytes_per_s:
+        raise InvalidPlanFile("gathers of no bytes per second")
+    return gather
+
+
 def _read_value(content: Any, index: int) -> Value:
     role = Reader.typed(content, "role", str)
     if role not in RESIDENT_ROLES | {"tangent", "activation", "gradient"}:
@@ -199,7 +210,7 @@ def _read_value(content: Any, index: int) -> Value:
     if reuses is not None and reuses >= index:
         raise InvalidPlanFile(f"value {index} reuses the memory of value {reuses}, which comes later")
     home = Reader.typed(content, "home", str)
-    if home not in ("device", "host") or (home == "host" and role not in ("parameter", "gradient")):
+    if home not in ("device", "host", "sharded") or (home != "device" and role not in ("parameter", "gradient")):
         raise InvalidPlanFile(f"value {index}, a {role}, has its home on {home!r}")
     return Value(
         Reader.typed(content, "name", str),

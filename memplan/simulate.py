@@ -14,8 +14,9 @@ What is counted, in the order in which the runtime does it:
 - the optimizer's step comes last, where one was declared, when nothing waits; where parameters are updated with their
   gradients as those are handed over, each update has its own moment.
 
-Copies to and from host memory run beside the ops, one after the other in each direction. A copy begins when it is
-issued, or when its direction is free. Legal is only what a wait makes sure of: what is being fetched can't be read,
+Copies to and from host memory run beside the ops, one after the other in each direction, and so do gathers of sharded
+parameters. A copy begins when it is issued, or when its direction is free. Legal is only what a wait makes sure of:
+what is being fetched can't be read,
 what is being copied out can't be overwritten or freed, and host memory can't be freed under a copy.
 """
 
@@ -76,7 +77,7 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """direction: "out" to the host or "in" to the device. end_s: when it will be done."""
+    """direction: "out" to the host, "in" to the device, or "gather" from all ranks. end_s: when it will be done."""
 
     direction: str
     end_s: float
@@ -89,7 +90,7 @@ class _Machine:
         graph = problem.graph
         self.problem, self.graph = problem, graph
         self.live = [v.resident and v.home == "device" and v.reuses is None for v in graph.values]
-        self.on_host = [v.fetched for v in graph.values]
+        self.elsewhere = [v.fetched for v in graph.values]  # on the host, or sharded
         self.copying: dict[int, _Copy] = {}
         self.overwritten = [False] * len(graph.values)
         self.runs = [0] * len(graph.ops)
@@ -102,7 +103,7 @@ class _Machine:
         self.live_bytes = problem.resident_bytes  # without saved generator states
         self.rng_bytes = self.host_bytes = 0
         self.time_s = self.stall_s = 0.0
-        self.lane_free_s = {"out": 0.0, "in": 0.0}
+        self.lane_free_s = {"out": 0.0, "in": 0.0, "gather": 0.0}
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
@@ -150,7 +151,7 @@ class _Machine:
                 raise _Refusal(self._missing(op, v))
             if v in self.updated:
                 raise _Refusal(f"{op.name} reads {values[v].name}, which has been updated")
-            if self._being_copied(v, "in"):
+            if v in self.copying and self.copying[v].direction != "out":
                 raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
         new_bytes = gone_bytes = 0
         for v in op.outputs:
@@ -267,7 +268,7 @@ class _Machine:
                 self._update(value)
                 peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
             if value.home == "host":
-                if not self.on_host[index] or index in self.copying:
+                if not self.elsewhere[index] or index in self.copying:
                     raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
                 continue
             if not self.live[index]:
@@ -287,11 +288,11 @@ class _Machine:
 
     def _offload(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
-        if not self.live[index] or self.on_host[index] or index in self.copying:
+        if not self.live[index] or self.elsewhere[index] or index in self.copying:
             raise _Refusal(f"{value.name} can't be offloaded: it is not live, on the host already, or being copied")
         if value.resident:
             raise _Refusal(f"{value.name} is resident on the device and is not offloaded")
-        self.on_host[index] = True
+        self.elsewhere[index] = True
         self.host_bytes += value.size_bytes
         self.host_peak = max(self.host_peak, self.host_bytes)
         self._begin(index, "out")
@@ -299,28 +300,31 @@ class _Machine:
 
     def _prefetch(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
-        if self.live[index] or not self.on_host[index] or index in self.copying:
-            raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host, or being copied")
+        if self.live[index] or not self.elsewhere[index] or index in self.copying:
+            raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied")
         if index in self.updated:
             raise _Refusal(f"{value.name} can't be fetched: it has been updated")
         self.live[index] = True
         self.live_bytes += value.size_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)
-        self._begin(index, "in")
+        self._begin(index, "gather" if value.home == "sharded" else "in")
         return self.live_bytes + self.rng_bytes
 
     def _begin(self, index: int, direction: str) -> None:
-        link = self.problem.link
-        if link is None:
-            raise _Refusal("the problem has no link to host memory")
-        speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
+        link, gather = self.problem.link, self.problem.gather
+        if direction == "gather":
+            if gather is None:
+                raise _Refusal("the problem does not say how fast sharded parameters are gathered")
+            latency_s, speed = gather.latency_s, gather.bytes_per_s
+        else:
+            if link is None:
+                raise _Refusal("the problem has no link to host memory")
+            latency_s = link.latency_s
+            speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
         begin_s = max(self.time_s, self.lane_free_s[direction])
-        end_s = begin_s + link.latency_s + self.graph.values[index].size_bytes / speed
+        end_s = begin_s + latency_s + self.graph.values[index].size_bytes / speed
         self.lane_free_s[direction] = end_s
         self.copying[index] = _Copy(direction, end_s)
-
-    def _being_copied(self, index: int, direction: str) -> bool:
-        return index in self.copying and self.copying[index].direction == direction
 
     def _wait(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
@@ -333,11 +337,11 @@ class _Machine:
 
     def _drop_host(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
-        if not self.on_host[index] or index in self.copying:
+        if not self.elsewhere[index] or index in self.copying:
             raise _Refusal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
-        if value.home == "host":
-            raise _Refusal(f"{value.name} lives on the host and can't be freed there")
-        self.on_host[index] = False
+        if value.home != "device":
+            raise _Refusal(f"{value.name} does not live on the device and can't be freed elsewhere")
+        self.elsewhere[index] = False
         self.host_bytes -= value.size_bytes
         return self.live_bytes + self.rng_bytes
 
@@ -356,7 +360,7 @@ class _Machine:
             outlives = value.resident and not value.fetched
             if self.live[index] and not (outlives or value.held or value.role == "tangent"):
                 raise _Refusal(f"{value.name} is never freed")
-            if self.on_host[index] and value.home == "device":
+            if self.elsewhere[index] and value.home != "host" and not value.fetched:
                 raise _Refusal(f"the host copy of {value.name} is never freed")
             if index in self.copying:
                 raise _Refusal(f"the copy of {value.name} is never waited for")

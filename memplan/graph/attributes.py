@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
@@ -46,8 +46,11 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def attribute_tables(model: nn.Module) -> list[tuple[str, Table]]:
-    """(name, attributes) of every submodule, of plain objects behind them, and of their classes. Names are unique."""
+def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Table]]:
+    """(name, attributes) of every submodule, of plain objects behind them, and of their classes. Names are unique.
+
+    ignored: attributes of modules behind which nothing is looked for.
+    """
     found: list[tuple[str, Table]] = []
     seen: set[int] = set()
     classes: dict[type, None] = {}
@@ -55,7 +58,7 @@ def attribute_tables(model: nn.Module) -> list[tuple[str, Table]]:
         found.append((name or type(model).__name__, vars(module)))
         classes.update(dict.fromkeys(type(module).__mro__))
         for attribute, value in vars(module).items():
-            if attribute not in CHECKED_ELSEWHERE:
+            if attribute not in CHECKED_ELSEWHERE and attribute not in ignored:
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
                     found.append((path, vars(thing)))
                     classes.update(dict.fromkeys(type(thing).__mro__))
@@ -94,12 +97,13 @@ def own_generators(model: nn.Module) -> list[torch.Generator]:
 
 
 class Snapshot:
-    """What the attributes in some tables were."""
+    """What the attributes in some tables were, but for those that are ignored."""
 
-    def __init__(self, tables: list[tuple[str, Table]], model: nn.Module) -> None:
+    def __init__(self, tables: list[tuple[str, Table]], model: nn.Module, ignored: Collection[str] = ()) -> None:
         # A new attribute matters where it hides one of a class.
         hiding = frozenset(n for kind in {type(m) for m in model.modules()} for n in dir(kind))
-        self._entries = [_Entry(table, table is vars(model), hiding) for _, table in tables]
+        unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
+        self._entries = [_Entry(table, table is vars(model), hiding, unchecked) for _, table in tables]
 
     def difference(self, tables: list[tuple[str, Table]]) -> str | None:
         """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
@@ -119,10 +123,10 @@ class Snapshot:
 class _Entry:
     """What one table was: values that compare in one go, containers, and the number of attributes."""
 
-    def __init__(self, table: Table, is_root: bool, hiding: frozenset[str]) -> None:
+    def __init__(self, table: Table, is_root: bool, hiding: frozenset[str], unchecked: frozenset[str]) -> None:
         self._hiding = hiding
         # The model's own `forward` is what a plan replaces.
-        self._ignored = CHECKED_ELSEWHERE | {"forward"} if is_root else CHECKED_ELSEWHERE
+        self._ignored = unchecked | {"forward"} if is_root else unchecked
         self._exchanged = ("forward",) if is_root else ()
         kept = {k: v for k, v in table.items() if k not in self._ignored}
         self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
@@ -233,8 +237,9 @@ class AttributesKept:
     added_hooks: those that forward added, once the trace is over.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model)]
+    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored)]
+        unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
         self._hooks = [
             (name, kind, getattr(m, kind), dict(getattr(m, kind)))
             for name, m in model.named_modules()
@@ -242,7 +247,9 @@ class AttributesKept:
         ]
         self.added_hooks: tuple[AddedHook, ...] = ()
         self._containers = {
-            id(c): (path, c, _copied(c)) for name, table, _ in self._tables for path, c in _containers(name, table)
+            id(c): (path, c, _copied(c))
+            for name, table, _ in self._tables
+            for path, c in _containers(name, table, unchecked)
         }
 
     def __enter__(self) -> AttributesKept:
@@ -303,9 +310,9 @@ def _restore(container: Any, before: Any) -> None:
         container.extend(before)
 
 
-def _containers(name: str, table: Table) -> Iterator[tuple[str, Any]]:
+def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:
     """(path, container) of containers that can change in place among attributes, and inside such containers."""
-    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in CHECKED_ELSEWHERE]
+    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in unchecked]
     seen: set[int] = set()
     while pending:
         path, value = pending.pop()

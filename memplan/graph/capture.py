@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from memplan.graph import private_api as private
 from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.key import StepKey
+from memplan.graph.shards import Shards
 from memplan.graph.trace import Autocast, Layout, Surroundings, input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
@@ -54,14 +56,28 @@ def capture(
     loss_fn: Callable[..., Any] | None = None,
     device: torch.device | None = None,
     tangents: Mapping[int, Layout] | None = None,
+    shards: Shards | None = None,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
     tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
-    there is one, else every output that requires grad.
+    there is one, else every output that requires grad. shards: somebody has sharded the parameters.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
     """
+    with contextlib.nullcontext() if shards is None else shards.unhooked():
+        return _capture(model, forward, sample, loss_fn, device, tangents, shards)
+
+
+def _capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    sample: Sample | Call,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device | None,
+    tangents: Mapping[int, Layout] | None,
+    shards: Shards | None,
+) -> Capture:
     refuse_wrappers(model)
     planned_device = device or model_device(model)
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
@@ -72,23 +88,31 @@ def capture(
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None)
     around = None if tangents is None else Surroundings(tangents, whole=True)
-    with AttributesKept(model) as attributes:
-        raw = trace_step(model, call, run, autocast, planned_device, around=around)
+    trace = functools.partial(trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards))
+    with AttributesKept(model, () if shards is None else shards.attributes) as attributes:
+        raw = trace(around=around)
         settled = attributes.changes()
         if settled:
-            raw = trace_step(model, call, run, autocast, planned_device, around=around)
+            raw = trace(around=around)
             if attributes.changes() != settled:
                 raise UnsupportedModel(
                     f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
-        key = StepKey(model, call, autocast, planned_device.type)
+        key = StepKey(model, call, autocast, planned_device.type, shards)
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
-        other = trace_step(model, call, run, autocast, planned_device, expanded=True) if loss_outside else None
+        other = trace(expanded=True) if loss_outside else None
     traced = build_traced(raw, call.names, planned_device)
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
+
+
+def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
+    """Shapes of sharded parameters, by name."""
+    if shards is None:
+        return {}
+    return {name: shard.shape for name, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
 
 
 def capture_part(

@@ -40,7 +40,8 @@ _LONG_S = 0.1  # the first run of an op that takes longer is all the timing that
 _MARK = "memplan op "
 _FORMAT = 1  # of the cache file
 
-StateOf = Callable[[str, str, int], torch.Tensor]  # (kind, name, position) -> the real resident tensor
+# (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
+StateOf = Callable[[str, str, int], torch.Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,10 +199,10 @@ class _Bench:
         source = self.traced.residents.get(root)
         if source is not None and not is_written:
             if source.kind == "constant":
-                real = self.traced.constants[source.name]
+                real: torch.Tensor | None = self.traced.constants[source.name]
             else:
                 real = self.resident(source.kind, source.name, source.position)
-            if real.dtype == fake.dtype and real.device.type == fake.device.type:
+            if real is not None and real.dtype == fake.dtype and real.device.type == fake.device.type:
                 return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
         return self._made_up(fake, storages)
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from memplan.errors import UnsupportedModel
+from memplan.graph.layout import allocated_bytes
+from memplan.graph.shards import Shard
 from memplan.graph.traced import Traced
 from memplan.problem import Value
 
@@ -64,4 +67,31 @@ def with_homes(traced: Traced, host: Collection[str]) -> Traced:
         if movable.gradient is not None:
             gradient = values[movable.gradient]
             values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False, update_bytes=0)
+    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))
+
+
+def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
+    """The same step where parameters of these names are gathered, and their gradients are sharded.
+
+    Raises UnsupportedModel where such a parameter is written to or returned, which would outlive what was gathered.
+    """
+    values: list[Value] = list(traced.graph.values)
+    taken = {v.reuses for v in values if v.reuses is not None}
+    outputs = {output.value for output in traced.outputs}
+    for node, resident in traced.residents.items():
+        shard = sharded.get(resident.name) if resident.kind == "parameter" else None
+        if shard is None or shard.stays:
+            continue
+        value = next(v for v, roots in traced.roots.items() if node in roots and values[v].reuses is None)
+        if value in taken | outputs:
+            raise UnsupportedModel(
+                f"forward writes to parameter {resident.name}, or returns it, and it is sharded: what was gathered is "
+                "freed. Return a copy, and write to buffers only"
+            )
+        size_bytes = allocated_bytes(shard.gathered_bytes, traced.device)
+        values[value] = dataclasses.replace(values[value], home="sharded", size_bytes=size_bytes)
+    for gradient in traced.gradients:
+        kinds = [name.partition(" ") for name, _ in gradient.nodes]
+        if all(kind == "parameter" and leaf in sharded for kind, _, leaf in kinds):
+            values[gradient.value] = dataclasses.replace(values[gradient.value], home="sharded")
     return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

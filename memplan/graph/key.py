@@ -20,6 +20,7 @@ from memplan.graph.attributes import Snapshot, attribute_tables, is_plain
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
 from memplan.graph.layout import storage_key
+from memplan.graph.shards import Shards
 from memplan.graph.trace import AttributeRead, Autocast
 from memplan.graph.traced import Traced
 
@@ -31,10 +32,11 @@ class _Tensor:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    sharded: bool = False  # of no certain shape
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Tensor:
-        return _Tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad)
+    def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
+        return _Tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
 
     def __str__(self) -> str:
         grad = ", requires grad" if self.requires_grad else ""
@@ -111,15 +113,19 @@ class StepKey:
     arguments: the part of it that is about the call. autocast: the state at capture.
     """
 
-    def __init__(self, model: nn.Module, call: Call, autocast: Autocast, device_type: str) -> None:
+    def __init__(
+        self, model: nn.Module, call: Call, autocast: Autocast, device_type: str, shards: Shards | None = None
+    ) -> None:
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
+        self._shards = shards
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
-        self._snapshot = Snapshot(attribute_tables(model), model)
-        self._state_facts = _facts_of(model)
-        self._hook_counts = tuple(private.foreign_hooks(table) for _, table in _hook_tables(model))
+        ignored = () if shards is None else shards.attributes
+        self._snapshot = Snapshot(attribute_tables(model, ignored), model, ignored)
+        self._state_facts = _facts_of(model, shards)
+        self._hook_counts = tuple(self._foreign_hooks(table) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
@@ -129,7 +135,7 @@ class StepKey:
         self._model = model
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
-        self._tables = attribute_tables(model)
+        self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
@@ -145,7 +151,7 @@ class StepKey:
 
     def moved(self) -> None:
         """Parameters and buffers were moved to where the plan has them."""
-        self._state_facts = _facts_of(self._model)
+        self._state_facts = _facts_of(self._model, self._shards)
         self._bind(self._model)
 
     def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
@@ -189,20 +195,26 @@ class StepKey:
             if tensor is not first_home.get(first_leaf) or tensor is None:
                 return f"{name} is gone, or no longer shared as it was"
             if (
-                tensor.shape != facts.shape
-                or tensor.dtype != facts.dtype
+                tensor.dtype != facts.dtype
                 or tensor.requires_grad != facts.requires_grad
                 or tensor.device != facts.device
-                or tensor.stride() != facts.stride
+                or (not facts.sharded and (tensor.shape != facts.shape or tensor.stride() != facts.stride))
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
         return None
 
     def _hooks_changed(self) -> str | None:
         for (name, table), count in self._hooks:
-            if (len(table) or count) and private.foreign_hooks(table) != count:
+            if (len(table) or count) and self._foreign_hooks(table) != count:
                 return f"hooks were added to module {name}, or removed"
         return None
+
+    def _foreign_hooks(self, table: dict[int, Any]) -> int:
+        """Hooks whose work is neither part of the trace nor of no concern to a planned step."""
+        shards = self._shards
+        if shards is not None:
+            table = {key: hook for key, hook in table.items() if not shards.owns(hook)}
+        return private.foreign_hooks(table)
 
     def _environment_changed(self) -> str | None:
         now = Autocast.ambient(self.autocast.device_type)
@@ -238,9 +250,10 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     return tuple((i, int(t.storage_offset() - tensors[i].storage_offset())) for i, t in zip(groups, tensors))
 
 
-def _facts_of(model: nn.Module) -> tuple[_Tensor | None, ...]:
+def _facts_of(model: nn.Module, shards: Shards | None = None) -> tuple[_Tensor | None, ...]:
     tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
-    return tuple(None if tensor is None else _Tensor.of(tensor) for tensor in tensors)
+    sharded = {id(p) for p in model.parameters() if shards is not None and shards.shard(p) is not None}
+    return tuple(None if tensor is None else _Tensor.of(tensor, id(tensor) in sharded) for tensor in tensors)
 
 
 def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:

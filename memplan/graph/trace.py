@@ -167,12 +167,13 @@ def trace_step(
     device: torch.device,
     expanded: bool = False,
     around: Surroundings | None = None,
+    shapes: Mapping[str, torch.Size] | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
-    of its input.
+    of its input. shapes: of parameters that are empty between uses, by name.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -220,6 +221,9 @@ def trace_step(
 
     fake_inputs = [_stand_in(t, device) for t in inputs]
     state = [t.detach() for t in (*parameters.values(), *buffers.values())]
+    for index, name in enumerate(parameters):
+        if shapes and name in shapes:
+            state[index] = torch.empty(shapes[name], dtype=state[index].dtype, device="meta")
     if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
         state, fake_inputs = private.fakes_on(device, state, fake_inputs)
     args = (state[: len(parameters)], state[len(parameters) :], fake_inputs)

@@ -20,6 +20,7 @@ from torch import fx, nn
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
 from memplan.runtime.check import run_checked
+from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, restore_rng
@@ -47,11 +48,15 @@ class ParameterStore:
     """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
 
     transfers: the model's copies to and from host memory. updates: the optimizer in its backward, where there is one.
+    gathers: of sharded parameters, where somebody has sharded them.
     """
 
-    def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], device: torch.device, gathers: Gathers | None = None
+    ) -> None:
         self.transfers = Transfers(device)
         self.updates: UpdatesInBackward | None = None
+        self.gathers = gathers
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         for name in names:
             path, _, leaf = name.rpartition(".")
@@ -61,7 +66,7 @@ class ParameterStore:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         home, leaf = self._homes[name]
-        return home[leaf]  # type: ignore[no-any-return]
+        return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -74,6 +79,20 @@ class ParameterStore:
         home, leaf = self._homes[name]
         home[leaf] = tensor
 
+    def is_sharded(self, name: str) -> bool:
+        """Whether that is a parameter that is empty between uses."""
+        parameter = self[name]
+        return (
+            self.gathers is not None
+            and isinstance(parameter, nn.Parameter)
+            and self.gathers.shards.shard(parameter) is not None
+        )
+
+    def begin(self) -> None:
+        """A planned forward or backward begins."""
+        if self.gathers is not None:
+            self.gathers.shards.begin()
+
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad` through autograd, in this order, so that every kind of hook fires."""
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
@@ -81,6 +100,17 @@ class ParameterStore:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.
         names, gradients = zip(*reversed(pairs), strict=True)
+        with self._accepting(names):
+            self._hand_over(names, gradients)
+
+    def _accepting(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Parameters have the shapes of their gradients for as long."""
+        if self.gathers is None:
+            return contextlib.nullcontext()
+        parameters = [p for p in map(self.__getitem__, names) if isinstance(p, nn.Parameter)]
+        return self.gathers.shards.accepting(parameters)
+
+    def _hand_over(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         with torch.enable_grad():
             # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
             leaves = [
@@ -127,19 +157,29 @@ class _Watched:
     what: str
     tensor: torch.Tensor
     version: int
-    address: int
+    address: int | None  # None for a sharded parameter, which comes and goes
 
     @staticmethod
     def of(what: str, tensor: torch.Tensor) -> _Watched:
         return _Watched(what, tensor, tensor._version, tensor.data_ptr())
 
+    @staticmethod
+    def named(name: str, store: ParameterStore) -> _Watched:
+        """A parameter or buffer."""
+        tensor = store[name]
+        return _Watched(name, tensor, tensor._version, None if store.is_sharded(name) else tensor.data_ptr())
+
+    @property
+    def moved(self) -> bool:
+        return self.address is not None and self.tensor.data_ptr() != self.address
+
     def is_same(self, store: ParameterStore) -> bool:
         """Whether the tensor is the one that it was, with the contents that it had."""
         here = store.get(self.what, self.tensor)
-        return here is self.tensor and self.tensor._version == self.version and self.tensor.data_ptr() == self.address
+        return here is self.tensor and self.tensor._version == self.version and not self.moved
 
     def check(self) -> None:
-        if self.tensor._version != self.version or self.tensor.data_ptr() != self.address:
+        if self.tensor._version != self.version or self.moved:
             raise RuntimeError(
                 f"{self.what}, which backward needs, has been modified by an inplace operation between forward and "
                 f"backward: it is at version {self.tensor._version}, expected version {self.version}"
@@ -221,6 +261,7 @@ class Runner:
         return tuple(inputs[same[i]] if i in same else t for i, t in enumerate(outputs))
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        self.store.begin()
         program, start = self.program, self._start(inputs)
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
@@ -239,16 +280,17 @@ class Runner:
         watched += [
             _Watched.of(f"output {self._output_names[i]}", outputs[i].detach()) for i in program.backward_outputs
         ]
-        state = [_Watched.of(name, self.store[name]) for name in program.backward_state]
+        state = [_Watched.named(name, self.store) for name in program.backward_state]
         if start is not None:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             read = [name for name in self.store if name not in self.written.buffers]
-            start.read.extend(_Watched.of(name, self.store[name]) for name in read)
+            start.read.extend(_Watched.named(name, self.store) for name in read)
         return outputs, InFlight(saved, watched, state, start)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
         run = self._backward_for(tangents)
+        self.store.begin()
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())

@@ -59,6 +59,7 @@ class PlannedForward:
 
     original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, that first
     which was used last. agreement: with the other ranks that train the model; None where it trains on this one alone.
+    alone: plans may change without asking other ranks.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class PlannedForward:
         on_mismatch: OnMismatch = "replan",
         on_oom: OnOutOfMemory = "raise",
         agreement: Agreement | None = None,
+        alone: bool = True,
     ) -> None:
         self.model, self.original = model, original
         self.steps: list[Step] = []
         self.reader, self._planner, self._agreement = reader, planner, agreement
-        self._on_mismatch, self._on_oom = on_mismatch, on_oom
+        self._on_mismatch, self._on_oom = on_mismatch if alone else "raise", on_oom
+        self._alone = alone
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
@@ -175,6 +178,8 @@ class PlannedForward:
 
     def prepare(self, sample: Sample) -> Any:
         """Plan such calls in full now. Gives the plan."""
+        if not self._alone:
+            raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
         for step in [s for s in self.steps if s.mismatch(call) is None]:
             if not step.provisional:
@@ -273,7 +278,7 @@ class PlannedForward:
             time_s, plan.time_s,
         )  # fmt: skip
         margin = min(0.25, measured_bytes / predicted_bytes - 1)
-        if margin > max(0.001, self._planner.margin) and plan.problem.costs.source == "measured":
+        if self._alone and margin > max(0.001, self._planner.margin) and plan.problem.costs.source == "measured":
             log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             self._planner.learn(step.runner.device, margin)
             if measured_bytes > plan.problem.budget_bytes:
@@ -336,7 +341,7 @@ class PlannedForward:
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
         """The same plans for a copy of the model, which has this forward of its own."""
         other = PlannedForward(
-            model, original, self._planner, self.reader, self._on_mismatch, self._on_oom, self._agreement
+            model, original, self._planner, self.reader, self._on_mismatch, self._on_oom, self._agreement, self._alone
         )
         other._training, other._own_attribute = self._training, self._own_attribute
         for step in reversed(self.steps):

@@ -21,6 +21,7 @@ from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
+from memplan.runtime.gathers import gather, gathered, open_gathers, release
 from memplan.runtime.rng import replay, save_rng
 from memplan.runtime.transfers import look_at, offload, offload_gradient, on_host, open_slab, prefetch, wait
 from memplan.schedule import (
@@ -156,6 +157,7 @@ class _Lowering:
         self.slab: fx.Node | None = None
         self.host_copies: dict[int, fx.Node] = {}  # tickets of copies to the host
         self.fetches: dict[int, fx.Node] = {}  # tickets of copies to the device that nobody waited for yet
+        self.gathers: fx.Node | None = None
 
     def program(self) -> Program:
         for index, step in enumerate(self.schedule):
@@ -163,7 +165,7 @@ class _Lowering:
                 case Compute(op):
                     self._compute(op, self._dead_after(index))
                 case Drop(value):
-                    self.live.pop(value, None)  # an output that nobody reads was never bound
+                    self._drop(value)
                 case SaveRng(op):
                     self.rng[op] = self.side.call(save_rng, (self.traced.device,))
                 case DropRng(op):
@@ -308,6 +310,11 @@ class _Lowering:
                 fresh.add(value)
         return fresh
 
+    def _drop(self, value: int) -> None:
+        self.live.pop(value, None)  # an output that nobody reads was never bound
+        if self._is_sharded(value):
+            self.side.call(release, (self._the_gathers(), self._parameter(value)))
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def _the_slab(self) -> fx.Node:
@@ -323,16 +330,36 @@ class _Lowering:
         else:
             self.host_copies[value] = self.side.call(offload, (slab, tensor, self.host_memory.offsets[index]))
 
+    def _is_sharded(self, value: int) -> bool:
+        return self.graph.values[value].resident and self.graph.values[value].home == "sharded"
+
+    def _parameter(self, value: int) -> str:
+        """The name of a parameter that lives elsewhere."""
+        return next(r.name for n in self.traced.roots[value] if (r := self.traced.residents.get(n)) is not None)
+
+    def _the_gathers(self) -> fx.Node:
+        if self.gathers is None:
+            self.gathers = self.side.call(open_gathers, (self.side.store,))
+        return self._carry(self.gathers)
+
     def _prefetch(self, value: int) -> None:
+        if self._is_sharded(value):
+            self.fetches[value] = self.side.call(gather, (self._the_gathers(), self._parameter(value)))
+            self.live[value] = {}
+            return
         if self.graph.values[value].fetched:
-            name = next(r.name for n in self.traced.roots[value] if (r := self.traced.residents.get(n)) is not None)
-            source = self.side.state(name)
+            source = self.side.state(self._parameter(value))
         else:
             source = self.host_copies[value] = self._carry(self.host_copies[value])
         self.fetches[value] = self.side.call(prefetch, (self._the_slab(), source))
         self.live[value] = {}
 
     def _wait(self, value: int) -> None:
+        if self._is_sharded(value):
+            ticket = self._carry(self.fetches.pop(value))
+            whole = self.side.call(gathered, (self._the_gathers(), ticket))
+            self.live[value] = dict.fromkeys(self.traced.roots[value], whole)
+            return
         slab = self._the_slab()
         if value in self.fetches:
             self._see_copy(value, self.side.call(wait, (slab, self._carry(self.fetches.pop(value)))))

@@ -15,6 +15,7 @@ from memplan.graph.key import ArgumentsKey, ModesKey, StepKey
 from memplan.graph.traced import Traced
 from memplan.runtime.collectives import GRADIENT, Collectives
 from memplan.runtime.execute import ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
@@ -53,11 +54,16 @@ class WholeStep:
 
     @staticmethod
     def of(
-        model: nn.Module, capture: Capture, programs: tuple[Program, ...], plan: Any, provisional: bool = False
+        model: nn.Module,
+        capture: Capture,
+        programs: tuple[Program, ...],
+        plan: Any,
+        provisional: bool = False,
+        gathers: Gathers | None = None,
     ) -> WholeStep:
         """The step for the model that was captured. The batch that it was captured with is let go."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        runner = _runner(model, capture, programs)
+        runner = _runner(model, capture, programs, gathers)
         if plan.problem.costs.source == "estimated":
             runner.unchecked = {module for p in programs for module in (p.forward, p.backward)}
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
@@ -125,7 +131,9 @@ class EagerStep:
         return self.forward(*call.variadic, **call.arguments)
 
 
-def _runner(model: nn.Module, capture: Capture, programs: tuple[Program, ...]) -> Runner:
+def _runner(
+    model: nn.Module, capture: Capture, programs: tuple[Program, ...], gathers: Gathers | None = None
+) -> Runner:
     traced = capture.traced
     variants = [v for v in (traced, capture.expanded) if v is not None]
     trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
@@ -133,7 +141,7 @@ def _runner(model: nn.Module, capture: Capture, programs: tuple[Program, ...]) -
     outputs = [traced.template.names[i] or "output" for i in range(len(traced.outputs))]
     return Runner(
         program=programs[0],
-        store=ParameterStore(model, names, traced.device),
+        store=ParameterStore(model, names, traced.device, gathers),
         trainable=trainable if programs[0].grads == "edges" else (),
         backwards=tuple((_layouts(v, outputs), p.backward) for v, p in zip(variants, programs)),
         requires_grad=tuple(o.requires_grad for o in traced.outputs),

@@ -113,7 +113,7 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         taken=_ints(taken_of),
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
-        gradient=np.array([v.role == "gradient" and v.home == "device" and not v.updates for v in values], np.bool_),
+        gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
         rerunnable=np.array(rerunnable, dtype=np.bool_),

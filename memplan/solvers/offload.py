@@ -1,11 +1,12 @@
-"""Copies to and from host memory, added to an order of ops so that it fits a budget on the device.
+"""Copies to and from host memory, and gathers, added to an order of ops so that it fits a budget on the device.
 
 An order of ops says what is recomputed; this says what of the rest leaves the device for a while. Between two uses of a
 value lies a **gap** during which its memory can serve others. `place_copies` sweeps over the order and, wherever too
 much is held, closes the gap whose next use is farthest away (Belady's rule, optimal for the number of copies of equal
 size). A copy out begins right after the use before the gap; a copy in begins as late as its direction of the link
 allows without keeping anybody waiting, and as early as memory allows where it doesn't. Parameters that live on the host
-are values whose copy out costs nothing; their gradients leave once they are final.
+are values whose copy out costs nothing; their gradients leave once they are final. So are sharded parameters, which
+are gathered from all ranks instead, in a lane of their own.
 
 What is recomputed and what is copied is decided together by trying every order of a front: the less an order
 recomputes, the more has to be copied. `simulate` says what each comes to.
@@ -94,6 +95,14 @@ def least_bytes(problem: Problem, order: Sequence[int]) -> int:
     return max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max()))
 
 
+def gather_bound_s(problem: Problem) -> float:
+    """No schedule takes less: every sharded parameter that an op reads is gathered once at least."""
+    gather, values = problem.gather, problem.graph.values
+    assert gather is not None
+    read = {v for op in problem.graph.ops for v in op.inputs if values[v].home == "sharded"}
+    return sum(gather.latency_s + values[v].size_bytes / gather.bytes_per_s for v in read)
+
+
 def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> float:
     """No schedule with copies takes less.
 
@@ -108,7 +117,7 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     graph, values, time_s = problem.graph, problem.graph.values, problem.costs.time_s
     baseline_s, backward_s = problem.baseline_time_s, sum(time_s[graph.boundary :])
     read = {v for op in graph.ops for v in op.inputs}
-    fetched = sum(values[v].size_bytes for v in read if values[v].fetched)
+    fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
     sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
     found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     flat = flatten(problem, updates=False)
@@ -199,7 +208,8 @@ class _Places:
             elif value.home == "host":  # a gradient: it stays until it is copied out
                 self.held[touched[-1] + 1 :] += value.size_bytes
                 self.gaps.append(_Gap(v, touched[-1], end, True))
-            if value.size_bytes > least_bytes and not value.held:
+            movable = value.fetched or self.problem.link is not None
+            if movable and value.size_bytes > least_bytes and not value.held:
                 pairs = pairwise(touched)
                 self.gaps += [_Gap(v, a, b, not value.fetched) for a, b in pairs if b > a + 1]
 
@@ -266,9 +276,9 @@ class _Places:
     def _time_copies_out(self) -> None:
         """Let values go as soon as their copy is done, which may be before their room is needed."""
         link = self.problem.link
-        assert link is not None
         free_s = 0.0
         for gap in sorted((g for g in self.closed if g.copies), key=lambda g: (g.start, g.value)):
+            assert link is not None
             size_bytes = self.problem.graph.values[gap.value].size_bytes
             free_s = max(free_s, float(self.begin_s[gap.start + 1]))
             free_s += link.latency_s + size_bytes / link.to_host_bytes_per_s
@@ -279,16 +289,14 @@ class _Places:
 
     def _time_copies_in(self) -> None:
         """Begin to fetch as late as keeps nobody waiting, or as early as there is room."""
-        link = self.problem.link
-        assert link is not None
         begin_s = self.begin_s.tolist()
         coming = sorted((g for g in self.closed if g.stop < len(self.order)), key=lambda g: (g.stop, g.value))
         wanted: dict[int, int] = {}
-        lane_s = float("inf")
+        lane_s = {"sharded": float("inf"), "host": float("inf")}
         for gap in reversed(coming):
-            size_bytes = self.problem.graph.values[gap.value].size_bytes
-            lane_s = min(lane_s, begin_s[gap.stop]) - link.latency_s - size_bytes / link.to_device_bytes_per_s
-            wanted[id(gap)] = max(0, bisect_right(begin_s, lane_s) - 1)
+            lane = self._lane(gap)
+            lane_s[lane] = min(lane_s[lane], begin_s[gap.stop]) - self._coming_s(gap)
+            wanted[id(gap)] = max(0, bisect_right(begin_s, lane_s[lane]) - 1)
         earliest = 0
         for gap in coming:
             size_bytes = self.problem.graph.values[gap.value].size_bytes
@@ -297,6 +305,20 @@ class _Places:
             gap.back = min(gap.stop, start + int(crowded[-1]) + 1 if len(crowded) else start)
             self.held[gap.back : gap.stop] += size_bytes
             earliest = gap.back
+
+    def _lane(self, gap: _Gap) -> str:
+        """Where a value comes from: all ranks or the host."""
+        return "sharded" if self.problem.graph.values[gap.value].home == "sharded" else "host"
+
+    def _coming_s(self, gap: _Gap) -> float:
+        """Seconds that it takes to come."""
+        link, gather = self.problem.link, self.problem.gather
+        size_bytes = self.problem.graph.values[gap.value].size_bytes
+        if self._lane(gap) == "sharded":
+            assert gather is not None
+            return gather.latency_s + size_bytes / gather.bytes_per_s
+        assert link is not None
+        return link.latency_s + size_bytes / link.to_device_bytes_per_s
 
     # -- the schedule -----------------------------------------------------------------------------------------------
 
@@ -320,7 +342,7 @@ class _Places:
                 continue
             if isinstance(step, SurfaceGrads):
                 late += [v for v in step.values if values[v].home == "host" and not values[v].updates]
-                step = SurfaceGrads(tuple(v for v in step.values if values[v].home == "device"))
+                step = SurfaceGrads(tuple(v for v in step.values if values[v].home != "host"))
                 if not step.values:
                     continue
             steps.append(step)
