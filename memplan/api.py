@@ -100,7 +100,7 @@ def apply(
         raise TypeError("with plan= give the sample that it was made for")
     if shards is not None and on_oom == "replan":
         raise ValueError(
-            'on_oom="replan" would plan on one rank alone, which then gathers in another order. Leave it out'
+            'on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out'
         )
     if shards is not None and sample is None:
         raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")

@@ -1,0 +1,1 @@
+"""memplan under DeepSpeed's engines."""

@@ -1,0 +1,376 @@
+"""ZeRO stage 3: planned steps in which parameters are gathered when the plan says so, instead of by DeepSpeed's hooks.
+
+DeepSpeed's hooks gather the parameters of a module when its forward or backward begins. A planned step runs no module,
+so they rest there; calls that run without a plan (evaluation, `generate`) go through them as ever. Gradients
+are handed over through the hooks that DeepSpeed has on parameters, which reduce them and keep this rank's part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from deepspeed.utils import get_z3_leaf_modules
+from torch import nn
+
+import memplan
+
+# Attributes of modules in which DeepSpeed keeps its books.
+_ATTRIBUTES = frozenset(
+    {
+        "ds_id", "ds_inflight_param_registry", "ds_recompute_parameters", "ds_grads_remaining",
+        "ds_external_parameters", "ds_model_granularity", "applied_pre_backward_ref_cnt", "pre_bwd_fn", "post_bwd_fn",
+        "all_parameters", "_external_params", "_original_parameters", "_z3_leaf",
+    }
+)  # fmt: skip
+_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_FOR_APPLY = ("on_mismatch", "on_oom")  # what `memplan.plan` does not take
+
+
+def apply_sharded(
+    engine: Any,
+    sample: Any,
+    budget: int | float | str | memplan.Budget,
+    *,
+    gather_speed: memplan.GatherSpeed | None = None,
+    **apply_keywords: Any,
+) -> None:
+    """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. To be called by all of its ranks, in train mode.
+
+    The first rank of the group plans for the smallest of the ranks' budgets, and all run its plan, for all must gather
+    in one order. In the budget are, beside what `memplan.apply` counts: this rank's part of parameters and gradients,
+    the buffer in which gradients are reduced, and one more of its size that reducing takes.
+
+    gather_speed: of one parameter after the other; None measures it. apply_keywords: as for `memplan.apply`.
+
+    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix; what
+    `memplan.apply` raises, as the same error on the rank that met it and as RuntimeError on the others.
+    """
+    _refuse(engine)
+    shards = ZeroShards(engine, gather_speed)
+    group = shards.group
+    budgets: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(budgets, budget, group)
+    lowest = _lowest(budgets)
+    plan_keywords = {k: v for k, v in apply_keywords.items() if k not in _FOR_APPLY}
+
+    def made() -> bytes:
+        return _to_bytes(memplan.plan(engine.module, sample, lowest, shards=shards, **plan_keywords))
+
+    data = _from_first_rank(made, group)
+
+    def applied() -> None:
+        memplan.apply(engine.module, sample, plan=_from_bytes(data), shards=shards, **apply_keywords)
+
+    try:
+        _on_all_ranks(applied, group)
+    except BaseException:
+        memplan.remove(engine.module)
+        raise
+    shards.let_hooks_rest()
+
+
+class ZeroShards:
+    """`memplan.Shards` of an engine's parameters."""
+
+    attributes = _ATTRIBUTES
+
+    def __init__(self, engine: Any, speed: memplan.GatherSpeed | None = None) -> None:
+        self._module: nn.Module = engine.module
+        self._optimizer: Any = engine.optimizer
+        self._offload: Any = engine.optimizer.parameter_offload
+        self._parameters: list[Any] = list(engine.module.parameters())
+        self._passing = [p for p in self._parameters if not p.ds_persist]
+        self._staying = [p for p in self._parameters if p.ds_persist]
+        self._coming: dict[int, _Handle] = {}
+        self._whole: set[int] = set()  # what `gather` made whole and nobody released, by ds_id
+        self._own: dict[int, Any] = {}  # DeepSpeed's hooks on modules, by id
+        self._find_hooks()
+        self.group = self._parameters[0].ds_process_group
+        self.speed = speed or self._measured_speed()
+
+    # -- what memplan asks for --------------------------------------------------------------------------------------
+
+    @property
+    def resident_bytes(self) -> int:
+        optimizer, device = self._optimizer, self._parameters[0].device.type
+        held = [p.ds_tensor for p in self._parameters]
+        held.append(optimizer.grad_partitions_flat_buffer)
+        trainable = sum(p.ds_numel for p in self._parameters if p.requires_grad)
+        in_bucket = min(optimizer.reduce_bucket_size, trainable)
+        item_bytes = max(dtype.itemsize for dtype in optimizer.ipg_buckets)
+        bucket = optimizer.reduce_bucket_size if optimizer.contiguous_gradients else in_bucket
+        parts_bytes = sum(t.numel() * t.element_size() for t in held if t.device.type == device)
+        return int(parts_bytes + (bucket + in_bucket) * item_bytes)
+
+    def shard(self, parameter: Any) -> memplan.Shard | None:
+        if not hasattr(parameter, "ds_id"):
+            return None
+        ranks = parameter.ds_zero_partition_world_size
+        elements = -(-parameter.ds_numel // ranks) * ranks if ranks > 1 else 0  # one rank looks at its part
+        if parameter.ds_tensor.device != parameter.device:
+            elements += parameter.ds_tensor.ds_numel  # the part comes to the device first
+        return memplan.Shard(parameter.ds_shape, elements * parameter.element_size(), bool(parameter.ds_persist))
+
+    def owns(self, hook: Any) -> bool:
+        if self._offload.forward_hooks is not self._known_hooks:  # DeepSpeed took them off for a while
+            self._find_hooks()
+            self.let_hooks_rest()
+        return id(hook) in self._own
+
+    @contextlib.contextmanager
+    def unhooked(self) -> Iterator[None]:
+        modules = list(self._module.modules())
+        tables = [getattr(m, kind) for m in modules for kind in _TABLES]
+        kept = [(table, dict(table)) for table in tables]
+        states = [(m._parameters, getattr(m._parameters, "_in_forward", None)) for m in modules]
+        for table in tables:
+            for key in [k for k, hook in table.items() if self.owns(hook)]:
+                del table[key]
+        for parameters, in_forward in states:
+            if in_forward:
+                parameters._in_forward = False  # type: ignore[attr-defined]
+        try:
+            yield
+        finally:
+            for table, before in kept:
+                table.clear()
+                table.update(before)
+            for parameters, in_forward in states:
+                if in_forward:
+                    parameters._in_forward = True  # type: ignore[attr-defined]
+
+    def begin(self) -> None:
+        astray = (
+            p for p in self._passing if p.ds_status != ZeroParamStatus.NOT_AVAILABLE and p.ds_id not in self._whole
+        )
+        if next(astray, None) is not None:  # calls without a plan leave parameters whole
+            self._offload.partition_all_parameters()
+        missing = [p for p in self._staying if p.ds_status == ZeroParamStatus.NOT_AVAILABLE]
+        if missing:
+            missing[0].all_gather(missing)
+
+    def gather(self, parameter: Any) -> _Handle:
+        self._whole.add(parameter.ds_id)
+        if parameter.ds_id in self._coming:
+            return self._coming[parameter.ds_id]
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            return _Handle(lambda: None)
+        pending = parameter.all_gather_coalesced([parameter])
+
+        def arrive() -> None:
+            pending.wait()
+            del self._coming[parameter.ds_id]
+
+        self._coming[parameter.ds_id] = _Handle(arrive)
+        return self._coming[parameter.ds_id]
+
+    def release(self, parameter: Any) -> None:
+        self._whole.discard(parameter.ds_id)
+        if parameter.ds_status == ZeroParamStatus.AVAILABLE:
+            parameter.partition()
+
+    @contextlib.contextmanager
+    def accepting(self, parameters: Sequence[Any]) -> Iterator[None]:
+        # Before the first gradient: DeepSpeed's epilogue is to come after the whole backward pass, not after the
+        # small one in which autograd hands these over.
+        self._optimizer.queue_post_backward_callback()
+        empty = [(p, p.data) for p in parameters if p.shape != p.ds_shape]
+        for parameter, data in empty:
+            parameter.data = data.new_empty(1).expand(parameter.ds_shape)
+        try:
+            yield
+        finally:
+            for parameter, data in empty:
+                parameter.data = data
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def _find_hooks(self) -> None:
+        offload = self._offload
+        self._known_hooks = offload.forward_hooks
+        for handle in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
+            hook = (handle.hooks_dict_ref() or {}).get(handle.id)
+            if hook is not None:
+                self._own[id(hook)] = hook
+
+    def let_hooks_rest(self) -> None:
+        """DeepSpeed's hooks on the model itself, which run around a planned forward too, do nothing there."""
+        for table in (getattr(self._module, kind) for kind in _TABLES):
+            for key, hook in table.items():
+                if id(hook) in self._own and not isinstance(hook, _RestingHook):
+                    table[key] = _RestingHook(hook, self._module)
+                    self._own[id(table[key])] = table[key]
+
+    # -- speed ------------------------------------------------------------------------------------------------------
+
+    def _measured_speed(self) -> memplan.GatherSpeed:
+        """From the best of three gathers each of the largest parameter and of the smallest."""
+        self.begin()
+        if not self._passing:
+            return memplan.GatherSpeed()
+        bounds = [pick(self._passing, key=lambda p: (p.ds_numel, p.ds_id)) for pick in (min, max)]
+        small_s, large_s = (min(self._gather_s(p) for _ in range(3)) for p in bounds)
+        small_bytes, large_bytes = (p.ds_numel * p.element_size() for p in bounds)
+        if large_bytes == small_bytes or large_s <= small_s:
+            return memplan.GatherSpeed(large_bytes / large_s, 0.0)
+        bytes_per_s = (large_bytes - small_bytes) / (large_s - small_s)
+        return memplan.GatherSpeed(bytes_per_s, max(0.0, small_s - small_bytes / bytes_per_s))
+
+    def _gather_s(self, parameter: Any) -> float:
+        get_accelerator().synchronize()
+        start = time.perf_counter()
+        with torch.no_grad():
+            self.gather(parameter).wait()
+        get_accelerator().synchronize()
+        time_s = time.perf_counter() - start
+        self.release(parameter)
+        return time_s
+
+
+class _Handle:
+    """A gather. arrive: ends it."""
+
+    def __init__(self, arrive: Callable[[], None]) -> None:
+        self._arrive: Callable[[], None] | None = arrive
+
+    def wait(self) -> None:
+        arrive, self._arrive = self._arrive, None
+        if arrive is not None:
+            arrive()
+
+
+class _RestingHook:
+    """A hook of DeepSpeed on the model itself, which does nothing in planned calls."""
+
+    def __init__(self, hook: Callable[..., Any], module: nn.Module) -> None:
+        self._hook, self._module = hook, module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        planned = torch.is_grad_enabled() and self._module.training and memplan.plan_of(self._module) is not None
+        return None if planned else self._hook(*args, **kwargs)
+
+
+# -- what can't be planned --------------------------------------------------------------------------------------------
+
+
+def _refuse(engine: Any) -> None:
+    """Raise ValueError for an engine whose gathers can't be planned."""
+    if engine.zero_optimization_stage() != 3:
+        raise ValueError(
+            f"the engine is of ZeRO stage {engine.zero_optimization_stage()}; sharded plans are for stage 3"
+        )
+    if not hasattr(engine.optimizer, "parameter_offload"):
+        raise ValueError(
+            "the engine has no ZeRO-3 optimizer, and so nothing to train. Give deepspeed.initialize an optimizer"
+        )
+    if not engine.module.training:
+        raise ValueError("the engine is in eval mode; call engine.train() first, for the plan is one of training")
+    for found, reason in _reasons(engine):
+        if found:
+            raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
+
+
+def _reasons(engine: Any) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what it is and what to do) of what DeepSpeed does with gathers and memplan can't follow."""
+    zero, offload = engine.config.get("zero_optimization", {}), engine.optimizer.parameter_offload
+    leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
+    yield (
+        engine.is_deepcompile_enabled(),
+        'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
+    )
+    yield (
+        str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
+        'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop it',
+    )
+    yield (
+        any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
+        or int(zero.get("zero_hpz_partition_size", 1)) > 1,
+        "a secondary partition (hpZ). Leave zero_hpz_partition_size out",
+    )
+    yield (
+        bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
+        "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
+    )
+    yield int(zero.get("mics_shard_size", -1)) > 0, "MiCS. Leave mics_shard_size out"
+    yield bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out"
+    yield (
+        bool(engine.torch_autocast_enabled()),
+        'torch_autocast, under which parameters are sent in another dtype. Use "bf16": {"enabled": true} instead',
+    )
+    yield (
+        bool(leaves),
+        f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
+        "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
+    )
+    yield (
+        any(not hasattr(p, "ds_id") for p in engine.module.parameters()),
+        "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
+    )
+
+
+# -- one plan for all ranks -------------------------------------------------------------------------------------------
+
+
+def _lowest(budgets: Sequence[Any]) -> Any:
+    """The smallest of the ranks' budgets."""
+    if all(budget == budgets[0] for budget in budgets):
+        return budgets[0]
+    if not all(isinstance(budget, int) for budget in budgets):
+        raise ValueError(
+            f"the ranks' budgets differ: {budgets}. Give each in bytes, as an int: the smallest is for all"
+        )
+    return min(budgets)
+
+
+def _from_first_rank(make: Callable[[], bytes], group: Any) -> bytes:
+    """What `make` gives on the first rank of the group. Its error is one on all ranks."""
+    first = torch.distributed.get_global_rank(group, 0)
+    sent: list[Any] = [None]
+    error: Exception | None = None
+    if torch.distributed.get_rank() == first:
+        try:
+            sent = [make()]
+        except Exception as problem:
+            error, sent = problem, [f"{type(problem).__name__}: {problem}"]
+    torch.distributed.broadcast_object_list(sent, first, group)
+    if error is not None:
+        raise error
+    if isinstance(sent[0], str):
+        raise RuntimeError(f"planning failed on rank {first}: {sent[0]}")
+    return bytes(sent[0])
+
+
+def _on_all_ranks(act: Callable[[], None], group: Any) -> None:
+    """Do it, and raise where it failed on any rank."""
+    error: Exception | None = None
+    try:
+        act()
+    except Exception as problem:
+        error = problem
+    told: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group)
+    if error is not None:
+        raise error
+    for rank, text in enumerate(told):
+        if text is not None:
+            raise RuntimeError(f"the plan can't run on rank {rank} of the group: {text}")
+
+
+def _to_bytes(plan: memplan.Plan) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(Path(folder, "plan"))
+        return Path(folder, "plan").read_bytes()
+
+
+def _from_bytes(data: bytes) -> memplan.Plan:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "plan").write_bytes(data)
+        return memplan.Plan.load(Path(folder, "plan"))
