@@ -1,0 +1,324 @@
+"""ZeRO-3 over two gloo ranks with planned gathers, against the same engine without memplan."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+import memplan
+from memplan.schedule import Drop, Prefetch
+from tests.ranks import Cell
+from tests.zoo import copied, first_difference
+
+BUDGET = 0.45  # of all parameters whole, and nothing recomputed
+STEPS = 5
+WIDTH, WORDS, LENGTH = 32, 50, 40
+
+
+class Block(nn.Module):
+    """Attention and a perceptron, with a parameter that no module of its own holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.norm_2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.gate = nn.Parameter(torch.ones(2 * WIDTH, 1))
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.out(attended)) * self.gate[:1]
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm_2(x)))))
+
+
+class Net(nn.Module):
+    """Tied weights, a frozen one, a parameter of the model itself, and biases small enough to stay whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
+        self.head.weight = self.embed.weight
+        self.scale = nn.Parameter(torch.ones(2 * WIDTH))
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers[0].up.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) * self.scale[:WIDTH]
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def engine_of(dtype: str = "fp32", accumulation: int = 1, **zero: Any) -> Any:
+    """A fresh engine of the same weights on every call."""
+    import deepspeed
+
+    torch.manual_seed(0)
+    net = Net().train()
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {
+            "stage": 3, "stage3_param_persistence_threshold": 40, "reduce_bucket_size": 2000,
+            "stage3_prefetch_bucket_size": 3000, **zero,
+        },
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        "bf16": {"enabled": dtype == "bf16"},
+    }  # fmt: skip
+    trainable = [p for p in net.parameters() if p.requires_grad]
+    engine = deepspeed.initialize(model=net, config=config, model_parameters=trainable)[0]
+    torch.manual_seed(10 + torch.distributed.get_rank())
+    return engine
+
+
+def batches(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(20 + torch.distributed.get_rank())
+    return [torch.randint(0, WORDS, (2, LENGTH), generator=generator) for _ in range(count)]
+
+
+def plan_it(engine: Any, budget: Any = BUDGET, **keywords: Any) -> memplan.Plan:
+    from memplan.integrations.deepspeed.zero3 import apply_sharded
+
+    keywords = {"costs": "estimate", "gather_speed": memplan.GatherSpeed(1e8, 1e-4), **keywords}
+    apply_sharded(engine, batches(1)[0], budget, **keywords)
+    plan = memplan.plan_of(engine.module)
+    assert plan is not None
+    return plan
+
+
+def weights(engine: Any) -> dict[str, torch.Tensor]:
+    import deepspeed
+
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        return {name: copied(p) for name, p in named.items()}
+
+
+def step(engine: Any, batch: torch.Tensor, style: str = "engine") -> torch.Tensor:
+    loss = engine(batch)
+    if style == "engine":
+        engine.backward(loss)
+    else:
+        loss.backward()
+    engine.step()
+    return loss.detach().clone()  # type: ignore[no-any-return]
+
+
+def train(dtype: str, accumulation: int, style: str, planned: bool, **zero: Any) -> Any:
+    engine = engine_of(dtype, accumulation, **zero)
+    try:
+        if planned:
+            plan = plan_it(engine)
+            assert plan.recomputed and plan.problem.graph.gathers
+        losses = [step(engine, batch, style) for batch in batches(STEPS * accumulation)]
+        return losses, weights(engine), torch.get_rng_state()
+    finally:
+        engine.destroy()
+
+
+def compare_training(dtype: str, accumulation: int, style: str = "engine", **zero: Any) -> str | None:
+    plain, planned = (train(dtype, accumulation, style, planned, **zero) for planned in (False, True))
+    return first_difference(plain, planned, "result")
+
+
+# -- what is gathered when --------------------------------------------------------------------------------------------
+
+
+class GatherCounter:
+    """Watches what DeepSpeed gathers and lets go of, below memplan. events: (what, name, bytes then whole)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.events: list[tuple[str, str, int]] = []
+        self._whole: list[Any] = []  # weak references to storages, whose objects live as long as they do
+        for name, parameter in module.named_parameters():
+            if not parameter.ds_persist:
+                self._watch(name, parameter)
+
+    def _watch(self, name: str, parameter: Any) -> None:
+        gather, partition = parameter.all_gather_coalesced, parameter.partition
+
+        def gathered(*args: Any, **kwargs: Any) -> Any:
+            handle = gather(*args, **kwargs)
+            self._whole.append(weakref.ref(parameter.data.untyped_storage()))
+            self.events.append(("gather", name, self.whole_bytes()))
+            return handle
+
+        def partitioned(*args: Any, **kwargs: Any) -> None:
+            partition(*args, **kwargs)
+            self.events.append(("release", name, self.whole_bytes()))
+
+        parameter.all_gather_coalesced, parameter.partition = gathered, partitioned
+
+    def whole_bytes(self) -> int:
+        return sum(storage.nbytes() for ref in self._whole if (storage := ref()) is not None)
+
+
+def planned_events(plan: memplan.Plan) -> list[tuple[str, str, int]]:
+    """The same, as the plan has it."""
+    values, whole_bytes = plan.problem.graph.values, 0
+    events = []
+    for done in plan.schedule:
+        if isinstance(done, (Prefetch, Drop)) and values[done.value].home == "sharded":
+            size_bytes = values[done.value].size_bytes
+            whole_bytes += size_bytes if isinstance(done, Prefetch) else -size_bytes
+            kind = "gather" if isinstance(done, Prefetch) else "release"
+            events.append((kind, values[done.value].name, whole_bytes))
+    return events
+
+
+def gathers_are_those_of_the_plan() -> str | None:
+    """At every gather and release exactly those parameters are whole, and take the bytes, that the plan says."""
+    for budget in (BUDGET, 0.8):
+        engine = engine_of()
+        try:
+            plan = plan_it(engine, budget)
+            expected = planned_events(plan)
+            counter = GatherCounter(engine.module)
+            loss = engine(batches(1)[0])
+            engine.backward(loss)
+            found = counter.events
+            whole = {name for what, name, _ in expected if what == "gather"}
+            if budget == BUDGET:
+                assert len(expected) > 2 * len(whole), "some are gathered again for the backward pass"
+                assert max(b for _, _, b in expected) < sum(_bytes(p) for p in engine.module.parameters())
+            if found != expected:
+                return f"at {budget}: {found} against {expected}"
+        finally:
+            engine.destroy()
+    return None
+
+
+def _bytes(parameter: Any) -> int:
+    return int(parameter.ds_numel * parameter.element_size())
+
+
+# -- a life with more than steps --------------------------------------------------------------------------------------
+
+
+def lead_a_life(planned: bool) -> Any:
+    """Steps with evaluation, a checkpoint, edited weights and, at the end, no plan any more between them."""
+    import deepspeed
+
+    engine, found = engine_of(accumulation=2), []
+    data = batches(12)
+    try:
+        if planned:
+            plan_it(engine)
+        with tempfile.TemporaryDirectory() as own:
+            folders: list[Any] = [own]
+            torch.distributed.broadcast_object_list(folders)
+            found += [step(engine, x) for x in data[:2]]
+            for _ in range(3):  # DeepSpeed records what it gathers, and gathers ahead from the third time on
+                engine.eval()
+                with torch.no_grad():
+                    found.append(engine(data[2]).clone())
+                engine.train()
+                with torch.no_grad():
+                    found.append(engine(data[2]).clone())
+            found += [step(engine, x) for x in data[2:4]]
+            engine.save_checkpoint(folders[0], tag="kept")
+            found += [step(engine, x) for x in data[4:6]]
+            engine.load_checkpoint(folders[0], tag="kept")
+            found += [step(engine, x) for x in data[6:8]]
+            torch.distributed.barrier()
+        weight = engine.module.layers[1].up.weight
+        with deepspeed.zero.GatheredParameters([weight], modifier_rank=0):
+            if torch.distributed.get_rank() == 0:
+                weight.data.mul_(0.5)
+        loss = engine(data[8])
+        with torch.no_grad():
+            engine.eval()
+            found.append(engine(data[8]).clone())  # between a forward and its backward
+            engine.train()
+        engine.backward(loss)
+        engine.step()
+        found.append(step(engine, data[9]))
+        memplan.remove(engine.module)
+        found += [step(engine, x) for x in data[10:]]
+        return found, weights(engine), torch.get_rng_state()
+    finally:
+        engine.destroy()
+
+
+def compare_lives() -> str | None:
+    return first_difference(lead_a_life(False), lead_a_life(True), "result")
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def what_cant_be_planned_is_refused_by_all() -> str | None:
+    """With the reason and the fix, and what one rank alone meets is an error on the other too."""
+    import deepspeed
+
+    found = []
+    engine = engine_of()
+    try:
+        deepspeed.utils.set_z3_leaf_modules(engine.module, [Block])
+        found.append(_refusal(engine, "leaf modules (Block)"))
+        deepspeed.utils.unset_z3_leaf_modules(engine.module, [Block])
+        engine.eval()
+        found.append(_refusal(engine, "engine.train()"))
+        engine.train()
+        found.append(_refusal(engine, "no schedule fits", budget=1000))
+        found.append(_refusal(engine, 'grads="surface"', grads="edges"))
+        rank = torch.distributed.get_rank()
+        found.append(_refusal(engine, "ranks' budgets differ", budget=0.5 + 0.1 * rank))
+        other = memplan.Shard if rank else None  # anything but None is refused
+        found.append(_refusal(engine, "optimizer" if rank else "", optimizer=other))
+        plan = plan_it(engine, 600_000 + rank)
+        found.append(None if plan.problem.budget_bytes == 600_000 else "the smallest budget is that of all")
+    finally:
+        engine.destroy()
+    return next((text for text in found if text is not None), None)
+
+
+def _refusal(engine: Any, expected: str, budget: Any = BUDGET, **keywords: Any) -> str | None:
+    try:
+        plan_it(engine, budget, **keywords)
+    except Exception as error:
+        return None if expected in str(error) else f"{error} does not say {expected}"
+    return f"{expected} was not refused"
+
+
+CASES = [(dtype, accumulation) for dtype in ("fp32", "bf16") for accumulation in (1, 2)]
+QUICK = {("fp32", 1), ("bf16", 2)}
+NEEDS = ("deepspeed",)
+CELLS = {
+    f"{dtype} accumulation {n}": Cell(
+        functools.partial(compare_training, dtype, n), full=(dtype, n) not in QUICK, needs=NEEDS
+    )
+    for dtype, n in CASES
+}
+CELLS |= {
+    f"loss.backward() {dtype} accumulation {n}": Cell(
+        functools.partial(compare_training, dtype, n, "loss"), full=(dtype, n) != ("fp32", 2), needs=NEEDS
+    )
+    for dtype, n in CASES
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "gradients not contiguous": {"contiguous_gradients": False},
+    "all-reduced gradients": {"reduce_scatter": False},
+    "one large bucket": {"reduce_bucket_size": 1_000_000},
+    "nothing stays": {"stage3_param_persistence_threshold": 0},
+    "everything stays": {"stage3_param_persistence_threshold": 1_000_000},
+    "parameters on the CPU": {"offload_param": {"device": "cpu"}},
+    "optimizer on the CPU": {"offload_optimizer": {"device": "cpu"}},
+}
+CELLS |= {
+    name: Cell(functools.partial(compare_training, "bf16", 2, **zero), full=True, needs=NEEDS)
+    for name, zero in OPTIONS.items()
+}
+CELLS |= {
+    "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),
+    "evaluation and checkpoints between steps": Cell(compare_lives, needs=NEEDS),
+    "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
+}
