@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from memplan.api import apply as apply
     from memplan.api import explore as explore
     from memplan.api import from_config as from_config
+    from memplan.api import grown_bytes as grown_bytes
     from memplan.api import plan as plan
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
@@ -33,17 +34,21 @@ if TYPE_CHECKING:
     from memplan.problem import GatherSpeed as GatherSpeed
     from memplan.problem import Link as Link
     from memplan.problem import Roofline as Roofline
+    from memplan.problem import Surroundings as Surroundings
+    from memplan.units import format_bytes as format_bytes
+    from memplan.units import parse_bytes as parse_bytes
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "apply": "api", "explore": "api", "plan": "api", "plan_of": "api",
-    "prepare": "api", "remove": "api", "from_config": "api",
+    "grown_bytes": "api", "prepare": "api", "remove": "api", "from_config": "api",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
     "Plan": "plans", "Budget": "problem", "Buffers": "problem", "Link": "problem", "Roofline": "problem",
     "GatherSpeed": "problem", "Shard": "graph.shards", "Shards": "graph.shards",
+    "Surroundings": "problem", "format_bytes": "units", "parse_bytes": "units",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

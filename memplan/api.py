@@ -17,7 +17,7 @@ from memplan.graph.margin import known_margin
 from memplan.graph.shards import Shards
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
-from memplan.problem import Buffers, Link
+from memplan.problem import Buffers, Link, Surroundings
 from memplan.runtime import Agreement, Grads, OnMismatch, OnOutOfMemory, PlannedForward, Share, Step, planned_forward
 
 
@@ -41,6 +41,7 @@ def apply(
     shards: Shards | None = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
+    surroundings: Surroundings | None = None,
     plan: Plan | None = None,
     group: torch.distributed.ProcessGroup | None = None,
 ) -> nn.Module:
@@ -82,6 +83,7 @@ def apply(
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
         margin and runs the step again, with nothing lost. The margin is remembered for the device.
+    surroundings: what an engine around the model holds on the device beside the step.
     plan: run this plan (from `plan`, `explore` or a file) instead of making one.
     group: the ranks that train this model together, where collectives follow the order in which gradients arrive, or
         are part of the plan (ZeRO). Before each planned step they make sure that all of them run the same collectives
@@ -106,7 +108,7 @@ def apply(
         raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(), shards,
+        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -150,11 +152,12 @@ def plan(
     in_flight: int = 1,
     buffers: Buffers | None = None,
     shards: Shards | None = None,
+    surroundings: Surroundings | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(), shards,
+        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)
@@ -213,6 +216,16 @@ def plan_of(model: nn.Module) -> Plan | None:
     """The plan that the model ran last, or will run first; None where it has none."""
     planned = planned_forward(model)
     return None if planned is None else planned.plan
+
+
+def grown_bytes(model: nn.Module) -> int | None:
+    """The most bytes that a planned model's first step was measured to hold beyond those that were there before it.
+
+    On a CPU without what kernels take for themselves. None before that step is over, without a plan, and with a plan
+    in parts.
+    """
+    planned = planned_forward(model)
+    return None if planned is None else planned.grown_bytes
 
 
 def remove(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
 from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
-from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline
+from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
 from memplan.report.progress import ProgressLine
 from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
 from memplan.runtime import (
@@ -88,6 +88,7 @@ class Planner:
     in_flight: int = 1
     buffers: Buffers = field(default_factory=Buffers)
     shards: Shards | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
@@ -115,6 +116,8 @@ class Planner:
             if isinstance(self.host_budget, float):
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.host_budget!r}")
             _limit(self.host_budget, 0)
+            if self.surroundings.keeps_parameters:
+                self.host = frozenset()
         if type(self.in_flight) is not int or self.in_flight < 1:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
         if self.in_flight > 1:
@@ -259,8 +262,12 @@ class Planner:
         if self.optimizer is not None and self.host_budget is None:
             needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
-        held = needs[0] + _buffer_bytes(self.buffers, self.in_flight, traced)
-        problem = Problem(traced.graph, costs, None, held, self.accumulate, needs[1], in_flight=self.in_flight)
+        around = self.surroundings
+        held = needs[0] + around.held_bytes + _buffer_bytes(self.buffers, self.in_flight, traced)
+        problem = Problem(
+            traced.graph, costs, None, held, self.accumulate, needs[1] + around.after_bytes, in_flight=self.in_flight,
+            takes_gradients=around.takes_gradients and self.grads == "surface",
+        )  # fmt: skip
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
                 problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
@@ -333,14 +340,15 @@ class Planner:
 
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
-            there = state_bytes([p for name, p in parameters.items() if name not in names], torch.device("cpu"))
+            others: list[torch.Tensor] = [p for name, p in parameters.items() if name not in names]
+            there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
             graph = with_homes(captured.traced, names).graph
             held = _buffer_bytes(self.buffers, self.in_flight, captured.traced)
             if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
-                problem, graph=graph, extra_resident_bytes=here[0] + held,
-                update_bytes=here[1], extra_host_bytes=there[0],
+                problem, graph=graph, extra_resident_bytes=here[0] + held + self.surroundings.held_bytes,
+                update_bytes=here[1] + self.surroundings.after_bytes, extra_host_bytes=there[0],
             )  # fmt: skip
 
         plain, room_for = problem_of(frozenset()), 1 + self.margin
@@ -348,7 +356,7 @@ class Planner:
         alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
-        least = floor_bytes(self.host or all_names(parts), front, problem_of)
+        least = floor_bytes(all_names(parts) if self.host is None else self.host, front, problem_of)
         search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
@@ -394,7 +402,7 @@ class Planner:
     def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
         fixed = (
             ""
-            if self.host is None
+            if self.host is None or self.surroundings.keeps_parameters
             else ", with parameters where the first plan put them (apply with the largest batch)"
         )
         return BudgetInfeasible(
@@ -531,7 +539,9 @@ class Planner:
         self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
     ) -> PartialStep:
         """A step of which only parts are planned."""
-        state_bytes = 0 if self.optimizer is None else optimizer_needs(self.optimizer, device)[0]
+        state_bytes = self.surroundings.held_bytes
+        if self.optimizer is not None:
+            state_bytes += optimizer_needs(self.optimizer, device)[0]
         if self.accumulate:
             state_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 

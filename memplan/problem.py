@@ -214,14 +214,31 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What an engine around the training step holds on the device, so that plans leave room for it.
+
+    held_bytes: throughout (copies of parameters, optimizer state, buckets). after_bytes: what more it needs for a while
+    after the backward pass. takes_gradients: a hook takes each gradient as it is handed over, and the memory is free
+    then; what the hook keeps of it belongs to held_bytes. keeps_parameters: the engine has parameters where it wants
+    them, so that none may move to the host.
+    """
+
+    held_bytes: int = 0
+    after_bytes: int = 0
+    takes_gradients: bool = False
+    keeps_parameters: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """A graph with its costs and the limit that a schedule must keep.
 
     budget_bytes: peak bytes allowed, everything included; None is no limit.
-    extra_resident_bytes: held throughout though no op reads it (declared optimizer state).
+    extra_resident_bytes: held throughout though no op reads it (declared optimizer state, an engine's buffers).
     accumulate: gradients of earlier micro-batches are held throughout (not those whose home is sharded, of which only a
     part is), and each new one is added and freed.
     update_bytes: what the optimizer's step allocates for a while, after backward.
+    takes_gradients: each gradient is freed once it has been handed over, for somebody has taken it.
     link: to host memory; None where nothing may be offloaded. extra_host_bytes: held on the host throughout (optimizer
     state of parameters that live there). gather: how fast sharded parameters come; None where there are none.
     in_flight: forwards that wait for their backward at once, the running one among them: one is the usual step, more
@@ -238,6 +255,12 @@ class Problem:
     extra_host_bytes: int = 0
     in_flight: int = 1
     gather: GatherSpeed | None = None
+    takes_gradients: bool = False
+
+    @property
+    def frees_gradients(self) -> bool:
+        """Whether a gradient's memory is free once it has been handed over."""
+        return self.accumulate or self.takes_gradients
 
     @property
     def resident_bytes(self) -> int:

@@ -44,6 +44,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "budget_bytes": problem.budget_bytes,
         "extra_resident_bytes": problem.extra_resident_bytes,
         "accumulate": problem.accumulate,
+        "takes_gradients": problem.takes_gradients,
         "update_bytes": problem.update_bytes,
         "extra_host_bytes": problem.extra_host_bytes,
         "in_flight": problem.in_flight,
@@ -73,6 +74,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "extra_host_bytes", int),
         _read_in_flight(content.get("in_flight", 1)),  # files from before pipelines have none
         _read_gather(content.get("gather")),
+        Reader.typed({"takes_gradients": False} | content, "takes_gradients", bool),  # older files have none
     )
 
 

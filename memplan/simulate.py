@@ -273,7 +273,7 @@ class _Machine:
                 continue
             if not self.live[index]:
                 raise _Refusal(f"gradient {value.name} is handed over but not live")
-            if self.problem.accumulate:
+            if self.problem.frees_gradients:
                 self.live_bytes -= value.size_bytes
         return peak
 

@@ -139,12 +139,16 @@ def public_names() -> set[str]:
 
 
 def private_names(path: Path) -> list[str]:
-    """What a module takes from memplan that is not one of its public names."""
+    """What a module takes from memplan that is neither one of its public names nor of its own integration."""
     public = public_names()
+    own = ".".join(("memplan", *path.relative_to(ROOT).parent.parts))  # files of a package are one integration
     bad = [
         name
         for name, _ in imported_names(path)
-        if name.split(".")[0] == "memplan" and name != "memplan" and name.partition(".")[2] not in public
+        if name.split(".")[0] == "memplan"
+        and name != "memplan"
+        and name.partition(".")[2] not in public
+        and not (own.count(".") > 1 and (name == own or name.startswith(f"{own}.")))
     ]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "memplan":
@@ -159,20 +163,25 @@ def test_integrations_use_public_names_only(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "bad"),
+    ("place", "line", "bad"),
     [
-        ("import memplan\nmemplan.apply, memplan.__version__", []),
-        ("from memplan import Plan, plan_of", []),
-        ("import memplan.planner", ["memplan.planner"]),
-        ("from memplan.units import format_bytes", ["memplan.units", "memplan.units.format_bytes"]),
-        ("import memplan\nmemplan.planner.Planner", ["memplan.planner"]),
+        ("x.py", "import memplan\nmemplan.apply, memplan.__version__", []),
+        ("x.py", "from memplan import Plan, plan_of", []),
+        ("x.py", "import memplan.planner", ["memplan.planner"]),
+        ("x.py", "from memplan.units import format_bytes", ["memplan.units", "memplan.units.format_bytes"]),
+        ("x.py", "import memplan\nmemplan.planner.Planner", ["memplan.planner"]),
+        ("x.py", "import memplan.integrations.y", ["memplan.integrations.y"]),
+        ("y/x.py", "import memplan.integrations.y.z", []),
+        ("y/x.py", "import memplan.integrations.x", ["memplan.integrations.x"]),
+        ("y/x.py", "import memplan.integrations.yes", ["memplan.integrations.yes"]),
     ],
 )
 def test_the_check_of_integrations_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, bad: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str, bad: list[str]
 ) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
-    path = tmp_path / "x.py"
+    path = tmp_path / "integrations" / place
+    path.parent.mkdir(parents=True)
     path.write_text(line)
     assert private_names(path) == bad
 
@@ -199,7 +208,7 @@ for name in memplan.__all__:
 print(*sys.modules)
 """).split()
     assert "memplan.api" in names
-    assert not [n for n in names if n.startswith(("memplan.integrations", "transformers"))]
+    assert not [n for n in names if n.startswith(("memplan.integrations", "transformers", "deepspeed"))]
 
 
 def test_integrations_are_found_beside_the_package() -> None:

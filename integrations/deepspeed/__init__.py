@@ -1,1 +1,31 @@
-"""memplan under DeepSpeed's engines."""
+"""memplan in DeepSpeed: each rank's step is planned within that rank's budget.
+
+from memplan.integrations.deepspeed import initialize
+engine, optimizer, loader, scheduler = initialize(model=model, config=config, sample=batch)
+
+The budget stands in the `memplan` section of the DeepSpeed config: `MemplanConfig` says what it may hold. For the
+Trainer of transformers there is `MemplanDeepSpeedCallback`; with Accelerate, `attach` the model that
+`accelerator.prepare` returns.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from memplan.integrations.deepspeed.config import MemplanConfig as MemplanConfig
+from memplan.integrations.deepspeed.engine import attach as attach
+from memplan.integrations.deepspeed.engine import initialize as initialize
+from memplan.integrations.deepspeed.memory import DeviceMemory as DeviceMemory
+
+if TYPE_CHECKING:
+    from memplan.integrations.deepspeed.trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
+
+__all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "MemplanDeepSpeedCallback":  # which needs transformers
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from memplan.integrations.deepspeed.trainer import MemplanDeepSpeedCallback
+
+    return MemplanDeepSpeedCallback

@@ -81,13 +81,18 @@ class PlannedForward:
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
-        self._observed = False  # a step has been compared with its prediction, or will be
+        self._observer: Observer | None = None  # of the step that is compared with its prediction
         functools.update_wrapper(self, original)
 
     @property
     def plan(self) -> Any:
         """The plan that ran last, or will run first; None before there is one."""
         return self.steps[0].plan if self.steps else None
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the first step held beyond what was there before it; None before it is over."""
+        return None if self._observer is None else self._observer.grown_bytes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
@@ -167,13 +172,10 @@ class PlannedForward:
         if isinstance(step, WholeStep):
             step.runner.rescue = functools.partial(self._rescue, step)
             step.runner.keeps_buffers = self._on_oom == "replan"
-            # An optimizer that steps in backward holds what no plan knows of.
-            in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
-            in_backward |= self._planner.updates is not None  # which makes its state in the first steps
-            if not self._observed and not step.provisional and not in_backward:
-                self._observed = True
+            if self._observer is None and not step.provisional:
                 runner, done = step.runner, functools.partial(self._compare, step)
                 runner.watch = Observer(runner.device, self._held, done, runner.store.transfers.is_host)
+                self._observer = runner.watch
         return step
 
     def prepare(self, sample: Sample) -> Any:
@@ -268,6 +270,9 @@ class PlannedForward:
 
     def _compare(self, step: WholeStep, grown_bytes: int, time_s: float) -> None:
         """Measured against predicted: one line in the log, and a margin where more was held than predicted."""
+        in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
+        if in_backward or self._planner.updates is not None:
+            return  # an optimizer that steps in backward, or an engine's hook, holds what no plan knows of
         plan = step.plan
         on_cuda = step.runner.device.type == "cuda"
         predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes

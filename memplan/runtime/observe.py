@@ -36,6 +36,11 @@ class Observer:
         self._time_s = 0.0
         self._steps = 0
 
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the first step held beyond what was held when it began; None before it is over."""
+        return self._grown_bytes if self._steps else None
+
     @contextlib.contextmanager
     def forward(self, inputs: object) -> Iterator[None]:
         """Around the forward pass of a step that reads these inputs."""

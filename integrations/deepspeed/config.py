@@ -1,0 +1,172 @@
+"""The `memplan` section of a DeepSpeed config.
+
+"memplan": {"budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", "70GiB"], "host_budget": "400GiB"}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import memplan
+
+Budget = int | float | str
+
+
+@dataclass(frozen=True, slots=True)
+class MemplanConfig:
+    """What the section says. Every key may be left out, or be null in JSON.
+
+    enabled: False leaves the engine as it is.
+    budget: the most bytes that a rank may hold on its device, everything included: parameters, gradients, optimizer
+        state, DeepSpeed's buffers, activations. An int, "70GiB", or a fraction of the unplanned peak.
+    per_rank: budgets of single ranks, by global rank; they go before per_stage, which goes before budget.
+    per_stage: a budget for each pipeline stage, the first stage first.
+    reserve_fraction: where no budget is given, what the device has free once the first step is over is taken, less
+        this share of it.
+    host_budget: pinned host memory to which activations of a rank may be offloaded.
+    preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
+    costs, on_mismatch, on_oom: as for `memplan.apply`.
+    """
+
+    enabled: bool = True
+    budget: Budget | None = None
+    per_rank: Mapping[int, Budget] = field(default_factory=dict)
+    per_stage: tuple[Budget, ...] = ()
+    reserve_fraction: float = 0.05
+    host_budget: int | str | None = None
+    preset: str = "auto"
+    costs: Literal["measure", "estimate"] = "measure"
+    on_mismatch: Literal["replan", "raise"] = "replan"
+    on_oom: Literal["raise", "replan"] = "raise"
+
+    @staticmethod
+    def of(source: object) -> MemplanConfig:
+        """The section of a DeepSpeed config: a dict, or a path of a JSON file. Without one it is an empty section.
+
+        Raises ValueError for unknown keys and for values that mean nothing.
+        """
+        if isinstance(source, (str, Path)):
+            source = json.loads(Path(source).read_text())
+        section = source.get("memplan") if isinstance(source, Mapping) else None
+        return MemplanConfig() if section is None else _read(section)
+
+    def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> Budget | None:
+        """The budget of a global rank in a pipeline stage; None where it is to be measured.
+
+        Raises ValueError where the section speaks of other ranks, or of another number of stages.
+        """
+        strange = [r for r in self.per_rank if r >= ranks]
+        if strange:
+            raise ValueError(f'"memplan": per_rank has rank {strange[0]}, but there are ranks 0 to {ranks - 1}')
+        if self.per_stage and len(self.per_stage) != stages:
+            raise ValueError(
+                f'"memplan": per_stage has {len(self.per_stage)} budgets, but there are {stages} pipeline stages. Give '
+                "one for each, or leave per_stage out"
+            )
+        if rank in self.per_rank:
+            return self.per_rank[rank]
+        return self.per_stage[stage] if self.per_stage else self.budget
+
+    def apply_keywords(self) -> dict[str, Any]:
+        """Arguments of `memplan.apply`, beside the budget."""
+        return {
+            "config": self.preset, "costs": self.costs, "host_budget": self.host_budget,
+            "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
+        }  # fmt: skip
+
+
+def _read(section: object) -> MemplanConfig:
+    if not isinstance(section, Mapping):
+        raise ValueError(f'"memplan" in a DeepSpeed config is a section in braces, got {section!r}')
+    known = [f.name for f in fields(MemplanConfig)]
+    unknown = [key for key in section if key not in known]
+    if unknown:
+        raise ValueError(f'"memplan" has no key {", ".join(map(repr, unknown))}; it has {", ".join(known)}')
+    given = {key: value for key, value in section.items() if value is not None}
+    for key, value in given.items():
+        if value == "auto" and key != "preset":
+            raise ValueError(f'"memplan": {key} is "auto". Leave it out, or write null')
+    return MemplanConfig(**{key: _READERS[key](key, value) for key, value in given.items()})
+
+
+def _switch(key: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f'"memplan": {key} must be true or false, got {value!r}')
+    return value
+
+
+def _budget(key: str, value: object) -> Budget:
+    if isinstance(value, float):
+        if not 0 < value <= 1:
+            raise ValueError(f'"memplan": {key} as a fraction of the unplanned peak must be in (0, 1], got {value}')
+        return value
+    return _bytes(key, value)
+
+
+def _bytes(key: str, value: object) -> int | str:
+    if isinstance(value, bool) or not isinstance(value, (int, str)) or (isinstance(value, int) and value <= 0):
+        raise ValueError(
+            f'"memplan": {key} must be a number of bytes above 0, or a text such as "70GiB", got {value!r}'
+        )
+    if isinstance(value, str):
+        try:
+            memplan.parse_bytes(value)
+        except ValueError as error:
+            raise ValueError(f'"memplan": {key}: {error}') from None
+    return value
+
+
+def _share(key: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise ValueError(f'"memplan": {key} must be a number in [0, 1), got {value!r}')
+    return float(value)
+
+
+def _per_rank(key: str, value: object) -> dict[int, Budget]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f'"memplan": {key} must be budgets by global rank such as {{"3": "36GiB"}}, got {value!r}')
+    for rank in value:
+        if isinstance(rank, bool) or not str(rank).isdecimal():
+            raise ValueError(f'"memplan": {key} has {rank!r}, which is not a global rank')
+    return {int(rank): _budget(f"{key}.{rank}", budget) for rank, budget in value.items() if budget is not None}
+
+
+def _per_stage(key: str, value: object) -> tuple[Budget, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f'"memplan": {key} must be a list with a budget for each pipeline stage, got {value!r}')
+    return tuple(_budget(f"{key}[{stage}]", budget) for stage, budget in enumerate(value))
+
+
+def _preset(key: str, value: object) -> str:
+    try:
+        memplan.generate_config(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f'"memplan": {key}: {error}') from None
+    return str(value)
+
+
+def _word(*words: str) -> Any:
+    def read(key: str, value: object) -> object:
+        if value not in words:
+            raise ValueError(f'"memplan": {key} must be {" or ".join(words)}, got {value!r}')
+        return value
+
+    return read
+
+
+_READERS: dict[str, Any] = {
+    "enabled": _switch,
+    "budget": _budget,
+    "per_rank": _per_rank,
+    "per_stage": _per_stage,
+    "reserve_fraction": _share,
+    "host_budget": _bytes,
+    "preset": _preset,
+    "costs": _word("measure", "estimate"),
+    "on_mismatch": _word("replan", "raise"),
+    "on_oom": _word("raise", "replan"),
+}

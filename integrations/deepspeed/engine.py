@@ -1,0 +1,81 @@
+"""Plans for the step that a DeepSpeed engine runs on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import memplan
+from memplan.integrations.deepspeed.config import Budget, MemplanConfig
+from memplan.integrations.deepspeed.memory import DeviceMemory, memory_of, needs_of
+from memplan.integrations.deepspeed.refusals import refuse, strip_checkpointing
+from memplan.integrations.deepspeed.watch import Watch
+
+
+def initialize(
+    *arguments: Any, sample: Any = None, memory: DeviceMemory | None = None, **keywords: Any
+) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize` with the same arguments and result, and a plan for what each rank runs.
+
+    sample, memory: as for `attach`, whose errors are raised as well.
+    """
+    engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **keywords)
+    attach(engine, sample, memory=memory)
+    return engine, optimizer, loader, scheduler
+
+
+def attach(engine: DeepSpeedEngine, sample: Any = None, *, memory: DeviceMemory | None = None) -> DeepSpeedEngine:
+    """Plan what an engine runs on this rank, as the `memplan` section of its config says. Call it on every rank.
+
+    The engine may come from `deepspeed.initialize`, or be what `accelerator.prepare` of Accelerate gives for a model.
+    The loop around it does not change; `memplan.remove(engine.module)` takes the plan off again.
+    sample: a batch like those that the engine will be called with: a tensor, a tuple of arguments, or a dict of keyword
+        arguments, on the engine's device. None: the first call is planned when it comes.
+    memory: says what the device has free, where no budget is given. None is the device's own memory, which a CPU does
+        not have.
+
+    Returns the same engine. Raises ValueError for a section or an engine that can't be planned, with what to change,
+    and what `memplan.apply` raises.
+    """
+    section = MemplanConfig.of(config_of(engine))
+    if section.enabled:
+        plan_engine(engine, section, sample, memory)
+    return engine
+
+
+def config_of(engine: DeepSpeedEngine) -> Any:
+    """The DeepSpeed config that an engine was made with. Raises TypeError for what is not an engine."""
+    if not isinstance(engine, DeepSpeedEngine):
+        raise TypeError(
+            f"memplan got {type(engine).__name__} where a DeepSpeed engine is needed: what deepspeed.initialize, or "
+            "accelerator.prepare under a DeepSpeedPlugin, returns for the model"
+        )
+    return engine.config
+
+
+def plan_engine(
+    engine: DeepSpeedEngine, section: MemplanConfig, sample: Any = None, memory: DeviceMemory | None = None
+) -> Watch:
+    """`attach` for a section that was read. The watch ends by itself once it has told everything."""
+    refuse(engine)
+    strip_checkpointing(engine.module)
+    watch = Watch(engine, section, memory or memory_of(engine.device), apply_plan)
+    watch.begin(sample)
+    return watch
+
+
+def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any) -> None:
+    """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
+    if isinstance(engine, PipelineEngine):
+        raise ValueError(
+            "memplan does not plan the stages of a DeepSpeed PipelineModule yet: leave the memplan section out"
+        )
+    if engine.zero_optimization_partition_weights():
+        raise ValueError(
+            "memplan does not plan parameters that ZeRO stage 3 shards yet: use stage 2, or leave the memplan section "
+            "out"
+        )
+    memplan.apply(engine.module, sample, budget, **needs_of(engine).apply_keywords(), **apply_keywords)

@@ -1,0 +1,75 @@
+"""What rank 0 logs of all ranks' plans: one line for each stage and budget.
+
+Ranks leave their lines in the store of the process group, and rank 0 looks there before each of its steps until it has
+them all: nobody waits for anybody, so a pipeline can't hang over its log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+
+import torch.distributed
+from torch.distributed import distributed_c10d
+
+log = logging.getLogger("memplan")
+
+_boards: Iterator[int] = count()  # engines get plans in the same order on all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """stage: of the pipeline. text: what is said of it."""
+
+    stage: int
+    text: str
+
+
+class Board:
+    """Where the ranks of one engine leave lines. Made on every rank, in the same order."""
+
+    def __init__(self) -> None:
+        self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._name = f"memplan/{next(_boards)}"
+        self._store = distributed_c10d._get_default_store()
+        self._wanted: list[str] = []
+
+    def post(self, topic: str, line: Line) -> None:
+        """Leave this rank's line on a topic."""
+        self._store.set(self._key(topic, self._rank), json.dumps([line.stage, line.text]))
+        if self._rank == 0:
+            self._wanted.append(topic)
+
+    def tell(self) -> bool:
+        """Log the topics that all ranks have spoken on, on rank 0. Gives whether there are no others."""
+        while self._wanted:
+            keys = [self._key(self._wanted[0], rank) for rank in range(self._ranks)]
+            if not self._store.check(keys):
+                return False
+            del self._wanted[0]
+            for text in merged([Line(*json.loads(self._store.get(key))) for key in keys]):
+                log.info("memplan: %s", text)
+        return True
+
+    def _key(self, topic: str, rank: int) -> str:
+        return f"{self._name}/{topic}/{rank}"
+
+
+def merged(lines: list[Line]) -> list[str]:
+    """One text for each distinct line of a rank, in the order of stages, with the ranks that it is about."""
+    ranks_of: dict[tuple[int, str], list[int]] = {}
+    for rank, line in enumerate(lines):
+        ranks_of.setdefault((line.stage, line.text), []).append(rank)
+    rows = sorted(ranks_of.items(), key=lambda row: (row[0][0], row[1]))
+    return [f"stage {stage}, {_named(ranks)}: {text}" for (stage, text), ranks in rows]
+
+
+def _named(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]} to {ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,188 @@
+"""What a DeepSpeed engine holds on a rank's device beside the step itself, and what that device has free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+
+import memplan
+
+_DENSE_BUCKET_NUMEL = 500_000_000  # gradients that the engine reduces together without ZeRO
+
+
+class DeviceMemory(Protocol):
+    """Tells how many bytes a rank could still allocate on its device."""
+
+    def free_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CudaMemory:
+    """Free memory of a GPU, and what PyTorch's allocator keeps of it without using it."""
+
+    device: torch.device
+
+    def free_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        return free_bytes + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory of a device; None for a CPU, which shares its memory with everything else on the machine."""
+    return CudaMemory(device) if device.type == "cuda" else None
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What plans for an engine's module have to leave room for.
+
+    accumulate: gradients of earlier micro-batches are in `.grad` while a step runs. optimizer: the torch optimizer
+    whose state and `step()` are to be counted; None where DeepSpeed keeps it elsewhere, or it can't be foreseen.
+    """
+
+    accumulate: bool
+    optimizer: torch.optim.Optimizer | None
+    surroundings: memplan.Surroundings
+
+    def apply_keywords(self) -> dict[str, Any]:
+        """The same as arguments of `memplan.apply`."""
+        return {"accumulate": self.accumulate, "optimizer": self.optimizer, "surroundings": self.surroundings}
+
+
+def needs_of(engine: DeepSpeedEngine) -> Needs:
+    """What an engine without sharded parameters (ZeRO 0, 1 or 2) holds around a step of its module."""
+    basic, wrapped = engine.basic_optimizer, engine.optimizer
+    counted = basic if _steps_foreseeably(basic, engine.device) else None
+    held_bytes = storage_bytes(_tensors_of(wrapped), engine.device, without=_model_tensors(engine))
+    if counted is None:
+        held_bytes += _state_bytes(basic, engine.device)
+    several = engine.gradient_accumulation_steps() > 1 or not engine.managed_gradient_accumulation()
+    if isinstance(wrapped, DeepSpeedZeroOptimizer):
+        return _zero_needs(engine, wrapped, counted, held_bytes, several)
+    gradients = [p for p in engine.module.parameters() if p.requires_grad]
+    numel = sum(p.numel() for p in gradients)
+    item_bytes = max((p.element_size() for p in gradients), default=0)
+    if isinstance(wrapped, BF16_Optimizer):  # it keeps fp32 gradients of its own, and clears `.grad` after backward
+        taken = wrapped.immediate_grad_update
+        after_bytes = sum(4 * p.numel() for p in wrapped.fp32_groups_flat_partition)
+        return Needs(False, counted, memplan.Surroundings(held_bytes, after_bytes, taken, keeps_parameters=True))
+    after_bytes = min(numel, _DENSE_BUCKET_NUMEL + max((p.numel() for p in gradients), default=0)) * item_bytes
+    if wrapped is not basic:  # fp32 copies of all gradients, for the fp32 copies of parameters that it steps
+        after_bytes = max(after_bytes, 4 * numel)
+    return Needs(several, counted, memplan.Surroundings(held_bytes, after_bytes, keeps_parameters=True))
+
+
+def _zero_needs(
+    engine: DeepSpeedEngine,
+    zero: DeepSpeedZeroOptimizer,
+    counted: torch.optim.Optimizer | None,
+    held_bytes: int,
+    several: bool,
+) -> Needs:
+    """ZeRO 1 and 2.
+
+    Both copy gradients into buckets that are there from the first gradient of backward on, and flatten a bucket's
+    slices into one more copy to reduce them. Stage 2 does so as each gradient arrives, and keeps those of its own
+    partition alone; stage 1 does so after backward.
+    """
+    sizes = [p.numel() for group in zero.bit16_groups for p in group]
+    most_numel = min(sum(sizes), max(zero.reduce_bucket_size, max(sizes, default=0)))
+    own_numel = sum(p.numel() for group in zero.params_in_partition for p in group)
+    partition_numel = sum(int(size) for size in zero.partition_size)
+    model_item, sum_item = zero.dtype.itemsize, zero.gradient_accumulation_dtype.itemsize
+    bucket_item = sum_item if zero.use_grad_accum_attribute else model_item
+    buckets = (2 if zero.overlap_comm else 1) * len(zero.ipg_buckets) * zero.reduce_bucket_size * bucket_item
+    if not zero.contiguous_gradients:  # gradients wait for each other as they are
+        buckets = most_numel * bucket_item
+    sent = sum(most_numel * max(bucket_item, dtype.itemsize) for dtype in zero.ipg_buckets)
+    kept = own_numel * model_item * (2 if several else 1)
+    if zero.use_separate_grad_accum and not zero.use_grad_accum_attribute:  # one flat sum of its partition instead
+        kept = partition_numel * sum_item
+    stepping = partition_numel * (sum_item + (4 if sum_item != 4 else 0))  # its gradients in one piece, and in fp32
+    if zero.cpu_offload:  # gradients go to the host one by one
+        kept = stepping = 0
+    in_backward = zero.partition_gradients or zero.overlap_comm
+    taken = zero.partition_gradients or zero.use_grad_accum_attribute
+    if zero.use_grad_accum_attribute:
+        held_bytes += sum(sizes) * sum_item
+    return Needs(
+        several and not taken,
+        counted,
+        memplan.Surroundings(
+            held_bytes + buckets + (sent + kept if in_backward else 0),
+            max(0, stepping - buckets - sent) if in_backward else max(stepping - buckets, sent) + kept,
+            takes_gradients=taken,
+            keeps_parameters=True,
+        ),
+    )
+
+
+def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:
+    """Bytes on the device that a rank holds now: parameters, gradients, the optimizer and these inputs."""
+    tensors = [
+        *_model_tensors(engine),
+        *(p.grad for p in engine.module.parameters() if p.grad is not None),
+        *_tensors_of(engine.optimizer),
+        *_tensors_of(engine.basic_optimizer.state if engine.basic_optimizer is not None else {}),
+        *_tensors_of(inputs),
+    ]
+    return storage_bytes(tensors, engine.device)
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, without: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the distinct storages behind tensors on a device, those behind others left out."""
+    known = {t.untyped_storage().data_ptr() for t in without}
+    found = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
+        for t in tensors
+        if t.device.type == device.type and t.layout is torch.strided
+    }
+    return sum(size for address, size in found.items() if address not in known)
+
+
+def _model_tensors(engine: DeepSpeedEngine) -> list[torch.Tensor]:
+    return [*engine.module.parameters(), *engine.module.buffers()]
+
+
+def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
+    """Tensors in containers, and in the attributes of DeepSpeed's optimizers and of what these are made of."""
+    seen: set[int] = set()
+    waiting = [owner]
+    while waiting:
+        here = waiting.pop()
+        if id(here) in seen:
+            continue
+        seen.add(id(here))
+        if isinstance(here, torch.Tensor):
+            yield here
+            if here.is_leaf and here.grad is not None:
+                waiting.append(here.grad)
+        elif isinstance(here, Mapping):
+            waiting.extend(here.values())
+        elif isinstance(here, (list, tuple, set, frozenset)):
+            waiting.extend(here)
+        elif type(here).__module__.startswith("deepspeed.runtime.") and not isinstance(here, torch.nn.Module):
+            waiting.extend(getattr(here, "__dict__", {}).values())
+
+
+def _steps_foreseeably(optimizer: object, device: torch.device) -> bool:
+    """Whether `memplan.apply` can count it: an optimizer of PyTorch itself, with parameters on the engine's device."""
+    if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    return all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
+
+
+def _state_bytes(optimizer: Any, device: torch.device) -> int:
+    """Bytes of the state of an optimizer that can't be run ahead; before it has any, two values for each parameter."""
+    if optimizer is None:
+        return 0
+    if optimizer.state:
+        return storage_bytes(_tensors_of(optimizer.state), device)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return 2 * storage_bytes(parameters, device)

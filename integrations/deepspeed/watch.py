@@ -1,0 +1,138 @@
+"""Beside the calls of an engine's module: measures a budget that is not given, and tells of plans and of peaks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+import memplan
+from memplan.integrations.deepspeed.config import Budget, MemplanConfig
+from memplan.integrations.deepspeed.lines import Board, Line
+from memplan.integrations.deepspeed.memory import DeviceMemory, held_bytes_of
+
+
+class Watch:
+    """Plans an engine, at once or once its first step is over, and leaves two lines about the plan for rank 0 to log.
+
+    apply_plan: plans an engine for a sample and a budget. The hooks on the module are gone once all is said.
+    Raises ValueError where the section names no budget for this rank, and the memory is not known.
+    """
+
+    def __init__(
+        self,
+        engine: DeepSpeedEngine,
+        section: MemplanConfig,
+        memory: DeviceMemory | None,
+        apply_plan: Callable[..., None],
+    ) -> None:
+        rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+        self._stage, stages = _stage_of(engine)
+        self._budget = section.budget_of(rank, ranks, self._stage, stages)
+        if self._budget is None and memory is None:
+            raise ValueError(
+                f'"memplan": there is no budget for rank {rank}, and what a {engine.device.type} has free is not '
+                'measured. Give "budget", "per_stage" or "per_rank" in the section'
+            )
+        self._engine, self._memory = engine, memory
+        self._reserve_fraction = section.reserve_fraction
+        self._apply_plan = functools.partial(apply_plan, **section.apply_keywords())
+        self._first_step: int = engine.global_steps
+        self._before_bytes: int | None = None  # held when the first planned step began
+        self._posted: set[str] = set()
+        self._board = Board()
+        self._hooks: list[Any] = []
+
+    def begin(self, sample: Any = None) -> None:
+        """Plan now, where the budget is known."""
+        if self._budget is not None:
+            self._plan(self._budget, sample)
+        # Functions, and not methods: a copy of the module keeps them as they are.
+        self._hooks = [
+            self._engine.module.register_forward_pre_hook(lambda _, *inputs: self._before(inputs), with_kwargs=True),
+            self._engine.module.register_forward_hook(lambda *_: self._after()),
+        ]
+
+    def end(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # -- beside the calls -------------------------------------------------------------------------------------------
+
+    def _before(self, inputs: object) -> None:
+        if not (self._engine.module.training and torch.is_grad_enabled()):
+            return
+        if self._budget is None and self._engine.global_steps > self._first_step:
+            self._budget = self._measured(inputs)
+            self._plan(self._budget, None)  # holds from the next call on
+        self._tell()
+        if self._before_bytes is None and (self._budget is not None):
+            self._before_bytes = held_bytes_of(self._engine, inputs)
+
+    def _after(self) -> None:
+        self._tell()
+
+    def _plan(self, budget: Budget, sample: Any) -> None:
+        self._apply_plan(self._engine, sample, budget)
+
+    def _measured(self, inputs: object) -> int:
+        """A budget from what the device has free: that, less the reserve, and what the engine holds already.
+
+        Ranks that share gradients take the least of theirs, for their plans should be alike.
+        """
+        assert self._memory is not None
+        free_bytes = int(self._memory.free_bytes() * (1 - self._reserve_fraction))
+        budget = torch.tensor(free_bytes + held_bytes_of(self._engine, inputs), device=self._engine.device)
+        torch.distributed.all_reduce(budget, torch.distributed.ReduceOp.MIN, self._engine.data_parallel_group)
+        return int(budget)
+
+    # -- what is told -----------------------------------------------------------------------------------------------
+
+    def _tell(self) -> None:
+        """Leave a line once there is a plan, and one once its first step is over; end when both are logged."""
+        plan, grown_bytes = memplan.plan_of(self._engine.module), memplan.grown_bytes(self._engine.module)
+        if plan is not None and "plan" not in self._posted:
+            self._post("plan", plan_text(plan))
+        if plan is not None and grown_bytes is not None and self._before_bytes is not None:
+            if "peak" not in self._posted:
+                self._post("peak", peak_text(plan, self._before_bytes + grown_bytes))
+        if self._board.tell() and "peak" in self._posted:
+            self.end()
+
+    def _post(self, topic: str, text: str) -> None:
+        self._posted.add(topic)
+        self._board.post(topic, Line(self._stage, text))
+
+
+def plan_text(plan: Any) -> str:
+    """What a plan promises, in a line."""
+    if not isinstance(plan, memplan.Plan):  # planned in parts
+        again = sum(row.way != "keep" for row in plan.units)
+        return _promise(plan, plan.budget_bytes, f"recompute {again} of {len(plan.units)} parts", 0)
+    return _promise(plan, plan.problem.budget_bytes, f"recompute {len(plan.recomputed)} ops", plan.offloaded_bytes)
+
+
+def _promise(plan: Any, budget_bytes: int | None, recompute: str, offloaded_bytes: int) -> str:
+    return (
+        f"budget {memplan.format_bytes(budget_bytes or 0)}, predicted peak {memplan.format_bytes(plan.peak_bytes)} "
+        f"(unplanned {memplan.format_bytes(plan.baseline_peak_bytes)}), {recompute}, offload "
+        f"{memplan.format_bytes(offloaded_bytes)}, overhead {plan.overhead:+.1%}"
+    )
+
+
+def peak_text(plan: Any, measured_bytes: int) -> str:
+    """What a planned step held, in a line."""
+    return (
+        f"the first step peaked at {memplan.format_bytes(measured_bytes)}, predicted "
+        f"{memplan.format_bytes(plan.peak_bytes)}"
+    )
+
+
+def _stage_of(engine: DeepSpeedEngine) -> tuple[int, int]:
+    """The pipeline stage of this rank, and how many there are."""
+    return (engine.stage_id, engine.num_stages) if isinstance(engine, PipelineEngine) else (0, 1)
