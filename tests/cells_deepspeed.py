@@ -176,7 +176,7 @@ def check_measured_budget() -> str | None:
 
     class Memory:
         def free_bytes(self) -> int:
-            return 400_000 if torch.distributed.get_rank() else 200_000
+            return 600_000 if torch.distributed.get_rank() else 400_000
 
     from memplan.integrations.deepspeed.memory import held_bytes_of
 
@@ -185,7 +185,7 @@ def check_measured_budget() -> str | None:
         step(engine, batch("float32"))
         assert memplan.plan_of(engine.module) is None
         x = batch("float32")
-        expected = 180_000 + held_bytes_of(engine, x)
+        expected = 360_000 + held_bytes_of(engine, x)
         step(engine, x)
         step(engine, x)
         plan = memplan.plan_of(engine.module)
@@ -215,21 +215,22 @@ def messages() -> Iterator[list[str]]:
 
 
 def check_log() -> str | None:
-    """Rank 0 has one line for the plans of both ranks, and one for their peaks; where budgets differ, two of each."""
+    """Rank 0 has a line for the plans of both ranks, and one for their peaks; where budgets differ, two of each."""
+    problem = None
     for per_rank, count in (({}, 1), ({"1": "560kB"}, 2)):
-        with messages() as said:
-            section = {"budget": "380kB", "per_rank": per_rank, "costs": "estimate"}
-            with engine_for(2, section=section) as engine:
-                for _ in range(3):
-                    step(engine, batch("float32"))
-                    torch.distributed.barrier()
-                if engine.module._forward_hooks:  # beside those of the engine itself
-                    assert len(engine.module._forward_hooks) == 1, "the watch ends once all is told"
+        section = {"budget": "380kB", "per_rank": per_rank, "costs": "estimate"}
+        with messages() as said, engine_for(2, section=section) as engine:
+            for _ in range(3):
+                step(engine, batch("float32"))
+                torch.distributed.barrier()
+            hooks = len(engine.module._forward_hooks)
         for words in ("predicted peak", "the first step peaked at"):
             lines = [line for line in said if words in line and line.startswith("memplan: stage 0, rank")]
             if len(lines) != (count if torch.distributed.get_rank() == 0 else 0):
-                return f"said {said}"
-    return None
+                problem = f"said {said}"
+        if hooks != 1:  # that of the engine itself
+            problem = problem or "the watch goes on though all is told"
+    return problem
 
 
 def refused(words: str, run: Callable[[], object]) -> str | None:

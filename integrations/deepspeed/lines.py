@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import count
 
 import torch.distributed
@@ -22,9 +22,11 @@ _boards: Iterator[int] = count()  # engines get plans in the same order on all r
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """stage: of the pipeline. text: what is said of it."""
+    """What a rank says of its plan. stage: of the pipeline."""
 
     stage: int
+    budget_bytes: int
+    peak_bytes: int
     text: str
 
 
@@ -39,7 +41,7 @@ class Board:
 
     def post(self, topic: str, line: Line) -> None:
         """Leave this rank's line on a topic."""
-        self._store.set(self._key(topic, self._rank), json.dumps([line.stage, line.text]))
+        self._store.set(self._key(topic, self._rank), json.dumps(astuple(line)))
         if self._rank == 0:
             self._wanted.append(topic)
 
@@ -59,12 +61,18 @@ class Board:
 
 
 def merged(lines: list[Line]) -> list[str]:
-    """One text for each distinct line of a rank, in the order of stages, with the ranks that it is about."""
-    ranks_of: dict[tuple[int, str], list[int]] = {}
+    """One text for each stage and budget, in that order, with the ranks that it is about.
+
+    Ranks of one stage differ by what their optimizer's partition takes; the one that holds most speaks for them.
+    """
+    groups: dict[tuple[int, int], list[tuple[int, Line]]] = {}
     for rank, line in enumerate(lines):
-        ranks_of.setdefault((line.stage, line.text), []).append(rank)
-    rows = sorted(ranks_of.items(), key=lambda row: (row[0][0], row[1]))
-    return [f"stage {stage}, {_named(ranks)}: {text}" for (stage, text), ranks in rows]
+        groups.setdefault((line.stage, line.budget_bytes), []).append((rank, line))
+    texts = []
+    for (stage, _), members in sorted(groups.items()):
+        fullest = max(members, key=lambda member: member[1].peak_bytes)[1]
+        texts.append(f"stage {stage}, {_named([rank for rank, _ in members])}: {fullest.text}")
+    return texts
 
 
 def _named(ranks: list[int]) -> str:

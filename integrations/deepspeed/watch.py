@@ -97,40 +97,34 @@ class Watch:
         """Leave a line once there is a plan, and one once its first step is over; end when both are logged."""
         plan, grown_bytes = memplan.plan_of(self._engine.module), memplan.grown_bytes(self._engine.module)
         if plan is not None and "plan" not in self._posted:
-            self._post("plan", plan_text(plan))
+            self._post("plan", plan, plan.peak_bytes, promise(plan))
         if plan is not None and grown_bytes is not None and self._before_bytes is not None:
             if "peak" not in self._posted:
-                self._post("peak", peak_text(plan, self._before_bytes + grown_bytes))
+                peak_bytes = self._before_bytes + grown_bytes
+                self._post("peak", plan, peak_bytes, f"the first step peaked at {memplan.format_bytes(peak_bytes)}")
         if self._board.tell() and "peak" in self._posted:
             self.end()
 
-    def _post(self, topic: str, text: str) -> None:
+    def _post(self, topic: str, plan: Any, peak_bytes: int, text: str) -> None:
         self._posted.add(topic)
-        self._board.post(topic, Line(self._stage, text))
+        self._board.post(topic, Line(self._stage, _budget_bytes(plan), peak_bytes, text))
 
 
-def plan_text(plan: Any) -> str:
-    """What a plan promises, in a line."""
-    if not isinstance(plan, memplan.Plan):  # planned in parts
-        again = sum(row.way != "keep" for row in plan.units)
-        return _promise(plan, plan.budget_bytes, f"recompute {again} of {len(plan.units)} parts", 0)
-    return _promise(plan, plan.problem.budget_bytes, f"recompute {len(plan.recomputed)} ops", plan.offloaded_bytes)
-
-
-def _promise(plan: Any, budget_bytes: int | None, recompute: str, offloaded_bytes: int) -> str:
+def promise(plan: Any) -> str:
+    """What a plan, of the whole step or in parts, promises."""
+    if isinstance(plan, memplan.Plan):
+        ways = f"recompute {len(plan.recomputed)} ops, offload {memplan.format_bytes(plan.offloaded_bytes)}"
+    else:
+        ways = f"recompute {sum(row.way != 'keep' for row in plan.units)} of {len(plan.units)} parts, offload 0 B"
     return (
-        f"budget {memplan.format_bytes(budget_bytes or 0)}, predicted peak {memplan.format_bytes(plan.peak_bytes)} "
-        f"(unplanned {memplan.format_bytes(plan.baseline_peak_bytes)}), {recompute}, offload "
-        f"{memplan.format_bytes(offloaded_bytes)}, overhead {plan.overhead:+.1%}"
+        f"budget {memplan.format_bytes(_budget_bytes(plan))}, predicted peak {memplan.format_bytes(plan.peak_bytes)} "
+        f"(unplanned {memplan.format_bytes(plan.baseline_peak_bytes)}), {ways}, overhead {plan.overhead:+.1%}"
     )
 
 
-def peak_text(plan: Any, measured_bytes: int) -> str:
-    """What a planned step held, in a line."""
-    return (
-        f"the first step peaked at {memplan.format_bytes(measured_bytes)}, predicted "
-        f"{memplan.format_bytes(plan.peak_bytes)}"
-    )
+def _budget_bytes(plan: Any) -> int:
+    budget_bytes: int = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
+    return budget_bytes
 
 
 def _stage_of(engine: DeepSpeedEngine) -> tuple[int, int]:
