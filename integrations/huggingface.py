@@ -108,12 +108,17 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
             "MemplanCallback got TrainingArguments(torch_compile=True), but a plan is made of the ops that eager "
             "PyTorch runs. Set torch_compile=False, and leave torch_compile_backend and torch_compile_mode out"
         )
-    for name in ("deepspeed", "fsdp"):
-        if getattr(args, name, None):
-            raise ValueError(
-                f"MemplanCallback got TrainingArguments({name}=...), which shards the model that would be planned. "
-                f"Leave {name} out and train with DistributedDataParallel, or train without this callback"
-            )
+    if args.deepspeed:
+        raise ValueError(
+            "MemplanCallback got TrainingArguments(deepspeed=...), but can't know what DeepSpeed's engine holds. Use "
+            "memplan.integrations.deepspeed: trainer.add_callback(MemplanDeepSpeedCallback(trainer)), which plans by "
+            "the memplan section of the DeepSpeed config"
+        )
+    if getattr(args, "fsdp", None):
+        raise ValueError(
+            "MemplanCallback got TrainingArguments(fsdp=...), which shards the model that would be planned. Leave fsdp "
+            "out and train with DistributedDataParallel, or train without this callback"
+        )
     if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
         raise ValueError(
             f"MemplanCallback got {args.n_gpu} GPUs in one process, which the Trainer uses through nn.DataParallel. "

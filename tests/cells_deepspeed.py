@@ -301,7 +301,12 @@ def compare_trainers(stage: int, **options: Any) -> str | None:
             }  # fmt: skip
             path = Path(folder) / "deepspeed.json"
             path.write_text(json.dumps(config | ({} if section is None else {"memplan": section})))
-            options |= {"deepspeed": str(path), "per_device_train_batch_size": 4, "save_strategy": "no", "use_cpu": False}
+            options |= {
+                "deepspeed": str(path),
+                "per_device_train_batch_size": 4,
+                "save_strategy": "no",
+                "use_cpu": False,
+            }
             options |= {"accelerator_config": {"use_configured_state": True}}
             trainer = trainer_for(language_model(), arguments(Path(folder), num_train_epochs=1, **options))
             watch = Watch()
@@ -353,7 +358,7 @@ def compare_accelerate(stage: int) -> str | None:
 
 MATRIX = [(stage, dtype, accumulation) for stage in (0, 1, 2) for dtype in DTYPES for accumulation in (1, 2)]
 QUICK = {(0, "float32", 1), (1, "bfloat16", 2), (2, "float32", 2), (2, "bfloat16", 1)}
-NEEDS = ("deepspeed",)
+NEEDS = ("deepspeed", "g++")  # DeepSpeed builds an op of its own when it is first used
 HUGGING_FACE = (*NEEDS, "transformers", "accelerate")
 CELLS = {
     f"ZeRO {stage} {dtype} x{accumulation}": Cell(

@@ -180,7 +180,9 @@ def random_problems(draw: st.DrawFn, most_ops: int = 12, most_size: int = 6) -> 
         b.values[held] = replace(b.values[held], held=True)
     loss = b.forward("loss", tuple(outputs[-2:]), (8,), saved=tuple(outputs[-1:]), time_s=1.0)[0]
     step = b.finish(loss, tangent=draw(st.booleans()), rng_state_bytes=16, time_factor=2.0)
-    return replace(step, accumulate=draw(st.booleans()), update_bytes=draw(st.sampled_from([0, 0, 8, 200])))
+    accumulate, takes = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
+    update_bytes = draw(st.sampled_from([0, 0, 8, 200]))
+    return replace(step, accumulate=accumulate, takes_gradients=takes, update_bytes=update_bytes)
 
 
 def _draw_op(draw: st.DrawFn, b: StepBuilder, current: list[int], gone: set[int],

@@ -24,9 +24,9 @@ MODULES = ("tests.cells_ddp", "tests.cells_agreement", "tests.cells_zero3", "tes
 
 
 class Cell(NamedTuple):
-    """run: what each rank does. world: ranks that it takes. full: run by `make test-full` alone. needs: packages.
+    """run: what each rank does. world: ranks that it takes. full: run by `make test-full` alone.
 
-    alone: takes a spawn of its own, for ranks end in it.
+    needs: packages and programs. alone: takes a spawn of its own, for ranks end in it.
     """
 
     run: Callable[[], str | None]

@@ -54,7 +54,7 @@ def _draw(problem: Problem, order: Sequence[int], v: int, start: int, end: int, 
     stop = killer - 1 if killer is not None else max([start, *reads])
     if value.held:
         stop = len(order) if first else start
-        if problem.accumulate and value.role == "gradient":
+        if problem.frees_gradients and value.role == "gradient":
             stop = _handed_over(problem, order, start)
     begin = start
     taken = value.reuses

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -37,8 +38,8 @@ def findings(world: int, full: bool) -> Findings:
 
 
 def missing(cell: Cell) -> list[str]:
-    """Packages that the cell needs and that are not there."""
-    return [name for name in cell.needs if importlib.util.find_spec(name) is None]
+    """Packages and programs that the cell needs and that are not there."""
+    return [name for name in cell.needs if importlib.util.find_spec(name) is None and shutil.which(name) is None]
 
 
 @pytest.mark.parametrize("name", parameters())

@@ -152,7 +152,7 @@ def test_chain_plans_are_legal(problem: Problem) -> None:
             peak, time_s = accounted(problem, expand(flat, solved, m))
             replays = any(op.random for op in problem.graph.ops)  # kept generator states are not part of a table
             reruns_held = any(v.held and v.role == "activation" for v in problem.graph.values[:-1])
-            if not replays and not reruns_held and not problem.accumulate:
+            if not replays and not reruns_held and not problem.frees_gradients:
                 assert peak <= m + flat.arrays.base_bytes
             assert time_s <= problem.baseline_time_s + float(solved.front.seconds[m]) + 1e-3
 

@@ -46,7 +46,8 @@ def strip_checkpointing(model: nn.Module) -> None:
     """
     on = _checkpointing_modules(model)
     for module in model.modules() if on else ():
-        disable = getattr(module, "gradient_checkpointing_disable", None)
+        older = getattr(module, "gradient_checkpointing_disable", None)
+        disable = getattr(module, "activation_checkpointing_disable", older)
         if callable(disable):
             disable()
     left = _checkpointing_modules(model)

@@ -43,6 +43,7 @@ class Watch:
         self._apply_plan = functools.partial(apply_plan, **section.apply_keywords())
         self._first_step: int = engine.global_steps
         self._before_bytes: int | None = None  # held when the first planned step began
+        self._without_state = ""
         self._posted: set[str] = set()
         self._board = Board()
         self._hooks: list[Any] = []
@@ -71,8 +72,10 @@ class Watch:
             self._budget = self._measured(inputs)
             self._plan(self._budget, None)  # holds from the next call on
         self._tell()
-        if self._before_bytes is None and (self._budget is not None):
+        if self._before_bytes is None and self._budget is not None:
             self._before_bytes = held_bytes_of(self._engine, inputs)
+            stateless = self._engine.basic_optimizer is not None and not self._engine.basic_optimizer.state
+            self._without_state = ", when the optimizer had no state yet" if stateless else ""
 
     def _after(self) -> None:
         self._tell()
@@ -101,7 +104,8 @@ class Watch:
         if plan is not None and grown_bytes is not None and self._before_bytes is not None:
             if "peak" not in self._posted:
                 peak_bytes = self._before_bytes + grown_bytes
-                self._post("peak", plan, peak_bytes, f"the first step peaked at {memplan.format_bytes(peak_bytes)}")
+                text = f"the first step peaked at {memplan.format_bytes(peak_bytes)}{self._without_state}"
+                self._post("peak", plan, peak_bytes, text)
         if self._board.tell() and "peak" in self._posted:
             self.end()
 
