@@ -13,6 +13,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import memplan
 
+_SCALARS = 16  # scaled losses, norms and flags that an engine has around a step
 _DENSE_BUCKET_NUMEL = 500_000_000  # gradients that the engine reduces together without ZeRO
 
 
@@ -62,6 +63,7 @@ def needs_of(engine: DeepSpeedEngine) -> Needs:
     held_bytes = storage_bytes(_tensors_of(wrapped), engine.device, without=_model_tensors(engine))
     if counted is None:
         held_bytes += _state_bytes(basic, engine.device)
+    held_bytes += _SCALARS * (512 if engine.device.type == "cuda" else 8)  # the smallest block of the allocator
     several = engine.gradient_accumulation_steps() > 1 or not engine.managed_gradient_accumulation()
     if isinstance(wrapped, DeepSpeedZeroOptimizer):
         return _zero_needs(engine, wrapped, counted, held_bytes, several)
