@@ -20,7 +20,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = ("tests.cells_ddp", "tests.cells_agreement", "tests.cells_zero3", "tests.cells_deepspeed")
+MODULES = (
+    "tests.cells_ddp",
+    "tests.cells_agreement",
+    "tests.cells_zero3",
+    "tests.cells_deepspeed",
+    "tests.cells_deepspeed_loops",
+)
 
 
 class Cell(NamedTuple):

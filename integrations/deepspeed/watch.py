@@ -106,7 +106,8 @@ class Watch:
                 peak_bytes = self._before_bytes + grown_bytes
                 text = f"the first step peaked at {memplan.format_bytes(peak_bytes)}{self._without_state}"
                 self._post("peak", plan, peak_bytes, text)
-        if self._board.tell() and "peak" in self._posted:
+        measurable = plan is None or isinstance(plan, memplan.Plan)  # and not in parts
+        if self._board.tell() and ("peak" in self._posted or not measurable):
             self.end()
 
     def _post(self, topic: str, plan: Any, peak_bytes: int, text: str) -> None:

@@ -1,0 +1,119 @@
+"""DeepSpeed under the Trainer of transformers and under Accelerate, over two gloo ranks, with and without plans."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import memplan
+from tests.cells_deepspeed import NEEDS
+from tests.deepspeed_runs import SECTION, STEPS, Net, Setting, batch
+from tests.ranks import Cell
+from tests.zoo import copied, first_difference
+
+
+@contextmanager
+def fresh_accelerate() -> Iterator[None]:
+    """Accelerate as in a process that uses it for DeepSpeed alone; on a CPU it has to be told of gloo."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    before = dict(os.environ)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    try:
+        PartialState(backend="gloo")
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+
+
+def compare_trainers(stage: int, **options: Any) -> str | None:
+    """The Trainer with a DeepSpeed config in a file, in which much is left to it."""
+    from memplan.integrations.deepspeed import MemplanDeepSpeedCallback
+    from tests.test_integrations import Watch, arguments, language_model, outcome, trainer_for
+
+    results = []
+    for section in (None, {"budget": 0.6, "costs": "estimate"}):
+        with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
+            config = {
+                "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+                "train_batch_size": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"},
+                "zero_optimization": {"stage": stage, "reduce_bucket_size": 6000},
+                "zero_allow_untested_optimizer": True,
+            }  # fmt: skip
+            path = Path(folder) / "deepspeed.json"
+            path.write_text(json.dumps(config | ({} if section is None else {"memplan": section})))
+            options |= {
+                "deepspeed": str(path),
+                "per_device_train_batch_size": 4,
+                "save_strategy": "no",
+                "use_cpu": False,
+            }
+            options |= {"accelerator_config": {"use_configured_state": True}}
+            trainer = trainer_for(language_model(), arguments(Path(folder), num_train_epochs=1, **options))
+            watch = Watch()
+            if section is not None:
+                trainer.add_callback(MemplanDeepSpeedCallback(trainer))
+                trainer.add_callback(watch)
+            trainer.train()
+            assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine"
+            assert section is None or (watch.plans and all(plan.recomputed for plan in watch.plans[:1]))
+            assert memplan.plan_of(trainer.model) is None, "the plan is taken off when training ends"
+            results.append(outcome(trainer))
+            trainer.model_wrapped.destroy()
+    return first_difference(*results, "result")
+
+
+def compare_accelerate(stage: int) -> str | None:
+    """A loop of Accelerate with a DeepSpeedPlugin."""
+    from accelerate import Accelerator
+    from accelerate.utils import DeepSpeedPlugin
+
+    from memplan.integrations.deepspeed import attach
+
+    results = []
+    for section in (None, SECTION):
+        with fresh_accelerate():
+            config = Setting(stage, "float32", 2).config(section)
+            del config["optimizer"]
+            config["zero_allow_untested_optimizer"] = True
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+            torch.manual_seed(0)
+            net = Net().train()
+            optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+            model, optimizer = accelerator.prepare(net, optimizer)
+            attach(model)
+            torch.manual_seed(10 + torch.distributed.get_rank())
+            found: list[Any] = []
+            for _ in range(2 * STEPS):
+                with accelerator.accumulate(model):
+                    loss = model(batch())
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found.append((copied(loss), {n: copied(p) for n, p in net.named_parameters()}))
+            assert section is None or memplan.plan_of(net) is not None
+            results.append(found)
+            model.destroy()
+    return first_difference(*results, "result")
+
+
+HUGGING_FACE = (*NEEDS, "transformers", "accelerate")
+CELLS = {
+    f"{name} ZeRO {stage}": Cell(functools.partial(run, stage), full=stage < 2, needs=HUGGING_FACE)
+    for name, run in (("Trainer", compare_trainers), ("Accelerate", compare_accelerate))
+    for stage in (0, 1, 2)
+}
