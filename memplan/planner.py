@@ -405,6 +405,13 @@ class Planner:
             if self.host is None or self.surroundings.keeps_parameters
             else ", with parameters where the first plan put them (apply with the largest batch)"
         )
+        if self.host_budget is None:
+            return BudgetInfeasible(
+                f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise the "
+                "budget, or use a smaller batch",
+                floor,
+                float("inf"),
+            )
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
             f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least{fixed}. Raise one "

@@ -66,6 +66,14 @@ class FakeShards:
         yield
         self.hide()
 
+    @contextlib.contextmanager
+    def metered(self) -> Iterator[None]:
+        """What is handed over is taken off the device at once, as where gradients are reduced: nobody counts it."""
+        hooks = [p.register_post_accumulate_grad_hook(_take_gradient) for p in self.parameters.values()]
+        yield
+        for hook in hooks:
+            hook.remove()
+
     # -- memplan.Shards ---------------------------------------------------------------------------------------------
 
     def shard(self, parameter: nn.Parameter) -> memplan.Shard | None:
@@ -121,3 +129,7 @@ class FakeShards:
         yield
         for parameter, data in zip(parameters, kept, strict=True):
             parameter.data = data
+
+
+def _take_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None

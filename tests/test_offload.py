@@ -110,7 +110,7 @@ def recounted(problem: Problem, schedule: Schedule) -> tuple[tuple[int, ...], tu
                 held += sum(size[t] for t in graph.tangents)
             case SurfaceGrads(values):
                 if problem.accumulate:
-                    device -= {v for v in values if graph.values[v].home == "device"}
+                    device -= {v for v in values if graph.values[v].home != "host"}
             case _:
                 pass
         name = type(step).__name__
