@@ -407,8 +407,8 @@ class Planner:
         )
         if self.host_budget is None:
             return BudgetInfeasible(
-                f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise the "
-                "budget, or use a smaller batch",
+                f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise "
+                "the budget, or use a smaller batch",
                 floor,
                 float("inf"),
             )

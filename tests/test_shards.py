@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 import memplan
 from memplan.errors import BudgetInfeasible, IllegalSchedule, PlanMismatch, UnsupportedModel
 from memplan.problem import GatherSpeed, Problem
-from memplan.runtime import gathers, planned_forward
+from memplan.runtime import planned_forward
 from memplan.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.simulate import simulate
 from memplan.solvers.flat import flatten
@@ -86,6 +87,39 @@ def test_every_missing_step_is_refused(problem: Problem, picks: list[bool]) -> N
             simulate(replace(problem, gather=None), schedule)
 
 
+class Block(nn.Module):
+    """A perceptron beside a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Small(nn.Module):
+    """Three blocks between tied weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(40, 16), nn.Linear(16, 40)
+        self.head.weight = self.embed.weight
+        self.blocks = nn.Sequential(*(Block() for _ in range(3)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(self.head(self.blocks(self.embed(ids))).flatten(0, 1), ids.flatten())
+
+
+def small(seed: int = 0) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(seed)
+    return Small().train(), torch.randint(0, 40, (4, 12))
+
+
+KINDS = {"small": small, **MODELS}
+
+
 # -- running ----------------------------------------------------------------------------------------------------------
 
 
@@ -114,7 +148,7 @@ def train(net: nn.Module, sample: Any, shards: FakeShards | None, steps: int = 2
 
 def sharded(name: str, share: float, **options: Any) -> tuple[nn.Module, Any, FakeShards, memplan.Plan]:
     """A planned model whose parameters are hidden. share: where the budget is, from the floor to no plan at all."""
-    net, sample = MODELS[name](0)
+    net, sample = KINDS[name](0)
     shards = FakeShards(net, **options)
     whole = memplan.plan(net, sample, 1.0, costs="estimate", shards=shards)
     budget = whole.floor_bytes + int(share * (whole.baseline_peak_bytes - whole.floor_bytes))
@@ -124,14 +158,14 @@ def sharded(name: str, share: float, **options: Any) -> tuple[nn.Module, Any, Fa
     return net, sample, shards, plan
 
 
-QUICK = ("gpt2", "llama", "handmade")
-CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
+QUICK = ("small", "gpt2")
+CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in KINDS]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])
 @pytest.mark.parametrize("name", CELLS)
 def test_steps_are_the_plain_models_bits(name: str, share: float) -> None:
-    expected = train(*MODELS[name](0), None)
+    expected = train(*KINDS[name](0), None)
     net, sample, shards, plan = sharded(name, share)
     assert_same_bits(expected, train(net, sample, shards))
     wanted = [(kind, name) for kind, name, _ in events(plan, plan.schedule)]
@@ -160,7 +194,7 @@ def most_gathered(plan: memplan.Plan) -> tuple[int, int]:
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_what_is_gathered_is_in_the_predicted_peak(share: float) -> None:
-    net, sample, shards, plan = sharded("llama", share)
+    net, sample, shards, plan = sharded("small", share)
     for step in planned_forward(net).steps:  # type: ignore[union-attr]
         step.runner.watch = None  # type: ignore[union-attr]
     train(net, sample, shards, 1)
@@ -173,15 +207,16 @@ def test_what_is_gathered_is_in_the_predicted_peak(share: float) -> None:
     meter = LiveMeter()
     meter.register([sample, list(net.buffers()), list(planned_forward(net).constants.values())])  # type: ignore[union-attr]
     with meter, shards.metered():
-        loss_of(call(net, sample)).backward()
-    resident_bytes = shards.resident_bytes
-    assert resident_bytes + meter.peak_bytes == plan.live_peak_bytes
+        call(net, sample).backward()
+    assert shards.resident_bytes + meter.peak_bytes == plan.live_peak_bytes
 
 
-@pytest.mark.parametrize("options", [{"stays": ("model.norm.weight", "lm_head.weight")}, {"padding_bytes": 24}])
+@pytest.mark.parametrize(
+    "options", [{"stays": ("head.bias", "embed.weight", "blocks.1.up.weight")}, {"padding_bytes": 24}]
+)
 def test_parameters_that_stay_and_padding_are_counted(options: dict[str, Any]) -> None:
-    expected = train(*MODELS["llama"](0), None)
-    net, sample, shards, plan = sharded("llama", 0.2, **options)
+    expected = train(*small(), None)
+    net, sample, shards, plan = sharded("small", 0.2, **options)
     values = {v.name: v for v in plan.problem.graph.values if v.role == "parameter"}
     for name, parameter in net.named_parameters():
         whole = shards.shard(parameter)
@@ -194,7 +229,7 @@ def test_parameters_that_stay_and_padding_are_counted(options: dict[str, Any]) -
 
 def test_gradients_accumulate_and_frozen_parameters_have_none() -> None:
     def run(hide: bool) -> Any:
-        net, sample = MODELS["llama"](0)
+        net, sample = small()
         next(net.parameters()).requires_grad_(False)
         shards = FakeShards(net) if hide else None
         if shards is not None:
@@ -214,7 +249,7 @@ def test_several_forwards_before_their_backwards() -> None:
     """They share what is gathered; the last one frees it."""
 
     def run(hide: bool) -> Any:
-        net, sample = MODELS["llama"](0)
+        net, sample = small()
         shards = FakeShards(net) if hide else None
         if shards is not None:
             memplan.apply(net, sample, 0.8, costs="estimate", shards=shards)
@@ -229,17 +264,17 @@ def test_several_forwards_before_their_backwards() -> None:
 
 
 def test_a_step_that_is_given_up_lets_go_of_everything() -> None:
-    net, sample, shards, _ = sharded("llama", 1.0)
+    net, sample, shards, _ = sharded("small", 1.0)
     loss = loss_of(call(net, sample))
     assert shards.gathered, "some are whole from forward to backward"
     del loss
     gc.collect()
     assert not shards.gathered
-    assert_same_bits(train(*MODELS["llama"](0), None), train(net, sample, shards))
+    assert_same_bits(train(*small(), None), train(net, sample, shards))
 
 
 def test_without_grad_and_in_eval_mode_the_own_forward_runs() -> None:
-    net, sample, shards, _ = sharded("llama", 0.5)
+    net, sample, shards, _ = sharded("small", 0.5)
     with shards.shown(), torch.no_grad():
         call(net, sample)
         call(net.eval(), sample)
@@ -247,11 +282,11 @@ def test_without_grad_and_in_eval_mode_the_own_forward_runs() -> None:
 
 
 def test_a_plan_with_gathers_is_saved_and_loaded(tmp_path: Path) -> None:
-    net, sample, shards, plan = sharded("llama", 0.3)
+    net, sample, shards, plan = sharded("small", 0.3)
     plan.save(tmp_path / "plan.json")
     loaded = memplan.Plan.load(tmp_path / "plan.json")
     assert loaded == plan
-    other, _ = MODELS["llama"](0)
+    other, _ = small()
     with pytest.raises(PlanMismatch, match="home"):
         memplan.apply(other, sample, plan=loaded)
     hidden = FakeShards(other)
@@ -260,20 +295,20 @@ def test_a_plan_with_gathers_is_saved_and_loaded(tmp_path: Path) -> None:
 
 
 def test_costs_can_be_measured(cost_cache: Path) -> None:
-    net, sample = MODELS["llama"](0)
+    net, sample = small()
     shards = FakeShards(net)
     memplan.apply(net, sample, 0.5, shards=shards)
-    assert_same_bits(train(*MODELS["llama"](0), None), train(net, sample, shards))
+    assert_same_bits(train(*small(), None), train(net, sample, shards))
 
 
 def test_values_may_be_offloaded_too() -> None:
-    net, sample = MODELS["llama"](0)
+    net, sample = small()
     shards = FakeShards(net)
     low = memplan.plan(net, sample, 1.0, costs="estimate", shards=shards).floor_bytes
     memplan.apply(net, sample, int(0.9 * low), costs="estimate", shards=shards, host_budget="1GiB", link=PCIE)
     plan = memplan.plan_of(net)
     assert plan is not None and plan.offloaded_bytes and not plan.problem.graph.host_resident_bytes
-    assert_same_bits(train(*MODELS["llama"](0), None), train(net, sample, shards))
+    assert_same_bits(train(*small(), None), train(net, sample, shards))
 
 
 # -- mistakes show ----------------------------------------------------------------------------------------------------
@@ -294,14 +329,14 @@ def test_a_missing_wait_or_an_early_release_shows(
     mistake: Callable[[Any, str], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the fake, which the other tests rely on."""
-    monkeypatch.setattr(gathers, "gathered", mistake)
-    monkeypatch.setattr("memplan.runtime.lower.gathered", mistake)
-    net, sample, _, _ = sharded("llama", 0.5)
+    monkeypatch.setattr(sys.modules["memplan.runtime.lower"], "gathered", mistake)
+    net, sample, shards, _ = sharded("small", 0.5)
+    shards.forgiving = True
     assert torch.isnan(loss_of(call(net, sample)))
 
 
 def test_a_parameter_that_somebody_else_freed_is_noticed() -> None:
-    net, sample, shards, _ = sharded("llama", 0.5)
+    net, sample, shards, _ = sharded("small", 0.5)
     arrive = shards.arrive
 
     def freed(parameter: nn.Parameter) -> None:
@@ -320,13 +355,13 @@ class Writes(nn.Module):
         self.steps = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.steps += 1
+        self.steps.add_(1)
         return (x @ self.weight).sum()
 
 
 class Returns(Writes):
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return (x @ self.weight).sum(), self.weight  # type: ignore[return-value]
+        return (x @ self.weight).sum(), self.steps  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("kind", [Writes, Returns])
@@ -341,7 +376,7 @@ def test_parameters_that_outlive_the_gather_are_refused(kind: type[nn.Module]) -
     [({"grads": "edges"}, "grads="), ({"on_oom": "replan"}, "on_oom="), ({"sample": None}, "sample")],
 )
 def test_what_ranks_could_not_agree_on_is_refused(arguments: dict[str, Any], message: str) -> None:
-    net, sample = MODELS["llama"](0)
+    net, sample = small()
     arguments = {"sample": sample, **arguments}
     with pytest.raises((ValueError, TypeError), match=message):
         memplan.apply(net, budget=0.5, costs="estimate", shards=FakeShards(net), **arguments)
@@ -349,12 +384,12 @@ def test_what_ranks_could_not_agree_on_is_refused(arguments: dict[str, Any], mes
 
 
 def test_another_kind_of_call_is_not_planned_alone() -> None:
-    net, sample, shards, plan = sharded("llama", 0.5)
-    shorter = {name: tensor[:1] for name, tensor in sample.items()}
+    net, sample, shards, plan = sharded("small", 0.5)
+    shorter = sample[:, :5]
     with pytest.raises(PlanMismatch, match="does not match the plan"):
         call(net, shorter)
     with pytest.raises(ValueError, match="plan on one rank"):
         memplan.prepare(net, [shorter])
     with pytest.raises(BudgetInfeasible, match="is the least"):
         memplan.apply(net, sample, plan.floor_bytes - 1, costs="estimate", shards=shards)
-    assert_same_bits(train(*MODELS["llama"](0), None), train(net, sample, shards))
+    assert_same_bits(train(*small(), None), train(net, sample, shards))

@@ -92,6 +92,7 @@ class ZeroShards:
         self._coming: dict[int, _Handle] = {}
         self._whole: set[int] = set()  # what `gather` made whole and nobody released, by ds_id
         self._own: dict[int, Any] = {}  # DeepSpeed's hooks on modules, by id
+        self._elements = {p.dtype: p.data.new_empty(1) for p in self._parameters}
         self._find_hooks()
         self.group = self._parameters[0].ds_process_group
         self.speed = speed or self._measured_speed()
@@ -183,8 +184,8 @@ class ZeroShards:
         # small one in which autograd hands these over.
         self._optimizer.queue_post_backward_callback()
         empty = [(p, p.data) for p in parameters if p.shape != p.ds_shape]
-        for parameter, data in empty:
-            parameter.data = data.new_empty(1).expand(parameter.ds_shape)
+        for parameter, _ in empty:
+            parameter.data = self._elements[parameter.dtype].expand(parameter.ds_shape)
         try:
             yield
         finally:
