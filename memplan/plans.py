@@ -91,6 +91,11 @@ class Plan:
         return self._baseline.peak_bytes
 
     @property
+    def waiting_bytes(self) -> int:
+        """What each forward that waits for its backward holds on the device: saved values, inputs and outputs."""
+        return self.timeline.waiting_bytes
+
+    @property
     def time_s(self) -> float:
         """Predicted seconds of a step."""
         return self.timeline.time_s

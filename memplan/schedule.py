@@ -96,7 +96,8 @@ class Timeline:
     generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
     generator states. time_s: seconds of all steps, those in which computing waits for copies included; stall_s: of the
     latter alone. host_bytes[i]: host memory held after step i, parameters that live there left out; host_peak_bytes:
-    the most of it. Microbatches that wait (`Problem.in_flight`) are in all of these.
+    the most of it. Microbatches that wait (`Problem.in_flight`) are in all of these; waiting_bytes: what each holds,
+    its inputs and outputs included.
     """
 
     live_bytes: tuple[int, ...]
@@ -108,6 +109,7 @@ class Timeline:
     host_bytes: tuple[int, ...] = ()
     host_peak_bytes: int = 0
     stall_s: float = 0.0
+    waiting_bytes: int = 0
 
 
 def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:

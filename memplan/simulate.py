@@ -383,6 +383,7 @@ class _Machine:
             host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
             host_peak_bytes=self.host_peak + waiting_on_host,
             stall_s=self.stall_s,
+            waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )
 
 

@@ -1,0 +1,387 @@
+"""memplan in the stages of torch.distributed.pipelining.
+
+schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+plans = plan_stages(schedule, "8GiB")
+schedule.step(batch)
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
+
+import memplan
+
+Budget = int | float | str
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+
+_COMBINATIONS = 4096  # of points of the stages' curves that are tried where stages share a budget
+
+
+def plan_stages(
+    schedule: Schedule, budget: Budget | Mapping[int, Budget], *, return_outputs: bool = True, **apply_keywords: Any
+) -> StagePlans:
+    """Plan the stages that a schedule runs on this rank, when its first `step` comes; before anything of it runs.
+
+    schedule: GPipe, 1F1B, Interleaved 1F1B, or any other that runs each backward in one piece, with its loss function.
+        On the last stage the loss is part of the plan.
+    budget: of this rank: the most bytes that its stages may hold together, with all microbatches in flight, receive
+        buffers and what the schedule keeps to the end of a step: an int, "8GiB", or, where there is one stage on the
+        rank, a fraction of the unplanned peak. Where there are several, points of their curves of peak against time are
+        chosen so that the most time is saved of all that fit together: at each action of the schedule's order, with
+        what every stage then has in flight. A dict gives each stage, by its index, a budget of its own.
+    return_outputs: as `schedule.step` will be told. Without outputs, those of the last stage are freed in each step.
+    apply_keywords: as for `memplan.apply`.
+
+    How many microbatches are in flight is counted from the schedule's own order. Without `input_args` and
+    `output_args` of `PipelineStage`, PyTorch's first step runs one microbatch ahead to learn of shapes: unplanned.
+    Nothing is communicated for planning. Raises ValueError for what can't be planned, with what to change; the first
+    step raises what `memplan.apply` raises.
+    """
+    for name in ("sample", "plan", "loss_fn", "in_flight", "buffers"):
+        if name in apply_keywords:
+            raise TypeError(f"plan_stages takes no {name}=: that comes from the schedule and its first step")
+    counts = in_flight(schedule)
+    _refuse(schedule)
+    if isinstance(budget, Mapping) and set(budget) != set(counts):
+        raise ValueError(f"budgets are for stages {sorted(budget)}, but this rank runs stages {sorted(counts)}")
+    return StagePlans(schedule, budget, counts, return_outputs, apply_keywords)
+
+
+def in_flight(schedule: Schedule) -> dict[int, int]:
+    """The most forwards that wait for their backward at once, for each stage of this rank, by its index.
+
+    Counted over the order of actions that the schedule has worked out. Raises ValueError for a schedule that has none,
+    or that splits backward.
+    """
+    moments = [moment.in_flight for moment in _moments(schedule)]
+    return {index: max(counts[index] for counts in moments) for index in moments[0]}
+
+
+class StagePlans:
+    """The plans of one rank's stages.
+
+    in_flight: microbatches in flight, by stage index.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        budget: Budget | Mapping[int, Budget],
+        counts: dict[int, int],
+        return_outputs: bool,
+        keywords: dict[str, Any],
+    ) -> None:
+        self.in_flight = counts
+        self._schedule, self._budget, self._keywords = schedule, budget, keywords
+        self._loss_fn = schedule._loss_fn
+        self._stages = {
+            stage.stage_index: _Stage(stage, self._loss_fn if stage.is_last else None, return_outputs)
+            for stage in _stages(schedule)
+        }
+        self._planned = False
+        self._begins = "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
+        setattr(schedule, self._begins, functools.partial(self._begin, getattr(schedule, self._begins)))
+        schedule._loss_fn = self._loss
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the stages of this rank hold together, as planned. Raises ValueError before plans."""
+        if len(self.plans) < len(self._stages):
+            raise ValueError("the stages are planned when the schedule's first step comes")
+        return _together(self.plans, _moments(self._schedule))
+
+    @property
+    def plans(self) -> dict[int, memplan.Plan]:
+        """The plan of each stage by its index; empty before the first step."""
+        found = {index: memplan.plan_of(stage.whole) for index, stage in self._stages.items()}
+        return {index: plan for index, plan in found.items() if plan is not None}
+
+    def remove(self) -> None:
+        """Take the plans off and leave the schedule as it was."""
+        delattr(self._schedule, self._begins)
+        self._schedule._loss_fn = self._loss_fn
+        for stage in self._stages.values():
+            stage.remove()
+
+    def _begin(self, initialize: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
+        """In place of what a schedule does before a step's first microbatch: that, unplanned, and plans."""
+        for stage in self._stages.values():
+            stage.aside = True
+        initialize(*arguments, **keywords)
+        if not self._schedule._has_backward:
+            return
+        if not self._planned:
+            self._plan(*arguments, **keywords)
+            self._planned = True
+        for stage in self._stages.values():
+            stage.aside = False
+
+    def _loss(self, output: Any, target: Any, **keywords: Any) -> Any:
+        for stage in self._stages.values():
+            if stage.waits_for_loss(output):
+                return stage.loss(target, keywords)
+        assert self._loss_fn is not None
+        return self._loss_fn(output, target, **keywords)
+
+    # -- planning ---------------------------------------------------------------------------------------------------
+
+    def _plan(self, args: tuple[Any, ...], kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
+        samples = {i: stage.sample(args, kwargs, target, loss_kwargs) for i, stage in self._stages.items()}
+        options = {i: self._options(stage.stage, self.in_flight[i]) for i, stage in self._stages.items()}
+        if isinstance(self._budget, Mapping) or len(self._stages) == 1:
+            for i, stage in self._stages.items():
+                budget = self._budget[i] if isinstance(self._budget, Mapping) else self._budget
+                memplan.apply(stage.whole, samples[i], budget, **options[i])
+            return
+        budget_bytes = _bytes(self._budget)
+        known = ("loss_fn", "on_mismatch", "on_oom", "host_budget", "link")  # what exploring does not take
+        curves = {
+            i: memplan.explore(
+                stage.whole, samples[i], **{name: o for name, o in options[i].items() if name not in known}
+            )
+            for i, stage in self._stages.items()
+        }
+        chosen = _fastest(curves, _moments(self._schedule), budget_bytes)
+        for i, stage in self._stages.items():
+            memplan.apply(stage.whole, samples[i], plan=chosen[i], **options[i])
+
+    def _options(self, stage: Any, count: int) -> dict[str, Any]:
+        """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
+
+        Buffers for what arrives are there for all microbatches from the first step on. What was sent is held to the end
+        of the step, but by 1F1B, which waits for what it sends; outputs of the last stage are, too, and then returned
+        in one piece. The state of an optimizer counts for one of the stages alone.
+        """
+        every = self._schedule._n_microbatches
+        sent = (count + 1, 3) if isinstance(self._schedule, Schedule1F1B) else (every, every + 1)
+        buffers = memplan.Buffers(
+            inputs=every,
+            outputs=2 * every if stage.is_last else sent[0],
+            output_gradients=None if stage.is_last else every,
+            input_gradients=None if stage.is_first else sent[1],
+        )
+        first = stage.stage_index == min(self._stages)
+        keywords = {name: value for name, value in self._keywords.items() if first or name != "optimizer"}
+        return {**keywords, "accumulate": True, "in_flight": count, "buffers": buffers}
+
+
+class _Whole(nn.Module):
+    """What is planned of a stage: its submodule, and on the last stage the loss, with the output where it is wanted."""
+
+    def __init__(
+        self, submodule: nn.Module, forward: Callable[..., Any], loss_fn: Callable[..., Any] | None, output: bool
+    ) -> None:
+        super().__init__()
+        self.submodule, self.call, self.loss_fn, self.output = submodule, forward, loss_fn, output
+
+    def forward(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> Any:
+        output = self.call(*args, **kwargs)
+        if self.loss_fn is None:
+            return output
+        loss = self.loss_fn(output, target, **loss_kwargs)
+        return loss, pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, output) if self.output else None
+
+
+class _Stage:
+    """One stage, with a forward that runs the plan where the schedule trains.
+
+    On the last stage forward returns a stand-in, and the step runs when the schedule asks for the loss, right after.
+    whole: what is planned. aside: the stage's own forward is wanted.
+    """
+
+    def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None, return_outputs: bool) -> None:
+        self.stage, self.aside = stage, True
+        self._own_attribute = "forward" in vars(stage.submod)
+        self._original, self._loss_fn = stage.submod.forward, loss_fn
+        self._called: tuple[torch.Tensor, tuple[Any, ...], dict[str, Any]] | None = None
+        self.whole = _Whole(stage.submod, self._original, loss_fn, return_outputs)
+        stage.submod.forward = self._forward
+
+    def remove(self) -> None:
+        """Put the stage's own forward back."""
+        if self._own_attribute:
+            self.stage.submod.forward = self._original
+        else:
+            del self.stage.submod.forward
+        memplan.remove(self.whole)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        training = self.stage.has_backward and self.stage.submod.training and torch.is_grad_enabled()
+        if self.aside or not training:
+            return self._original(*args, **kwargs)
+        if self._loss_fn is None:
+            return self.whole(args, kwargs)
+        stand_in = torch.empty(0, device=self.stage.device)
+        self._called = stand_in, args, kwargs
+        return stand_in
+
+    def waits_for_loss(self, output: Any) -> bool:
+        """Whether this is the stand-in that forward returned last."""
+        return self._called is not None and output is self._called[0]
+
+    def loss(self, target: Any, keywords: dict[str, Any]) -> Any:
+        """Run the step of the forward before, and put its output where the schedule collects outputs."""
+        assert self._called is not None
+        stand_in, args, kwargs = self._called
+        self._called = None
+        loss, output = self.whole(args, kwargs, target, keywords)
+        chunks = self.stage.output_chunks
+        if chunks and chunks[-1] is stand_in:
+            if output is None:
+                raise ValueError("the step is to return outputs, but plan_stages was told return_outputs=False")
+            chunks[-1] = output
+        return loss
+
+    def sample(self, args: tuple[Any, ...], kwargs: Any, target: Any, loss_kwargs: Any) -> tuple[Any, ...]:
+        """What `whole` will be called with: of what arrives from another stage, zeros in the layout that it will have.
+
+        Copies, for microbatches are views of a batch: a plan counts the memory of each input whole.
+        """
+        if not self.stage.is_first:
+            args = tuple(
+                torch.zeros_like(info.buffer).requires_grad_(info.tensor_meta.requires_grad)
+                for info in self.stage.args_recv_info[0]
+            )
+        found: list[Any] = [tuple(args), dict(kwargs or {})]
+        if self._loss_fn is not None:
+            found += [target, dict(loss_kwargs or {})]
+        return tuple(pytree.tree_map_only(torch.Tensor, _copy, part) for part in found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """A forward or backward of the schedule's order: the stage that runs, and by stage how many are in flight then."""
+
+    stage: int
+    in_flight: dict[int, int]
+
+
+def _moments(schedule: Schedule) -> list[_Moment]:
+    """All that this rank computes, in order. Raises ValueError for a schedule whose backward comes in parts."""
+    waiting = {stage.stage_index: 0 for stage in _stages(schedule)}
+    found = []
+    for kind, stage in _actions(schedule):
+        if kind in ("I", "W"):
+            raise ValueError(
+                f"{type(schedule).__name__} splits backward into a part for inputs and one for weights (zero bubble), "
+                "and a planned backward gives both in one piece. Use Schedule1F1B or ScheduleInterleaved1F1B"
+            )
+        if kind == "F":
+            waiting[stage] += 1
+        if kind in ("F", "B"):
+            found.append(_Moment(stage, dict(waiting)))
+        if kind == "B":
+            waiting[stage] -= 1
+    return found
+
+
+def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_Moment]) -> int:
+    """The most bytes that these plans of one rank's stages hold at one time."""
+    idle = {i: plan.problem.resident_bytes - plan.problem.graph.input_bytes for i, plan in plans.items()}
+
+    def held(moment: _Moment) -> int:
+        own, counts = plans[moment.stage], moment.in_flight
+        running = own.peak_bytes - (own.problem.in_flight - counts[moment.stage]) * own.waiting_bytes
+        others = [idle[i] + counts[i] * plan.waiting_bytes for i, plan in plans.items() if i != moment.stage]
+        return running + sum(others)
+
+    return max(held(moment) for moment in moments)
+
+
+def _fastest(
+    curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[_Moment], budget_bytes: int
+) -> dict[int, memplan.Plan]:
+    """One plan of each curve: the fastest together that fit together. Raises BudgetInfeasible.
+
+    Of long curves some points are left out, the ends not, so that all combinations can be tried.
+    """
+    most = max(2, int(_COMBINATIONS ** (1 / len(curves))))
+    thinned = [[curve[round(k * (len(curve) - 1) / (most - 1))] for k in range(most)] for curve in curves.values()]
+    points = [list({id(plan): plan for plan in curve}.values()) for curve in thinned]
+    distinct = list({(m.stage, *m.in_flight.items()): m for m in moments}.values())
+    least_bytes = None
+    for chosen in sorted(itertools.product(*points), key=lambda plans: sum(plan.time_s for plan in plans)):
+        together = dict(zip(curves, chosen, strict=True))
+        held_bytes = _together(together, distinct)
+        if held_bytes <= budget_bytes:
+            return together
+        least_bytes = held_bytes if least_bytes is None else min(least_bytes, held_bytes)
+    raise memplan.BudgetInfeasible(
+        f"no plans for stages {', '.join(map(str, curves))}, which share this rank, fit "
+        f"{memplan.format_bytes(budget_bytes)} together; {least_bytes} bytes are the least. Raise the budget, use "
+        "smaller microbatches, or more ranks",
+        least_bytes,
+    )
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _bytes(budget: Budget | Mapping[int, Budget]) -> int:
+    if isinstance(budget, str):
+        return memplan.parse_bytes(budget)
+    if isinstance(budget, int) and not isinstance(budget, bool):
+        return budget
+    raise ValueError(
+        f"several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
+        f"{budget!r}. A dict gives each stage a budget of its own"
+    )
+
+
+def _stages(schedule: Schedule) -> list[Any]:
+    return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else list(schedule._stages)
+
+
+def _actions(schedule: Schedule) -> Iterator[tuple[str, int]]:
+    """(kind, stage index) of everything that this rank does, in order. Kinds are PyTorch's: F, B, I, W and others."""
+    order = schedule.pipeline_order
+    rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
+    if not order or rank not in order:
+        raise ValueError(
+            f"{type(schedule).__name__} has no pipeline_order, from which the microbatches in flight are counted. Use "
+            "ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B"
+        )
+
+    def flat(actions: Iterable[Any]) -> Iterator[tuple[str, int]]:
+        for action in actions:
+            if action is not None and action.sub_actions is not None:
+                yield from flat(action.sub_actions)
+            elif action is not None:
+                yield action.computation_type.value, action.stage_index
+
+    return flat(order[rank])
+
+
+def _refuse(schedule: Schedule) -> None:
+    """Raise ValueError for what a plan can't be combined with."""
+    if schedule._loss_fn is None:
+        raise ValueError("the schedule has no loss_fn, so it does not train. Give it one, or leave memplan out")
+    if getattr(schedule, "_comp_type_to_function_map", None):
+        raise ValueError(
+            "the schedule has custom functions for its actions (register_custom_function), and what they hold is not "
+            "known. Plan a schedule without them"
+        )
+    for stage in _stages(schedule):
+        wrapper = next((k for k in (DistributedDataParallel, FSDPModule) if isinstance(stage.submod, k)), None)
+        if wrapper is not None or any(isinstance(p, DTensor) for p in stage.submod.parameters()):
+            raise ValueError(
+                f"stage {stage.stage_index} is {'sharded' if wrapper is None else f'a {wrapper.__name__}'}: memplan "
+                "plans plain submodules of a stage. Leave the wrapper out and reduce gradients after schedule.step"
+            )
+        if stage.dw_builder is not None:
+            raise ValueError(
+                f"stage {stage.stage_index} has a dw_builder, which runs the backward of weights apart. Leave it out"
+            )
