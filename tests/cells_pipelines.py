@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+import memplan
 from memplan.integrations.pipelining import in_flight, plan_stages
 from tests.meter import LiveMeter
 from tests.ranks import Cell
@@ -97,13 +99,17 @@ def torch_plain(kind: str) -> list[Any]:
     return torch_steps(*torch_schedule(kind))
 
 
-def torch_budget(kind: str, share: float) -> Any:
+def torch_budget(kind: str, share: float) -> int:
     """Bytes for this rank's stages: a share of the way from the least to the unplanned peak, another on each rank."""
-    schedule, parts = torch_schedule(kind)
-    plans = plan_stages(schedule, dict.fromkeys(in_flight(schedule), 1.0), costs="estimate")
-    torch_steps(schedule, parts, 1)
-    least = sum(plan.floor_bytes for plan in plans.plans.values())
-    most = sum(plan.baseline_peak_bytes for plan in plans.plans.values())
+    budgets: dict[int, Any] = dict.fromkeys(in_flight(torch_schedule(kind)[0]), 1.0)
+    peaks = []
+    for _ in range(2):
+        schedule, parts = torch_schedule(kind)
+        stages = plan_stages(schedule, budgets, costs="estimate")
+        torch_steps(schedule, parts, 1)
+        peaks.append(stages.peak_bytes)
+        budgets = {index: plan.floor_bytes for index, plan in stages.plans.items()}
+    most, least = peaks
     return int(least + (share + 0.1 * rank_of()[0]) * (most - least))
 
 
@@ -134,19 +140,18 @@ def torch_equals_plain(kind: str, static: bool = True) -> str | None:
     """Bits of the plain run, counts as foreseen, and within each rank's own budget."""
     plain, budget = torch_plain(kind), torch_budget(kind, 0.2)
     schedule, parts = torch_schedule(kind, static)
-    plans = plan_stages(schedule, budget, costs="estimate")
+    stages = plan_stages(schedule, budget, costs="estimate")
     with counted(schedule) as most:
         found = torch_steps(schedule, parts)
+    measured = torch_peak(schedule, parts)
     rank, world = rank_of()
     expected = {i: n for i, n in enumerate(COUNTS[kind, world]) if i % world == rank}
-    if not most == plans.in_flight == expected:
-        return f"in flight: counted {most}, predicted {plans.in_flight}, known {expected}"
-    if not any(plan.recomputed for plan in plans.plans.values()):
+    if not most == stages.in_flight == expected:
+        return f"in flight: counted {most}, predicted {stages.in_flight}, known {expected}"
+    if not any(plan.recomputed for plan in stages.plans.values()):
         return "nothing is recomputed"
-    if static:
-        peak, measured = plans.peak_bytes, torch_peak(schedule, parts)
-        if not measured <= peak <= budget:
-            return f"peaks at {measured}, predicted {peak}, of {budget}"
+    if not measured <= stages.peak_bytes <= budget:
+        return f"peaks at {measured}, predicted {stages.peak_bytes}, of {budget}"
     return first_difference(plain, found, "step")
 
 
@@ -171,8 +176,122 @@ def torch_cells() -> dict[str, Cell]:
     for kind in SCHEDULES:
         for world in (2, 4):
             run = functools.partial(torch_equals_plain, kind)
-            found[f"torch-{kind}-{world}"] = Cell(run, world, full=(kind, world) not in (("1f1b", 2), ("interleaved", 2)))
+            found[f"torch-{kind}-{world}"] = Cell(
+                run, world, full=(kind, world) not in (("1f1b", 2), ("interleaved", 2))
+            )
     return found
 
 
-CELLS = torch_cells()
+# -- DeepSpeed --------------------------------------------------------------------------------------------------------
+
+
+def deepspeed_engine(stages: int, share: float | None) -> Any:
+    """The engine of this rank. share: of the way from the least to the unplanned peak; None plans nothing."""
+    import deepspeed
+    from deepspeed.pipe import PipelineModule
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    net = PipelineModule(layers(2 * stages), num_stages=stages, loss_fn=loss_of, partition_method="uniform",
+                         activation_checkpoint_interval=0 if share is None else 1)  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": MICROBATCHES, "steps_per_print": None,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+    }  # fmt: skip
+    engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
+    return engine
+
+
+def deepspeed_steps(engine: Any, count: int = STEPS) -> list[Any]:
+    """What some steps leave: losses, parameters, the generator, and the loss of an evaluation."""
+    torch.manual_seed(20 + engine.grid.get_data_parallel_id())
+    data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(count * MICROBATCHES)]
+    torch.manual_seed(30 + torch.distributed.get_rank())
+    batches, found = iter(data), list[Any]()
+    for _ in range(count):
+        loss = engine.train_batch(data_iter=batches)
+        found += [copied(loss), [copied(p) for p in engine.module.parameters()]]
+    found.append(torch.get_rng_state())
+    return [*found, copied(engine.eval_batch(data_iter=iter(data)))]
+
+
+@functools.cache
+def deepspeed_plain(stages: int) -> list[Any]:
+    return deepspeed_steps(deepspeed_engine(stages, None))
+
+
+def deepspeed_planned(stages: int, budget: Any) -> Any:
+    from memplan.integrations.deepspeed.pipeline import apply_to_stage
+
+    engine = deepspeed_engine(stages, 1.0)
+    apply_to_stage(engine, None, budget, costs="estimate", optimizer=engine.basic_optimizer)
+    return engine
+
+
+@contextmanager
+def counted_passes(engine: Any) -> Iterator[list[int]]:
+    """Forwards less backwards of the stage, and the most of that, while this lasts."""
+    from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
+
+    before = engine._INSTRUCTION_MAP
+    counts = [0, 0]
+
+    def around(instruction: Any, step: int) -> Callable[..., Any]:
+        def call(engine: Any, buffer_id: int) -> None:
+            counts[0] += step if engine.module.training else 0
+            counts[1] = max(counts)
+            before[instruction](engine, buffer_id)
+
+        return call
+
+    engine._INSTRUCTION_MAP = {**before, ForwardPass: around(ForwardPass, 1), BackwardPass: around(BackwardPass, -1)}
+    yield counts
+    engine._INSTRUCTION_MAP = before
+
+
+def deepspeed_peak(engine: Any) -> int:
+    """Bytes that a rank holds at most while it trains on one batch, what is there before included."""
+    parameters = list(engine.module.parameters())
+    batches = iter([(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(MICROBATCHES)])
+    meter = LiveMeter()
+    meter.register([parameters, [p.grad for p in parameters], list(engine.basic_optimizer.state.values())])
+    meter.register([engine.pipe_recv_buf, engine.grad_layer, list(engine.pipe_buffers.values())])
+    with meter:
+        engine.train_batch(data_iter=batches)
+    return meter.peak_bytes
+
+
+def deepspeed_equals_plain(stages: int) -> str | None:
+    """Bits of the plain run without checkpointing, counts as foreseen, and within each stage's own budget."""
+    from memplan.integrations.deepspeed.pipeline import in_flight as predicted
+
+    plain, engine = deepspeed_plain(stages), deepspeed_planned(stages, 1.0)
+    engine.train_batch(data_iter=itertools.repeat((torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))))
+    free = memplan.plan_of(engine.module)
+    assert free is not None
+    share = 0.2 + 0.1 * engine.stage_id
+    budget = int(free.floor_bytes + share * (free.baseline_peak_bytes - free.floor_bytes))
+    engine = deepspeed_planned(stages, budget)
+    with counted_passes(engine) as counts:
+        found = deepspeed_steps(engine)
+    measured, plan = deepspeed_peak(engine), memplan.plan_of(engine.module)
+    assert plan is not None
+    known = min(stages - engine.stage_id, MICROBATCHES)
+    if not counts[1] == predicted(engine) == plan.problem.in_flight == known:
+        return f"in flight: counted {counts[1]}, predicted {predicted(engine)}, known {known}"
+    if not plan.recomputed:
+        return "nothing is recomputed"
+    if not measured <= plan.peak_bytes <= budget:
+        return f"peaks at {measured}, predicted {plan.peak_bytes}, of {budget}"
+    return first_difference(plain, found, "step")
+
+
+def deepspeed_cells() -> dict[str, Cell]:
+    return {
+        f"deepspeed-pp{stages}-dp{world // stages}": Cell(
+            functools.partial(deepspeed_equals_plain, stages), world, full=world == 4, needs=("deepspeed",)
+        )
+        for world, stages in ((2, 2), (4, 4), (4, 2))
+    }
+
+
+CELLS = torch_cells() | deepspeed_cells()

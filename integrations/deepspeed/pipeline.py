@@ -1,0 +1,150 @@
+"""Stages of a DeepSpeed pipeline: each is planned with its own budget and its own number of microbatches in flight."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from deepspeed.runtime.pipe import schedule
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
+
+import memplan
+
+log = logging.getLogger("memplan")
+
+
+def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_keywords: Any) -> None:
+    """Plan the stage that an engine runs on this rank: `memplan.apply` on `engine.module`.
+
+    sample: what this stage is called with, a tensor or a tuple of them; on the last stage, where the module has a
+        `loss_fn`, a pair of that and the labels. None: the first microbatch is planned when it comes, which needs
+        nothing of other ranks.
+    budget, apply_keywords: as for `memplan.apply`. The budget is for all microbatches that the stage has in flight and
+        for the engine's buffers of inputs, outputs and gradients.
+
+    On the last stage the loss is part of the plan. Activation checkpointing of the module is switched off: the plan
+    decides what is recomputed. Raises ValueError for a pipeline that can't be planned, with what to change.
+    """
+    _refuse(engine)
+    module: PipelineModule = engine.module
+    if module.activation_checkpoint_interval:
+        log.info("memplan: activation checkpointing of the pipeline is off: the plan decides what is recomputed")
+        module.activation_checkpoint_interval = 0
+    memplan.remove(module)
+    stage = _Stage(engine)
+    count = in_flight(engine)
+    module.forward = stage.forward
+    if sample is not None:
+        sample = tuple(sample) if stage.has_loss else (sample,)
+    memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, buffers=_buffers(engine, count))
+    stage.install()
+
+
+def in_flight(engine: PipelineEngine) -> int:
+    """The most forwards that wait for their backward at once, counted over the instructions of this rank's schedule."""
+    waiting = most = 0
+    for commands in engine._train_schedule():
+        for command in commands:
+            waiting += isinstance(command, schedule.ForwardPass)
+            most = max(most, waiting)
+            waiting -= isinstance(command, schedule.BackwardPass)
+    return most
+
+
+def _buffers(engine: PipelineEngine, count: int) -> memplan.Buffers:
+    """What the engine holds of a stage's inputs and outputs, in all.
+
+    The module gets a copy of each input. The first stage's inputs stay in their slots until others take their place;
+    what arrives elsewhere passes through one more buffer. Gradients arrive in a buffer that stays, and are scaled into
+    another. The last stage keeps the loss of every microbatch.
+    """
+    slots = engine._train_schedule().num_pipe_buffers()
+    inputs = slots if engine.is_first_stage() else max(count, slots if engine.is_last_stage() else 0) + 1
+    last = engine.is_last_stage()
+    return memplan.Buffers(
+        inputs=count + inputs,
+        outputs=engine.micro_batches + slots if last else None,
+        output_gradients=None if last else 2,
+    )
+
+
+class _Stage:
+    """The forward of one stage, and on the last stage the labels that belong to it.
+
+    `PipelineModule.forward` counts its calls, which a planned step would not; this runs the same layers.
+    """
+
+    def __init__(self, engine: PipelineEngine) -> None:
+        self._engine, self._layers = engine, tuple(engine.module.forward_funcs)
+        self._loss_fn = engine.module.loss_fn if engine.is_last_stage() else None
+        self._labels: Any = None
+
+    @property
+    def has_loss(self) -> bool:
+        return self._loss_fn is not None
+
+    def forward(self, forward_input: Any, labels: Any = None) -> Any:
+        """What the layers make of an input; with labels, the loss."""
+        x = forward_input
+        for layer in self._layers:
+            x = layer(x)
+        if labels is not None and self._loss_fn is not None:
+            return self._loss_fn(x, labels)
+        if self._trains() and isinstance(x, tuple) and sum(t.is_floating_point() for t in x) > 1:
+            raise ValueError(
+                f"stage {self._engine.stage_id} hands {sum(t.is_floating_point() for t in x)} floating-point tensors "
+                "on, and DeepSpeed runs one backward after the other for them (retain_graph=True), which a planned "
+                "step can't. Let the layers hand on one, with what else is wanted packed into it"
+            )
+        return x
+
+    def install(self) -> None:
+        """Let the engine call the last stage's module with labels, and take the loss from it. Does nothing elsewhere."""
+        if not self.has_loss:
+            return
+        self._engine._INSTRUCTION_MAP = {
+            **self._engine._INSTRUCTION_MAP,
+            schedule.ForwardPass: lambda engine, buffer_id: self._forward_pass(buffer_id),
+        }
+        self._engine.module.register_forward_pre_hook(lambda _, args, kwargs: self._with_labels(args, kwargs),
+                                                      with_kwargs=True)  # fmt: skip
+
+    def _trains(self) -> bool:
+        return bool(self._engine.module.training and torch.is_grad_enabled())
+
+    def _forward_pass(self, buffer_id: int) -> None:
+        """In place of the engine's forward pass: that, with the labels at hand, and without its loss."""
+        engine = self._engine
+        if not self._trains():
+            PipelineEngine._exec_forward_pass(engine, buffer_id)
+            return
+        before, engine._compute_loss = engine._compute_loss, False
+        self._labels = engine.pipe_buffers["labels"][buffer_id]
+        try:
+            PipelineEngine._exec_forward_pass(engine, buffer_id)
+        finally:
+            engine._compute_loss, self._labels = before, None
+
+    def _with_labels(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs if self._labels is None else {**kwargs, "labels": self._labels}
+
+
+def _refuse(engine: PipelineEngine) -> None:
+    """Raise ValueError for a pipeline that a plan can't be combined with."""
+    if type(engine) is not PipelineEngine:
+        raise ValueError(
+            f"{type(engine).__name__} runs two stages of one module on a rank in turns (DualPipeV), and a plan is for "
+            "one. Use a PipelineModule"
+        )
+    if engine.module.seed_layers:
+        raise ValueError(
+            "the PipelineModule has seed_layers=True: each layer seeds the generator anew from Python, which a planned "
+            "step would not. Say seed_layers=False"
+        )
+    if engine.is_pipe_partitioned or engine.is_grad_partitioned:
+        raise ValueError(
+            "the engine partitions what stages hand to each other, and empties outputs that a planned backward reads. "
+            'Say "pipeline": {"pipe_partitioned": false, "grad_partitioned": false} in the DeepSpeed config'
+        )
