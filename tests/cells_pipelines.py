@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 
 import memplan
 from memplan.integrations.pipelining import in_flight, plan_stages
@@ -171,14 +178,68 @@ def torch_peak(schedule: Any, parts: nn.ModuleList) -> int:
     return meter.peak_bytes
 
 
+def torch_goes_on_and_ends() -> str | None:
+    """Without outputs, evaluation between steps, other microbatches, and after the plans were taken off."""
+    found = []
+    for planned in (False, True):
+        schedule, parts = torch_schedule("interleaved")
+        forwards = [part.forward for part in parts]
+        if planned:
+            stages = plan_stages(schedule, "1GiB", return_outputs=False, costs="estimate", config="rotor")
+        rows = torch_steps(schedule, parts, 1, wanted=False)
+        first, last = rank_of()[0] == 0, rank_of()[0] == 1
+        x, losses = torch.ones(MICROBATCHES * ROWS, WIDTH), list[torch.Tensor]()
+        output = schedule.eval(*([x] if first else []), target=x if last else None, losses=losses if last else None)
+        rows += [copied(output), copied(losses), *torch_steps(schedule, parts, 1, wanted=False)]
+        if planned:
+            stages.remove()
+            if [part.forward for part in parts] != forwards or schedule._loss_fn is not loss_of:
+                return "plans were not taken off"
+        found.append([*rows, *torch_steps(schedule, parts, 1)])
+    return first_difference(*found, "step")
+
+
+def torch_refuses() -> str | None:
+    """What a plan can't be combined with is refused before anything runs, with the fix."""
+    rank, world = rank_of()
+    blocks = layers(2 * world)
+
+    def stages(**options: Any) -> list[PipelineStage]:
+        mine = [i for i in range(2 * world) if i % world == rank]
+        return [PipelineStage(blocks[i], i, 2 * world, torch.device("cpu"), **options) for i in mine]
+
+    wrapped = PipelineStage(nn.parallel.DistributedDataParallel(Block()), rank, world, torch.device("cpu"))
+    pair = PipelineStage(Block(), rank, world, torch.device("cpu"))
+    cases = [
+        (ScheduleInterleavedZeroBubble(stages(), MICROBATCHES, loss_of), {}, "zero bubble.*Use Schedule1F1B"),
+        (ScheduleInterleaved1F1B(stages(dw_builder=object), MICROBATCHES, loss_of), {}, "dw_builder.*Leave it out"),
+        (ScheduleInterleaved1F1B(stages(), MICROBATCHES), {}, "no loss_fn.*Give it one"),
+        (ScheduleGPipe(wrapped, MICROBATCHES, loss_of), {}, "DistributedDataParallel.*Leave the wrapper out"),
+        (ScheduleGPipe(pair, MICROBATCHES, loss_of), {"budget": {7: 1.0}}, r"stages \[7\].*runs stages"),
+        (ScheduleGPipe(pair, MICROBATCHES, loss_of), {"in_flight": 2}, "takes no in_flight="),
+    ]
+    for schedule, options, message in cases:
+        try:
+            plan_stages(schedule, options.pop("budget", 1.0), **options)
+        except (TypeError, ValueError) as error:
+            if not re.search(message, str(error)):
+                return f"{message!r} does not match {str(error)!r}"
+        else:
+            return f"{message!r} was not refused"
+    return None
+
+
 def torch_cells() -> dict[str, Cell]:
-    found = {}
+    found = {
+        "torch-without-shapes": Cell(functools.partial(torch_equals_plain, "1f1b", static=False), full=True),
+        "torch-goes-on-and-ends": Cell(torch_goes_on_and_ends),
+        "torch-refuses": Cell(torch_refuses),
+    }
     for kind in SCHEDULES:
         for world in (2, 4):
             run = functools.partial(torch_equals_plain, kind)
-            found[f"torch-{kind}-{world}"] = Cell(
-                run, world, full=(kind, world) not in (("1f1b", 2), ("interleaved", 2))
-            )
+            fast = (kind, world) in (("1f1b", 2), ("interleaved", 2))
+            found[f"torch-{kind}-{world}"] = Cell(run, world, full=not fast)
     return found
 
 

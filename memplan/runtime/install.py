@@ -82,6 +82,7 @@ class PlannedForward:
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
         self._observer: Observer | None = None  # of the step that is compared with its prediction
+        self._absent_bytes = 0  # of gradients that were not there when that step began
         functools.update_wrapper(self, original)
 
     @property
@@ -266,6 +267,7 @@ class PlannedForward:
 
     def _held(self) -> list[Any]:
         parameters = list(self.model.parameters())
+        self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
         return [parameters, [p.grad for p in parameters], list(self.model.buffers()), list(self.constants.values())]
 
     def _compare(self, step: WholeStep, grown_bytes: int, time_s: float) -> None:
@@ -277,6 +279,8 @@ class PlannedForward:
         on_cuda = step.runner.device.type == "cuda"
         predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes
         measured_bytes = plan.problem.resident_bytes + grown_bytes
+        if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
+            measured_bytes -= self._absent_bytes
         log.info(
             "memplan: the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),

@@ -33,6 +33,7 @@ class Observer:
         self._device, self._held, self._done = device, held, done
         self._meter = LiveMeter(leaves_out) if device.type == "cpu" else None
         self._before_bytes = self._grown_bytes = 0
+        self._begun = False
         self._time_s = 0.0
         self._steps = 0
 
@@ -51,6 +52,11 @@ class Observer:
             yield
 
     def _start(self, inputs: object) -> None:
+        if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
+            if self._meter is not None:
+                self._meter.register(inputs)
+            return
+        self._begun = True
         if self._meter is not None:
             self._meter.register([inputs, self._held()])
             self._before_bytes = self._meter.live_bytes
