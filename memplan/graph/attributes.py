@@ -34,6 +34,7 @@ CHECKED_ELSEWHERE = frozenset(
         "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
     }
 )  # fmt: skip
+_OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: forward itself never sees it
 _NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
 _DEEPEST = 5
 _ABSENT = object()
@@ -58,7 +59,8 @@ def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
         found.append((name or type(model).__name__, vars(module)))
         classes.update(dict.fromkeys(type(module).__mro__))
         for attribute, value in vars(module).items():
-            if attribute not in CHECKED_ELSEWHERE and attribute not in ignored:
+            known = attribute in CHECKED_ELSEWHERE or attribute.startswith(_OF_HOOKS)
+            if not known and attribute not in ignored:
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
                     found.append((path, vars(thing)))
                     classes.update(dict.fromkeys(type(thing).__mro__))

@@ -199,13 +199,13 @@ def refuse_wrappers(model: nn.Module) -> None:
         "DataParallel",
         "DistributedDataParallel",
         "FullyShardedDataParallel",
-        "FSDPModule",
         "DeepSpeedEngine",
     ):
         if kind in kinds:
             raise UnsupportedModel(
                 f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
             )
+    _refuse_shards(model)
     if "OptimizedModule" in kinds:
         raise UnsupportedModel("the model went through torch.compile; apply memplan to the original model instead")
     for name, module in model.named_modules():
@@ -218,6 +218,28 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all"
             )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Refuse what `fully_shard` has in parts elsewhere: a unit of its own can be captured while it runs."""
+    for name, module in model.named_modules():
+        if module is not model and _is_sharded_unit(module):
+            raise UnsupportedModel(
+                f"module {name} is a unit of fully_shard, and a plan of the whole {type(model).__name__} would run "
+                "without the hooks that gather its parameters. Plan the units: "
+                "memplan.integrations.fsdp.apply_blocks(model, sample, budget)"
+            )
+    for name, parameter in model.named_parameters():
+        if private.is_sharded(parameter):
+            raise UnsupportedModel(
+                f"parameter {name} is a DTensor, of which this rank has a part. The parameters of a unit of "
+                "fully_shard are whole while it runs: leave the sample out (memplan.apply(unit, None, budget)), or use "
+                "memplan.integrations.fsdp.apply_blocks(model, sample, budget). Tensor parallelism can't be planned"
+            )
+
+
+def _is_sharded_unit(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:

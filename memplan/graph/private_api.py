@@ -35,6 +35,7 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -454,6 +455,20 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     """How long collectives of a process group wait for a rank; None where its backend does not say."""
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return max((o._timeout for o in options if o is not None), default=None)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether other ranks have parts of a tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A weak reference to a tensor's storage: as long as there is one, its `cdata` is the `_cdata` of no other storage.
+
+    Memory that is freed and taken again (`fully_shard`, between forward and backward) leaves the storage the same one.
+    """
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def collects_outputs() -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import fx, nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
+from memplan.graph.layout import storage_key
 from memplan.runtime.check import run_checked
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
@@ -152,34 +153,36 @@ class TangentLayout:
 
 @dataclass(frozen=True, slots=True)
 class _Watched:
-    """A tensor that backward reads, as it was when forward ended."""
+    """A tensor that backward reads, as it was when forward ended. storage, offset: where its contents lie."""
 
     what: str
     tensor: torch.Tensor
     version: int
-    address: int | None  # None for a sharded parameter, which comes and goes
+    storage: Any  # None for a sharded parameter, which comes and goes
+    offset: int
 
     @staticmethod
     def of(what: str, tensor: torch.Tensor) -> _Watched:
-        return _Watched(what, tensor, tensor._version, tensor.data_ptr())
+        return _Watched(what, tensor, tensor._version, private.known_storage(tensor), tensor.storage_offset())
 
     @staticmethod
     def named(name: str, store: ParameterStore) -> _Watched:
         """A parameter or buffer."""
         tensor = store[name]
-        return _Watched(name, tensor, tensor._version, None if store.is_sharded(name) else tensor.data_ptr())
-
-    @property
-    def moved(self) -> bool:
-        return self.address is not None and self.tensor.data_ptr() != self.address
+        watched = _Watched.of(name, tensor)
+        return replace(watched, storage=None) if store.is_sharded(name) else watched
 
     def is_same(self, store: ParameterStore) -> bool:
         """Whether the tensor is the one that it was, with the contents that it had."""
-        here = store.get(self.what, self.tensor)
-        return here is self.tensor and self.tensor._version == self.version and not self.moved
+        return store.get(self.what, self.tensor) is self.tensor and self._is_untouched()
+
+    def _is_untouched(self) -> bool:
+        tensor, storage = self.tensor, self.storage
+        same_place = storage is None or (storage_key(tensor) == storage.cdata and tensor.storage_offset() == self.offset)
+        return same_place and tensor._version == self.version
 
     def check(self) -> None:
-        if self.tensor._version != self.version or self.moved:
+        if not self._is_untouched():
             raise RuntimeError(
                 f"{self.what}, which backward needs, has been modified by an inplace operation between forward and "
                 f"backward: it is at version {self.tensor._version}, expected version {self.version}"
