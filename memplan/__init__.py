@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
     from memplan.api import remove as remove
+    from memplan.blocks import apply_blocks as apply_blocks
     from memplan.config import Config as Config
     from memplan.config import generate_config as generate_config
     from memplan.config import load_config as load_config
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from memplan.errors import UnsupportedModel as UnsupportedModel
     from memplan.graph.shards import Shard as Shard
     from memplan.graph.shards import Shards as Shards
+    from memplan.partial import PartialPlan as PartialPlan
     from memplan.plans import Plan as Plan
     from memplan.problem import Budget as Budget
     from memplan.problem import Buffers as Buffers
@@ -46,6 +48,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
+    "apply_blocks": "blocks", "PartialPlan": "partial",
     "Plan": "plans", "Budget": "problem", "Buffers": "problem", "Link": "problem", "Roofline": "problem",
     "GatherSpeed": "problem", "Shard": "graph.shards", "Shards": "graph.shards",
     "Surroundings": "problem", "format_bytes": "units", "parse_bytes": "units",

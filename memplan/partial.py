@@ -24,7 +24,7 @@ from memplan.graph.probe import exchanged
 from memplan.parts import Parts, parts_of
 from memplan.report.partial_text import partial_report
 from memplan.runtime.collectives import GRADIENT, Collectives
-from memplan.runtime.rehearsal import measured_peak, timed_step
+from memplan.runtime.rehearsal import measured_peak, resident_tensors, timed_step
 from memplan.runtime.units import UnitCalls, UnitStep
 from memplan.solvers.units import UnitChoice, appraise, choose, smallest
 from memplan.units import format_bytes
@@ -188,7 +188,7 @@ def plan_partially(
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.
     """
-    call = _apart(call)
+    call = without_graph(call)
     parts = parts_of(model, forward, call, reason, costs, config)
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
@@ -208,21 +208,21 @@ def plan_partially(
         floor_bytes=least.peak_bytes + extra_resident_bytes,
         time_s=time_s,
         baseline_time_s=max(0.0, time_s - choice.time_s),
-        units=tuple(_rows(parts, choice)),
+        units=tuple(rows_of(parts, choice)),
     )
     device_type = model_device(model).type
     arguments = ArgumentsKey(call, device_type, traced=False)
     return PartialStep(plan, ways, model, forward, arguments, ModesKey(model, device_type))
 
 
-def _apart(call: Call) -> Call:
+def without_graph(call: Call) -> Call:
     """The call with arguments of the same data that are no part of the caller's autograd graph."""
     apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in call.tensors}
     return call.filled([apart[id(t)] for t in call.tensors])
 
 
 def _resident_bytes(model: nn.Module, call: Call) -> int:
-    tensors = [*model.parameters(), *model.buffers(), *call.tensors]
+    tensors = resident_tensors(model, call)
     storages = {storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
     return sum(storages.values())
 
@@ -260,7 +260,8 @@ def _ways(parts: Parts, choice: UnitChoice) -> Ways:
     return ways
 
 
-def _rows(parts: Parts, choice: UnitChoice) -> Iterator[UnitRow]:
+def rows_of(parts: Parts, choice: UnitChoice) -> Iterator[UnitRow]:
+    """What each call of a unit and block does."""
     for stage, (alternative, options) in zip(parts.stages, choice.picks, strict=True):
         for part, option in zip(stage.running(alternative), options, strict=True):
             way, figures = part.ways[option], part.options[option]

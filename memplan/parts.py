@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import Counter
@@ -30,6 +31,7 @@ from memplan.solvers.passes import pass_of
 from memplan.solvers.units import Chain, UnitOption, UnitProblem
 
 Forward = Callable[..., Any]
+Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
 _POINTS = 32  # of a unit's front
 _MOST_OPTIONS = 16  # of one unit
@@ -123,20 +125,21 @@ def _planned(
     costs: str,
     config: Config | None,
 ) -> Parts:
-    rehearsal = Rehearsal(model, forward, call)
+    rehearse = functools.partial(Rehearsal, model, forward, call)
+    rehearsal = rehearse()
     rehearsal.run(dict.fromkeys(sites, ()))
     units = [Part(visit.module, sites[visit.module], visit) for visit in rehearsal.visits]
     calls = Counter(unit.module for unit in units)
     for unit in units:
-        _capture(unit, calls[unit.module] > 1 or _shares_parameters(model, unit.module))
-    _solve(units, costs, config)
-    return _measured(model, forward, call, units, blocks)
+        capture_unit(unit, calls[unit.module] > 1 or shares_parameters(model, unit.module))
+    solve_units(units, costs, solve=functools.partial(solve_front, config=config))
+    return measured_parts(rehearse, units, blocks)
 
 
 # -- captured units ---------------------------------------------------------------------------------------------------
 
 
-def _capture(unit: Part, shares: bool) -> None:
+def capture_unit(unit: Part, shares: bool) -> None:
     """Capture a unit for the gradients that reach it; it is opaque where that can't be exact.
 
     shares: some of its parameters are used elsewhere too.
@@ -163,28 +166,34 @@ def _capture(unit: Part, shares: bool) -> None:
     unit.further = tuple(position for position, _ in around.further_uses())
 
 
-def _shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
+def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
     """Whether modules outside of the unit have parameters of it as well."""
     inside = set(unit.modules())
     outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
     return any(id(p) in outside for p in unit.parameters())
 
 
-def _solve(units: Sequence[Part], source: str, config: Config | None) -> None:
-    """The front of every captured unit; equal ones are solved once."""
+def solve_units(
+    units: Sequence[Part], source: str, solve: Callable[[Problem], Front], whole: Whole = contextlib.nullcontext
+) -> None:
+    """The front of every captured unit; equal ones are solved once.
+
+    whole: has a unit's parameters there for as long.
+    """
     known: list[tuple[Problem, Front]] = []
     for unit in units:
         if unit.captured is None:
             continue
         try:
-            costs = _costs(unit.module, unit.captured, unit.further, source)
+            with whole(unit.module):
+                costs = _costs(unit.module, unit.captured, unit.further, source)
         except UnsupportedModel as error:  # an op does not do what its trace says
             unit.captured, unit.site = None, Site(unit.site.name, "opaque", str(error))
             continue
         problem = Problem(unit.captured.traced.graph, costs)
         found = next((front for other, front in known if _equal(other, problem)), None)
         if found is None:
-            found = solve_front(problem, config)
+            found = solve(problem)
             known.append((problem, found))
         unit.problem, unit.front = problem, found
         unit.captured = dataclasses.replace(unit.captured, call=unit.captured.call.without_tensors())
@@ -212,9 +221,7 @@ def _costs(module: nn.Module, captured: Capture, further: Sequence[int], source:
 # -- what the step holds ----------------------------------------------------------------------------------------------
 
 
-def _measured(
-    model: nn.Module, forward: Forward, call: Call, units: Sequence[Part], blocks: dict[nn.Module, Site]
-) -> Parts:
+def measured_parts(rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: dict[nn.Module, Site]) -> Parts:
     """Run the step at the least memory, and work out from it what each option of each unit would hold.
 
     Where there are blocks it runs once more, each of them recomputed as a whole: that then is the way in which the step
@@ -224,7 +231,7 @@ def _measured(
     for unit in units:
         step = None if unit.least is None else unit.step(unit.least)
         ways[unit.module] = (*ways.get(unit.module, ()), step)
-    split, passages = _rehearsed(model, forward, call, ways, blocks, [u.module for u in units])
+    split, passages = _rehearsed(rehearse, ways, blocks, [u.module for u in units])
     if not passages:
         for unit, around in zip(units, split.units, strict=True):
             _set_options(unit, around, 0)
@@ -233,24 +240,22 @@ def _measured(
     inside = {units[i].module for p in passages for i in range(p.first, p.end)}
     outside = {units[what].module for _, what in _in_order(units, passages) if isinstance(what, int)}
     if inside & outside:
-        return _measured(model, forward, call, units, {})
+        return measured_parts(rehearse, units, {})
     modules = [module for module, _ in _in_order(units, passages)]
     outer: dict[nn.Module, tuple[UnitStep | None, ...]] = {m: way for m, way in ways.items() if m in outside}
     outer |= dict.fromkeys(blocks, ())
-    whole, _ = _rehearsed(model, forward, call, outer, {}, modules)
+    whole, _ = _rehearsed(rehearse, outer, {}, modules)
     return _in_stages(units, blocks, passages, split, whole)
 
 
 def _rehearsed(
-    model: nn.Module,
-    forward: Forward,
-    call: Call,
+    rehearse: Callable[..., Rehearsal],
     ways: dict[nn.Module, tuple[UnitStep | None, ...]],
     blocks: dict[nn.Module, Site],
     expected: Sequence[nn.Module],
 ) -> tuple[StepMeasure, list[Passage]]:
     """What the step holds, with seconds of a second run that nobody meters."""
-    rehearsals = [Rehearsal(model, forward, call, metered) for metered in (True, False)]
+    rehearsals = [rehearse(metered=metered) for metered in (True, False)]
     for rehearsal in rehearsals:
         rehearsal.run(ways, blocks)
         if [v.module for v in rehearsal.visits] != list(expected):

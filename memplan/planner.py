@@ -451,7 +451,7 @@ class Planner:
     def _limit(self, problem: Problem, unplanned_bytes: int) -> int:
         if self.budget_bytes is None:
             assert self.budget is not None
-            self.budget_bytes = _resolve(self.budget, unplanned_bytes, problem.resident_bytes)
+            self.budget_bytes = budget_bytes_of(self.budget, unplanned_bytes, problem.resident_bytes)
         return self.budget_bytes
 
     def _infeasible(self, problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
@@ -555,7 +555,7 @@ class Planner:
         def limit(unplanned_bytes: int, resident_bytes: int) -> int:
             if self.budget_bytes is None:
                 assert self.budget is not None
-                self.budget_bytes = _resolve(self.budget, unplanned_bytes, resident_bytes)
+                self.budget_bytes = budget_bytes_of(self.budget, unplanned_bytes, resident_bytes)
             return self.budget_bytes
 
         try:
@@ -627,7 +627,7 @@ def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> int:
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
 
-def _resolve(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:
+def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:
     """Bytes of a budget, rounded down."""
     if not isinstance(budget, Budget):
         return _limit(budget, unplanned_bytes)
@@ -657,6 +657,6 @@ def _limit(budget: int | float | str, whole_bytes: int) -> int:
 
 def _device_bytes(budget: BudgetLike) -> int | None:
     """The limit on the device where it is given in bytes; checks the rest of the budget too."""
-    _resolve(budget, 1 << 62, 0)
+    budget_bytes_of(budget, 1 << 62, 0)
     device = budget.device if isinstance(budget, Budget) else budget
     return None if device is None or isinstance(device, float) else _limit(device, 0)

@@ -463,6 +463,11 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded; any other as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+
+
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     """A weak reference to a tensor's storage: as long as there is one, its `cdata` is the `_cdata` of no other storage.
 

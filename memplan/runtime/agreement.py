@@ -139,6 +139,14 @@ class Agreement:
                 problem = None if isinstance(problem, _LeaderFailed) else problem
             planning.finish()
 
+    def together(self, run: Callable[[], _T]) -> _T:
+        """What `run` gives, where nothing went wrong in it on any rank; else what went wrong is raised on all."""
+        result, problem = _attempt(run)
+        words = self._ranks.words(_word(None, problem, idle=True).pack())
+        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+            raise self._failure(problem)
+        return result  # type: ignore[return-value]
+
     def keep(self, before: Step, after: Step) -> None:
         """Check a step that takes the place of the one that was agreed on, on this rank alone.
 

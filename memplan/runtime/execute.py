@@ -163,7 +163,7 @@ class _Watched:
 
     @staticmethod
     def of(what: str, tensor: torch.Tensor) -> _Watched:
-        return _Watched(what, tensor, tensor._version, private.known_storage(tensor), tensor.storage_offset())
+        return _Watched(what, tensor, tensor._version, private.known_storage(tensor), int(tensor.storage_offset()))
 
     @staticmethod
     def named(name: str, store: ParameterStore) -> _Watched:
@@ -177,9 +177,11 @@ class _Watched:
         return store.get(self.what, self.tensor) is self.tensor and self._is_untouched()
 
     def _is_untouched(self) -> bool:
-        tensor, storage = self.tensor, self.storage
-        same_place = storage is None or (storage_key(tensor) == storage.cdata and tensor.storage_offset() == self.offset)
-        return same_place and tensor._version == self.version
+        tensor = self.tensor
+        return tensor._version == self.version and (self.storage is None or self._is_in_place())
+
+    def _is_in_place(self) -> bool:
+        return storage_key(self.tensor) == self.storage.cdata and self.tensor.storage_offset() == self.offset
 
     def check(self) -> None:
         if not self._is_untouched():

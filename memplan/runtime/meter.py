@@ -11,6 +11,8 @@ from torch.utils import _pytree as pytree
 
 from memplan.graph.private_api import TorchDispatchMode
 
+LeavesOut = Callable[[torch.UntypedStorage], bool]
+
 
 class LiveMeter(TorchDispatchMode):
     """Counts the bytes of storages from the op that returns them until they are freed.
@@ -23,7 +25,7 @@ class LiveMeter(TorchDispatchMode):
     of a storage that it does not count.
     """
 
-    def __init__(self, leaves_out: Callable[[torch.UntypedStorage], bool] | None = None) -> None:
+    def __init__(self, leaves_out: LeavesOut | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._leaves_out = leaves_out
         self._sizes_bytes: dict[int, int] = {}

@@ -20,6 +20,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+from memplan.graph import private_api as private
 from memplan.graph.attributes import AttributesKept, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
@@ -27,7 +28,7 @@ from memplan.graph.probe import Forward, UnitCall, exchanged
 from memplan.graph.trace import differentiated_outputs, shared_objects
 from memplan.runtime.execute import TangentLayout
 from memplan.runtime.measures import Event, StepMeasure, step_measure
-from memplan.runtime.meter import LiveMeter
+from memplan.runtime.meter import LeavesOut, LiveMeter
 from memplan.runtime.units import UnitObserver, UnitStep, recomputed
 
 
@@ -112,15 +113,17 @@ class Rehearsal(UnitObserver):
     events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order.
     """
 
-    def __init__(self, model: nn.Module, forward: Forward, call: Call, metered: bool = True) -> None:
-        """metered: bytes are counted, which slows the step down."""
+    def __init__(
+        self, model: nn.Module, forward: Forward, call: Call, metered: bool = True, leaves_out: LeavesOut | None = None
+    ) -> None:
+        """metered: bytes are counted, which slows the step down. leaves_out: storages that do not count."""
         self.events: list[Event] = []
         self.visits: list[Visit] = []
         self.passages: list[Passage] = []
         self._metered = metered
         self.last_bytes = 0
         self._model, self._original, self._call = model, forward, call
-        self._meter = LiveMeter()
+        self._meter = LiveMeter(leaves_out)
 
     @property
     def measure(self) -> StepMeasure:
@@ -138,7 +141,7 @@ class Rehearsal(UnitObserver):
         forwards |= {m: self._passed(m, m.forward) for m in blocks}
         args, kwargs = self._call.variadic, self._call.arguments
         with nothing_kept(self._model, self._call), torch.enable_grad():
-            self._meter.register([*self._model.parameters(), *self._model.buffers(), *self._call.tensors])
+            self._meter.register(resident_tensors(self._model, self._call))
             with self._meter if self._metered else contextlib.nullcontext():
                 # A rerun that stopped early would not tell what a forward leaves.
                 with exchanged(forwards), set_checkpoint_early_stop(False):
@@ -285,14 +288,20 @@ def timed_step(model: nn.Module, call: Call, run: Callable[[], Any]) -> float:
         return time.perf_counter() - start
 
 
-def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> int:
+def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """What is there before a step: parameters (this rank's part of those that are sharded), buffers and inputs."""
+    return [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
+
+
+def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any], leaves_out: LeavesOut | None = None) -> int:
     """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch not.
 
-    Two steps are run, because the first may leave something in Python attributes that the second still holds.
+    leaves_out: storages that do not count. Two steps are run, because the first may leave something in Python
+    attributes that the second still holds.
     """
-    meter = LiveMeter()
+    meter = LiveMeter(leaves_out)
     with nothing_kept(model, call), torch.enable_grad():
-        meter.register([*model.parameters(), *model.buffers(), *call.tensors])
+        meter.register(resident_tensors(model, call))
         for _ in range(2):
             for leaf in (*model.parameters(), *call.tensors):
                 leaf.grad = None

@@ -1,0 +1,310 @@
+"""Plan some blocks of a model, each by itself, so that the whole step fits a budget; the rest runs as it is.
+
+For models that can't be one graph, because something happens between their blocks: `fully_shard` gathers the parameters
+of each block before it runs. What blocks save adds up over forward, and is what they have to give; peaks within them do
+not add up. The step is rehearsed on the sample with every block at the least memory, and one choice for each block then
+makes the whole fit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.config import ConfigLike, config_of
+from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
+from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.capture import model_device
+from memplan.graph.key import ArgumentsKey
+from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.probe import Site
+from memplan.partial import PartialPlan, rows_of, without_graph
+from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
+from memplan.planner import BudgetLike, budget_bytes_of
+from memplan.plans import Plan
+from memplan.runtime import Agreement, PlannedForward, Step, planned_forward
+from memplan.runtime.collectives import GRADIENT, Collectives
+from memplan.runtime.meter import LeavesOut
+from memplan.runtime.rehearsal import Rehearsal, measured_peak, resident_tensors
+from memplan.runtime.units import UnitStep, recomputed
+from memplan.solvers import Candidate
+from memplan.solvers.saved import solve_saved
+from memplan.solvers.units import UnitChoice, appraise, choose, smallest
+from memplan.units import format_bytes
+
+log = logging.getLogger("memplan")
+
+_ROUNDS = 2  # of choosing and measuring: a fixed number, for ranks rehearse together
+
+
+def apply_blocks(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    sample: Sample,
+    budget: BudgetLike,
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    accumulate: bool = False,
+    costs: str = "measure",
+    config: ConfigLike = None,
+    whole: Whole = contextlib.nullcontext,
+    reserved_bytes: Callable[[], int] = lambda: 0,
+    leaves_out: LeavesOut | None = None,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> PartialPlan:
+    """Plan blocks of a model in place, so that its whole step fits a budget. Outputs and gradients stay the same bits.
+
+    blocks: submodules of `model`, each called once in a forward, none inside another. sample, budget, optimizer,
+    accumulate, config: as for `apply`. costs: "measure" or "estimate". Kernel scratch outside of blocks is not known.
+    whole: has the parameters of a block there for as long, where they are only while it runs. reserved_bytes: what is
+    held beside all that the step itself makes, and not for blocks to schedule (gathered parameters); asked after a
+    first step. leaves_out: storages that it covers. group: the ranks that rehearse together, where blocks run
+    collectives around them: what can't be met on one is then raised on all.
+
+    Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives
+    its plan, `memplan.remove(block)` takes it off. Rehearses on the sample, of which nothing stays.
+
+    Raises BudgetInfeasible, and UnsupportedModel where a block is called other than once.
+    """
+    for block in blocks:
+        if (planned := planned_forward(block)) is not None:
+            planned.uninstall()
+    agreement = None if group is None else Agreement.of(group)
+    rehearsed = functools.partial(
+        _rehearsed, model, blocks, sample, budget, optimizer, accumulate, costs, config, whole, reserved_bytes,
+        leaves_out,
+    )  # fmt: skip
+    plan, units, ways = rehearsed() if agreement is None else agreement.together(rehearsed)
+    for unit, way in zip(units, ways, strict=True):
+        if way != "keep":
+            _install(unit, way)
+    again = [row.name for row in plan.units if row.way != "keep"]
+    log.info(
+        "memplan: %d of %d blocks recompute; the step is planned to peak at %s of %s",
+        len(again), len(units), format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes),
+    )  # fmt: skip
+    return plan
+
+
+def _rehearsed(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    sample: Sample,
+    budget: BudgetLike,
+    optimizer: torch.optim.Optimizer | None,
+    accumulate: bool,
+    costs: str,
+    config: ConfigLike,
+    whole: Whole,
+    reserved_bytes: Callable[[], int],
+    leaves_out: LeavesOut | None,
+) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
+    """The plan, and how each block runs. Runs as many steps on every rank."""
+    call = without_graph(CallReader(model.forward).read_sample(sample))
+    rehearse = functools.partial(Rehearsal, model, model, call, leaves_out=leaves_out)
+    units = _units(model, blocks, rehearse, whole)
+    solve_units(units, costs, functools.partial(solve_saved, config=config_of(config)), whole)
+    parts = measured_parts(rehearse, units, {})
+    beside_bytes = reserved_bytes() + _held_beside(model, optimizer, accumulate)
+    resident_bytes = sum(t.untyped_storage().nbytes() for t in dict.fromkeys(resident_tensors(model, call)))
+    everything = appraise(parts.problem, [(0, (len(s[0].units[0]) - 1,)) for s in parts.problem.stages])
+    least = smallest(parts.problem)
+    limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
+    excess_bytes = 0
+    for _ in range(_ROUNDS):
+        choice = choose(parts.problem, limit - beside_bytes - excess_bytes) or least
+        ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
+        with _exchanged(units, ways):
+            peak_bytes = measured_peak(model, call, functools.partial(_called, model, call), leaves_out)
+        excess_bytes += max(0, peak_bytes + beside_bytes - limit)
+    peak_bytes = max(choice.peak_bytes, peak_bytes) + beside_bytes
+    if peak_bytes > limit:
+        raise BudgetInfeasible(
+            f"with its blocks planned the model does not fit {format_bytes(limit)}; {format_bytes(peak_bytes)} "
+            f"({peak_bytes} bytes) is the least, of which {format_bytes(beside_bytes)} are gathered parameters and "
+            "optimizer state. Raise the budget, or use a smaller batch",
+            peak_bytes,
+        )
+    plan = _summary(parts, choice, everything, peak_bytes, limit, resident_bytes, beside_bytes, least)
+    return plan, units, ways
+
+
+def _called(model: nn.Module, call: Call) -> Any:
+    return model(*call.variadic, **call.arguments)
+
+
+def _units(
+    model: nn.Module, blocks: Sequence[nn.Module], rehearse: Callable[..., Rehearsal], whole: Whole
+) -> list[Part]:
+    """The blocks as parts of the step, captured with the arguments that a first forward hands them."""
+    names = {module: name for name, module in model.named_modules()}
+    strangers = [type(block).__name__ for block in blocks if block not in names]
+    if strangers:
+        raise ValueError(f"blocks must be submodules of the model; a {strangers[0]} is not")
+    rehearsal = rehearse(metered=False)
+    rehearsal.run(dict.fromkeys(blocks, ()))
+    visited = [visit.module for visit in rehearsal.visits]
+    for block in blocks:
+        if visited.count(block) != 1:
+            raise UnsupportedModel(
+                f"block {names[block]} is called {visited.count(block)} times in a forward of {type(model).__name__}; "
+                "each block has to be called once, by the model's forward. Leave it out of the blocks"
+            )
+    units = [Part(v.module, Site(names[v.module], "captured", ""), v) for v in rehearsal.visits]
+    for unit in units:
+        with whole(unit.module):
+            capture_unit(unit, shares_parameters(model, unit.module))
+    return units
+
+
+def _held_beside(model: nn.Module, optimizer: torch.optim.Optimizer | None, accumulate: bool) -> int:
+    """Optimizer state, and gradients of earlier micro-batches."""
+    held = 0 if optimizer is None else optimizer_needs(optimizer, model_device(model))[0]
+    parameters = [p for p in model.parameters() if p.requires_grad and accumulate]
+    return held + sum(p.numel() * p.element_size() for p in parameters)
+
+
+def _summary(
+    parts: Parts,
+    choice: UnitChoice,
+    everything: UnitChoice,
+    peak_bytes: int,
+    limit: int,
+    resident_bytes: int,
+    beside_bytes: int,
+    least: UnitChoice,
+) -> PartialPlan:
+    baseline_s = sum(p.problem.baseline_time_s for s in parts.stages for p in s.units if p.problem is not None)
+    return PartialPlan(
+        peak_bytes=peak_bytes,
+        baseline_peak_bytes=everything.peak_bytes + beside_bytes,
+        budget_bytes=limit,
+        resident_bytes=resident_bytes + beside_bytes,
+        floor_bytes=min(peak_bytes, least.peak_bytes + beside_bytes),
+        time_s=baseline_s + choice.time_s,
+        baseline_time_s=baseline_s,
+        units=tuple(rows_of(parts, choice)),
+    )
+
+
+# -- planned blocks ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BlockStep:
+    """The call of a block that was planned. provisional: never, for it is planned in full."""
+
+    plan: Plan
+    unit: UnitStep
+    collectives: Collectives
+    provisional: bool = False
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.unit.key.mismatch(call)
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the block's forward would return."""
+        return self.unit.run(call)
+
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> BlockStep:
+        """The same for a copy of the block."""
+        return dataclasses.replace(self, unit=self.unit.bound_to(model))
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedStep:
+    """Calls of a block that run again in backward as a whole, which holds as little as can be."""
+
+    model: nn.Module
+    forward: Callable[..., Any]
+    arguments: ArgumentsKey
+    collectives: Collectives
+    plan: None = None
+    provisional: bool = False
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.arguments.mismatch(call)
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the block's forward returns."""
+        return recomputed(self.model, self.forward, -1, call.variadic, call.arguments)
+
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> RecomputedStep:
+        """The same for a copy of the block, which has this forward of its own."""
+        return dataclasses.replace(self, model=model, forward=forward)
+
+
+@dataclass
+class _BlockPlanner:
+    """Makes steps for calls of a block that are unlike the one in the sample."""
+
+    name: str
+    margin: float = 0.0
+
+    def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
+        call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        events = [f"{GRADIENT}of block {self.name}, recomputed"]
+        return RecomputedStep(
+            model, forward, ArgumentsKey(call, _device_type(call), traced=False), Collectives.of(events)
+        )
+
+    def step_for(self, *arguments: Any) -> Any:
+        raise MemplanError(f"block {self.name} has no other plan for such gradients")
+
+    def learn(self, device: torch.device, margin: float) -> None:
+        """Blocks are not planned again."""
+
+
+def _device_type(call: Call) -> str:
+    return call.tensors[0].device.type if call.tensors else "cpu"
+
+
+def _install(unit: Part, way: Candidate | str) -> None:
+    module = unit.module
+    forward = module.forward
+    planned = PlannedForward(module, forward, _BlockPlanner(unit.site.name), CallReader(forward))
+    if isinstance(way, Candidate):
+        planned.add(BlockStep(_plan_of(unit, way), unit.step(way), Collectives.of(unit.step(way).program.collectives)))
+    planned.install()
+
+
+def _plan_of(unit: Part, way: Candidate) -> Plan:
+    """The way as a plan of the block alone."""
+    assert unit.front is not None
+    assert unit.problem is not None
+    return Plan(
+        unit.problem, way.schedule, way.timeline, way.solver, unit.problem.baseline_time_s,
+        min(c.peak_bytes for c in unit.front.points), max(c.time_s for c in unit.front.points), unit.front.truncated,
+    )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _exchanged(units: Sequence[Part], ways: Sequence[Candidate | str]) -> Any:
+    """The blocks are planned for as long."""
+    chosen = [unit for unit, way in zip(units, ways, strict=True) if way != "keep"]
+    for unit, way in zip(units, ways, strict=True):
+        if way != "keep":
+            _install(unit, way)
+    try:
+        yield
+    finally:
+        for unit in chosen:
+            planned = planned_forward(unit.module)
+            assert planned is not None
+            planned.uninstall()
