@@ -12,6 +12,7 @@ the edge of a unit. Within it, a plan runs as in any other model.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -57,7 +58,8 @@ def apply_blocks(
             "the model is one single unit of fully_shard. Call fully_shard on its layers too, or plan the whole of it: "
             "memplan.apply(model, None, budget)"
         )
-    with _Gathered(units) as gathered:
+    with _Gathered(units) as gathered, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module")  # of results that a rehearsal looks at
         return memplan.apply_blocks(
             model, blocks, sample, budget, whole=_whole(units), reserved_bytes=gathered.most_bytes,
             leaves_out=gathered.__contains__, group=group or torch.distributed.group.WORLD, **keywords,

@@ -158,7 +158,8 @@ def _units(
                 f"block {names[block]} is called {visited.count(block)} times in a forward of {type(model).__name__}; "
                 "each block has to be called once, by the model's forward. Leave it out of the blocks"
             )
-    units = [Part(v.module, Site(names[v.module], "captured", ""), v) for v in rehearsal.visits]
+    reason = "blocks are planned each by itself, for something may happen between them"
+    units = [Part(v.module, Site(names[v.module], "captured", reason), v) for v in rehearsal.visits]
     for unit in units:
         with whole(unit.module):
             capture_unit(unit, shares_parameters(model, unit.module))
@@ -280,7 +281,8 @@ def _install(unit: Part, way: Candidate | str) -> None:
     forward = module.forward
     planned = PlannedForward(module, forward, _BlockPlanner(unit.site.name), CallReader(forward))
     if isinstance(way, Candidate):
-        planned.add(BlockStep(_plan_of(unit, way), unit.step(way), Collectives.of(unit.step(way).program.collectives)))
+        step = unit.step(way)
+        planned.add(BlockStep(_plan_of(unit, way), step, Collectives.of(step.program.collectives)))
     planned.install()
 
 

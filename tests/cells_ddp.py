@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,16 @@ class Net(nn.Module):
         return (self.norm(x) - 1).pow(2).mean()
 
 
-def train(options: str, sync: str, grads: str | None) -> Any:
-    """Six steps over buckets of a few kilobytes. grads: None for the plain run."""
+def train(
+    options: str, sync: str, grads: str | None, rows: Sequence[int] = (96,) * 6, budget: float = BUDGET, **keywords: Any
+) -> Any:
+    """Six steps over buckets of a few kilobytes. grads: None for the plain run. rows: of each batch."""
     torch.manual_seed(0)
     net = Net(options == "find-unused").train()
     torch.manual_seed(10 + torch.distributed.get_rank())
-    data = [torch.randn(96, 32) for _ in range(6)]
+    data = [torch.randn(count, 32) for count in rows]
     if grads is not None:
-        memplan.apply(net, None, BUDGET, costs="estimate", grads=grads)  # type: ignore[arg-type]
+        memplan.apply(net, None, budget, costs="estimate", grads=grads, **keywords)  # type: ignore[arg-type]
     outer = DistributedDataParallel(net, bucket_cap_mb=0.006, **OPTIONS[options])
     optimizer = torch.optim.SGD(outer.parameters(), lr=0.1, momentum=0.9)
     results: list[Any] = []
@@ -71,10 +74,10 @@ def train(options: str, sync: str, grads: str | None) -> Any:
         if last:
             optimizer.step()
             optimizer.zero_grad()
-    if grads is not None:
         plan = memplan.plan_of(net)
-        assert plan is not None
-        assert plan.recomputed, "the plan runs, and recomputes"
+        if index == 0 and plan is not None:
+            assert bool(plan.recomputed) == (budget < 1), "the plan runs, and recomputes"
+    assert (plan is None) == (grads is None)
     return results, dict(net.state_dict()), torch.get_rng_state()
 
 
@@ -86,6 +89,15 @@ def plain(options: str, sync: str) -> Any:
 
 def compare_training(options: str, sync: str, grads: str) -> str | None:
     return first_difference(plain(options, sync), train(options, sync, grads), "result")
+
+
+def compare_groups(rows: tuple[Sequence[int], Sequence[int]], budgets: tuple[float, float]) -> str | None:
+    """Ranks that agree, with batches of their own sizes and budgets of their own."""
+    rank = torch.distributed.get_rank()
+    group, runs = torch.distributed.group.WORLD, []
+    for grads in (None, "surface"):
+        runs.append(train("plain", "every-step", grads, rows[rank], budgets[rank], group=group))
+    return first_difference(*runs, "result")
 
 
 def compare_trainers(**options: Any) -> str | None:
@@ -112,7 +124,15 @@ TRAINERS: dict[str, dict[str, Any]] = {
     "default": {},
     "no-search": {"ddp_find_unused_parameters": False, "bf16": True},
 }
+EQUAL, SHORT, UNEVEN = (96,) * 6, (96, 96, 96, 96, 96, 40), (80, 64, 80, 64, 80, 64)
+GROUPS: dict[str, Any] = {
+    "equal": ((EQUAL, EQUAL), (BUDGET, BUDGET)),
+    "a short last batch on one rank": ((EQUAL, SHORT), (BUDGET, BUDGET)),
+    "other budgets": ((EQUAL, EQUAL), (1.0, BUDGET)),
+    "other batches": ((EQUAL, UNEVEN), (0.75, BUDGET)),
+}
 CELLS = {" ".join(case): Cell(functools.partial(compare_training, *case)) for case in CASES}
+CELLS |= {f"group: {name}": Cell(functools.partial(compare_groups, *case)) for name, case in GROUPS.items()}
 CELLS |= {
     f"Trainer {name}": Cell(functools.partial(compare_trainers, **options), needs=("transformers", "accelerate"))
     for name, options in TRAINERS.items()

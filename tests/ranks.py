@@ -27,6 +27,7 @@ MODULES = (
     "tests.cells_deepspeed",
     "tests.cells_deepspeed_loops",
     "tests.cells_pipelines",
+    "tests.cells_fsdp",
 )
 
 

@@ -36,7 +36,7 @@ def delivered(schedule: Schedule) -> list[int]:
 
 @pytest.mark.full_search
 @pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("name", ["gpt2", "handmade", pytest.param("unet", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["handmade", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "unet"))])
 def test_no_schedule_of_any_solver_changes_the_order_of_gradients(name: str, preset: str) -> None:
     """So ranks with other budgets, solvers or costs have equal signatures."""
     net, sample = MODELS[name](0)
@@ -78,8 +78,7 @@ def test_signatures_of_offload_say_which_gradients_come_late() -> None:
     torch.manual_seed(0)
     net, sample = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6))).train(), torch.randn(4, 64)
     options: Any = {"costs": "estimate", "host_budget": "1GiB", "link": memplan.Link(1e9, 1e9)}
-    floor_bytes = memplan.plan(net, sample, 0.9, **options).floor_bytes
-    planned = memplan.apply(copy.deepcopy(net), sample, floor_bytes, **options)
+    planned = memplan.apply(copy.deepcopy(net), sample, 0.7, **options)
     plan, step = memplan.plan_of(planned), planned_forward(planned).steps[0]  # type: ignore[union-attr]
     assert plan is not None
     assert delivered(plan.schedule) != made_order(plan.problem.graph)
