@@ -22,7 +22,7 @@ from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.costs import device_name
 from memplan.graph.homes import movables, with_homes, with_shards
 from memplan.graph.margin import remember_margin
-from memplan.graph.optimizer import optimizer_needs, update_needs
+from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
 from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
@@ -338,6 +338,10 @@ class Planner:
         def state_bytes(left_out: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
             return self._optimizer_needs(device, left_out)
 
+        update_s = 0.0
+        if self.optimizer is not None and not self.accumulate:  # with it, many steps share one update
+            update_s = host_update_s_per_byte(self.optimizer, self.costs == "measure")
+
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
             others: list[torch.Tensor] = [p for name, p in parameters.items() if name not in names]
@@ -349,6 +353,7 @@ class Planner:
             return dataclasses.replace(
                 problem, graph=graph, extra_resident_bytes=here[0] + held + self.surroundings.held_bytes,
                 update_bytes=here[1] + self.surroundings.after_bytes, extra_host_bytes=there[0],
+                host_update_s_per_byte=update_s,
             )  # fmt: skip
 
         plain, room_for = problem_of(frozenset()), 1 + self.margin

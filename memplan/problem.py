@@ -243,6 +243,8 @@ class Problem:
     state of parameters that live there). gather: how fast sharded parameters come; None where there are none.
     in_flight: forwards that wait for their backward at once, the running one among them: one is the usual step, more
         are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
+    host_update_s_per_byte: seconds that the CPU takes to update parameters that live on the host, for each byte of
+        their gradients.
     """
 
     graph: Graph
@@ -256,6 +258,7 @@ class Problem:
     in_flight: int = 1
     gather: GatherSpeed | None = None
     takes_gradients: bool = False
+    host_update_s_per_byte: float = 0.0
 
     @property
     def frees_gradients(self) -> bool:

@@ -48,6 +48,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "update_bytes": problem.update_bytes,
         "extra_host_bytes": problem.extra_host_bytes,
         "in_flight": problem.in_flight,
+        "host_update_s_per_byte": problem.host_update_s_per_byte,
         "link": None if problem.link is None else asdict(problem.link),
         "gather": None if problem.gather is None else asdict(problem.gather),
         "costs": asdict(problem.costs),
@@ -72,9 +73,10 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "update_bytes", int),
         _read_link(content["link"]),
         Reader.typed(content, "extra_host_bytes", int),
-        _read_in_flight(content.get("in_flight", 1)),  # files from before pipelines have none
-        _read_gather(content.get("gather")),
-        Reader.typed({"takes_gradients": False} | content, "takes_gradients", bool),  # older files have none
+        _read_in_flight(content["in_flight"]),
+        _read_gather(content["gather"]),
+        Reader.typed(content, "takes_gradients", bool),
+        Reader.typed(content, "host_update_s_per_byte", float),
     )
 
 

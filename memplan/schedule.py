@@ -94,10 +94,10 @@ class Timeline:
 
     live_bytes[i]: bytes held after step i. peak_bytes_at[i]: the most held while step i runs, scratch and saved
     generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
-    generator states. time_s: seconds of all steps, those in which computing waits for copies included; stall_s: of the
-    latter alone. host_bytes[i]: host memory held after step i, parameters that live there left out; host_peak_bytes:
-    the most of it. Microbatches that wait (`Problem.in_flight`) are in all of these; waiting_bytes: what each holds,
-    its inputs and outputs included.
+    generator states. time_s: seconds of all steps, those in which computing waits for copies, or for the CPU to update
+    parameters that live on the host, included; stall_s: of the latter alone. host_bytes[i]: host memory held after step
+    i, parameters that live there left out; host_peak_bytes: the most of it. Microbatches that wait
+    (`Problem.in_flight`) are in all of these; waiting_bytes: what each holds, its inputs and outputs included.
     """
 
     live_bytes: tuple[int, ...]

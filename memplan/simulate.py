@@ -18,6 +18,11 @@ Copies to and from host memory run beside the ops, one after the other in each d
 parameters. A copy begins when it is issued, or when its direction is free. Legal is only what a wait makes sure of:
 what is being fetched can't be read,
 what is being copied out can't be overwritten or freed, and host memory can't be freed under a copy.
+
+Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
+update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
+it comes after the step, in the time of `optimizer.step()`. What a device takes to update its own parameters is left
+out. Nothing of the next step begins before this one ends, so every step of a loop takes this long.
 """
 
 from __future__ import annotations
@@ -104,6 +109,7 @@ class _Machine:
         self.rng_bytes = self.host_bytes = 0
         self.time_s = self.stall_s = 0.0
         self.lane_free_s = {"out": 0.0, "in": 0.0, "gather": 0.0}
+        self.updated_s = 0.0  # when the CPU is done with updates
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
@@ -270,6 +276,8 @@ class _Machine:
             if value.home == "host":
                 if not self.elsewhere[index] or index in self.copying:
                     raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
+                if value.updates:
+                    self._update_on_host(value)
                 continue
             if not self.live[index]:
                 raise _Refusal(f"gradient {value.name} is handed over but not live")
@@ -283,6 +291,10 @@ class _Machine:
                 raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
             self.updated.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
+
+    def _update_on_host(self, gradient: Value) -> None:
+        begin_s = max(self.time_s, self.updated_s)
+        self.updated_s = begin_s + gradient.size_bytes * self.problem.host_update_s_per_byte
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -330,10 +342,13 @@ class _Machine:
         value = _indexed(index, self.graph.values, "value")
         if index not in self.copying:
             raise _Refusal(f"{value.name} is waited for, but is not being copied")
-        stall_s = max(0.0, self.copying.pop(index).end_s - self.time_s)
+        self._stall_to(self.copying.pop(index).end_s)
+        return self.live_bytes + self.rng_bytes
+
+    def _stall_to(self, end_s: float) -> None:
+        stall_s = max(0.0, end_s - self.time_s)
         self.time_s += stall_s
         self.stall_s += stall_s
-        return self.live_bytes + self.rng_bytes
 
     def _drop_host(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
@@ -364,6 +379,11 @@ class _Machine:
                 raise _Refusal(f"the host copy of {value.name} is never freed")
             if index in self.copying:
                 raise _Refusal(f"the copy of {value.name} is never waited for")
+        self._stall_to(self.updated_s)
+        for value in self.graph.values:
+            if value.role == "gradient" and value.home == "host" and not value.updates:
+                self._update_on_host(value)
+        self._stall_to(self.updated_s)
 
     def timeline(self) -> Timeline:
         """What the steps come to beside the microbatches that wait. None waits while the optimizer steps."""

@@ -22,7 +22,7 @@ from memplan.runtime import planned_forward
 from memplan.schedule import Compute, SurfaceGrads, schedule_of
 from memplan.simulate import simulate
 from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies
+from memplan.solvers.offload import least_bytes, offload_bound_s, place_copies
 from tests.meter import storage_bytes
 from tests.random_graphs import random_problems
 from tests.small import net_and_sample
@@ -204,11 +204,30 @@ def test_orders_with_updates_are_legal_and_keep_the_budget(problem: Problem, pic
             assert schedule is not None
             assert simulate(problem, schedule).peak_bytes <= budget
         if not host:
+            plain = problem.all_on_device
             timeline = simulate(problem, schedule_of(problem.graph, order))
-            assert (
-                simulate(problem.all_on_device, schedule_of(problem.all_on_device.graph, order)).time_s
-                == timeline.time_s
-            )
+            assert simulate(plain, schedule_of(plain.graph, order)).time_s == timeline.time_s
+
+
+def test_the_cpu_updates_beside_the_step_or_after_it() -> None:
+    """The lane of the CPU: updates one after the other, and the step ends with the last."""
+    net, sample = MODELS["handmade"](0)
+    optimizer = OPTIMIZERS["SGD"](net.parameters())
+    both: dict[str, Any] = {"costs": "estimate", "optimizer": optimizer, "host_budget": "1GiB", "link": PCIE}
+    low = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer).floor_bytes
+    for update in ("step", "backward"):
+        plan = memplan.plan(net, sample, int(0.6 * low), update=update, **both)
+        values = plan.problem.graph.values
+        sizes = [v.size_bytes for v in values if v.role == "gradient" and v.home == "host"]
+        assert len(sizes) > 1 and plan.problem.host_update_s_per_byte > 0
+        without = simulate(replace(plan.problem, host_update_s_per_byte=0.0), plan.schedule)
+        slow = simulate(replace(plan.problem, host_update_s_per_byte=1.0), plan.schedule)  # slower than all else
+        if update == "step":
+            assert slow.time_s == pytest.approx(without.time_s + sum(sizes))
+        else:
+            assert sum(sizes) < slow.time_s < without.time_s + sum(sizes)
+        assert slow.time_s == pytest.approx(slow.stall_s + without.time_s - without.stall_s)
+        assert offload_bound_s(plan.problem, plan.problem.budget_bytes or 0) <= plan.time_s
 
 
 def with_random_updates(problem: Problem, picks: list[bool]) -> Problem:

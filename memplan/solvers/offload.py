@@ -110,7 +110,7 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     host by then was copied out before, and all of the backward pass comes after: so a step of T seconds has at most
     (T - backward seconds) times the link's speed more room than the budget, and each minimum cut is a line that limits
     T from below. The same holds for copying back. Every parameter that lives on the host is fetched once at least,
-    every gradient of one sent back.
+    every gradient of one sent back, and the CPU updates with each: beside the step, or after it.
     """
     link = problem.link
     assert link is not None
@@ -119,6 +119,8 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     read = {v for op in graph.ops for v in op.inputs}
     fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
     sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
+    update_s = sent * problem.host_update_s_per_byte
+    beside = any(v.updates for v in values if v.role == "gradient" and v.home == "host")
     found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     flat = flatten(problem, updates=False)
     at_boundary = int(backward_bytes(flat)[0])
@@ -130,7 +132,7 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
             (link.to_device_bytes_per_s, baseline_s - backward_s),
         ):
             found.append((baseline_s + beyond_s + slope * speed * other_s) / (1 + slope * speed))
-    return max(found)
+    return max(*found, update_s) if beside else max(found) + update_s
 
 
 @dataclass(slots=True)
