@@ -18,7 +18,17 @@ from memplan.graph.shards import Shards
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
 from memplan.problem import Buffers, Link, Surroundings
-from memplan.runtime import Agreement, Grads, OnMismatch, OnOutOfMemory, PlannedForward, Share, Step, planned_forward
+from memplan.runtime import (
+    Agreement,
+    Grads,
+    Init,
+    OnMismatch,
+    OnOutOfMemory,
+    PlannedForward,
+    Share,
+    Step,
+    planned_forward,
+)
 
 
 def apply(
@@ -39,6 +49,7 @@ def apply(
     in_flight: int = 1,
     buffers: Buffers | None = None,
     shards: Shards | None = None,
+    init: Init | None = None,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     surroundings: Surroundings | None = None,
@@ -79,6 +90,9 @@ def apply(
     shards: who has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
         gathered is in the peak. Every rank must run the same plan: make it on one, and give it to all with plan=.
         Calls that it does not serve raise PlanMismatch, for another plan would gather in another order.
+    init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in place
+        and where it will live, so that the model never exists as a whole on the device. It may be called more than once
+        for a name where ops are timed. Parameters become new objects, of which an optimizer given here is told.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -101,14 +115,12 @@ def apply(
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
     if shards is not None and on_oom == "replan":
-        raise ValueError(
-            'on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out'
-        )
+        raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
     if shards is not None and sample is None:
         raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(),
+        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(), init,
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -129,7 +141,9 @@ def apply(
             step = None if sample is None else first_step()
         if step is not None:
             planned.add(step)
-    remove(model)
+    before = planned_forward(model)
+    if before is not None:
+        before.uninstall()
     planned.install()
     return model
 
@@ -229,10 +243,14 @@ def grown_bytes(model: nn.Module) -> int | None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and give the original forward back. Does nothing to a model without a plan."""
+    """Take the plan off the model and give the original forward back. Does nothing to a model without a plan.
+
+    Parameters that live on the host stay there; `model.to(device)` brings them back.
+    """
     planned = planned_forward(model)
     if planned is not None:
         planned.uninstall()
+        planned.warn_of_host()
     return model
 
 

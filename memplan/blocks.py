@@ -30,7 +30,7 @@ from memplan.partial import PartialPlan, rows_of, without_graph
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
 from memplan.planner import BudgetLike, budget_bytes_of
 from memplan.plans import Plan
-from memplan.runtime import Agreement, PlannedForward, Step, planned_forward
+from memplan.runtime import Agreement, PlannedForward, Step, UpdatesInBackward, planned_forward
 from memplan.runtime.collectives import GRADIENT, Collectives
 from memplan.runtime.meter import LeavesOut
 from memplan.runtime.rehearsal import Rehearsal, measured_peak, resident_tensors
@@ -257,6 +257,9 @@ class _BlockPlanner:
 
     name: str
     margin: float = 0.0
+    host: frozenset[str] | None = None
+    device: torch.device | None = None
+    updates: UpdatesInBackward | None = None
 
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
@@ -270,6 +273,10 @@ class _BlockPlanner:
 
     def learn(self, device: torch.device, margin: float) -> None:
         """Blocks are not planned again."""
+
+    def for_copy(self) -> _BlockPlanner:
+        """It knows nothing of the block itself."""
+        return self
 
 
 def _device_type(call: Call) -> str:

@@ -34,6 +34,7 @@ from memplan.residency import all_names, choose, floor_bytes, least_resident_byt
 from memplan.runtime import (
     EagerStep,
     Grads,
+    Init,
     Program,
     Share,
     Step,
@@ -42,6 +43,7 @@ from memplan.runtime import (
     UpdatesInBackward,
     WholeStep,
     lower,
+    materialise,
     measure_link,
     place,
     refuse_update_in_backward,
@@ -70,7 +72,8 @@ class Planner:
     than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
     copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
-    parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows.
+    parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows. counted: parameters
+    that the optimizer knows, by name: a copy of the model has others.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -89,12 +92,14 @@ class Planner:
     buffers: Buffers = field(default_factory=Buffers)
     shards: Shards | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
+    init: Init | None = None
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
     transfers: Transfers | None = None
     updates: UpdatesInBackward | None = None
     gathers: Gathers | None = None
+    counted: dict[str, nn.Parameter] | None = None
 
     def __post_init__(self) -> None:
         if self.update not in ("step", "backward"):
@@ -225,6 +230,12 @@ class Planner:
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
         return self._whole(model, captured, plan)
 
+    def for_copy(self) -> Planner:
+        """Plans for a copy of the model. What updates the original in backward knows nothing of its parameters."""
+        if self.update == "step":
+            return self
+        return dataclasses.replace(self, update="step", optimizer=None, updates=None)
+
     def learn(self, device: torch.device, margin: float) -> None:
         """Keep this much of the budget free from now on."""
         self.margin = margin
@@ -290,7 +301,7 @@ class Planner:
             raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         sharded = self._sharded(model)
-        if any(t.is_meta for t in tensors.values()):
+        if self.init is None and any(t.is_meta for t in tensors.values()):
             raise ValueError(
                 "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
                 'known speed, or costs="estimate"'
@@ -301,6 +312,9 @@ class Planner:
             if name in sharded and kind == "parameter":
                 return None
             tensor = inputs[position] if kind == "input" else tensors[name]
+            if tensor.is_meta and self.init is not None:
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                self.init(name, tensor)
             return tensor.to(captured.traced.device)
 
         return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
@@ -323,17 +337,17 @@ class Planner:
         """The same where values may be offloaded, and parameters may live on the host."""
         link = self.link or measure_link(captured.traced.device)
         problem = dataclasses.replace(problem, link=link)
-        parts = movables(captured.traced)
+        parts = () if self.surroundings.keeps_parameters else movables(captured.traced)
         stuck = sorted((self.host or frozenset()) - all_names(parts))
         if stuck:
             raise UnsupportedModel(
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
-        parameters = dict(model.named_parameters())
+        counted = self.counted = self.counted or dict(model.named_parameters())
 
         def on_host(names: frozenset[str]) -> list[torch.Tensor]:
-            return [parameters[name] for name in names]
+            return [counted[name] for name in names if name in counted]
 
         def state_bytes(left_out: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
             return self._optimizer_needs(device, left_out)
@@ -344,7 +358,7 @@ class Planner:
 
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
-            others: list[torch.Tensor] = [p for name, p in parameters.items() if name not in names]
+            others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
             there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
             graph = with_homes(captured.traced, names).graph
             held = _buffer_bytes(self.buffers, self.in_flight, captured.traced)
@@ -361,7 +375,7 @@ class Planner:
         alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
-        least = floor_bytes(all_names(parts) if self.host is None else self.host, front, problem_of)
+        least = floor_bytes(all_names(parts), front, problem_of)
         search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
@@ -405,11 +419,6 @@ class Planner:
         )  # fmt: skip
 
     def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
-        fixed = (
-            ""
-            if self.host is None or self.surroundings.keeps_parameters
-            else ", with parameters where the first plan put them (apply with the largest batch)"
-        )
         if self.host_budget is None:
             return BudgetInfeasible(
                 f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise "
@@ -419,7 +428,7 @@ class Planner:
             )
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
-            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least{fixed}. Raise one "
+            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least. Raise one "
             "of the budgets, or use a smaller batch",
             floor,
             float("inf"),
@@ -471,8 +480,15 @@ class Planner:
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         captured = self._homed(captured, model)
-        if any(p.is_meta for p in model.parameters()):
-            raise UnsupportedModel("the model is on the meta device; materialise it first, then load weights")
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            if self.init is None:
+                raise UnsupportedModel(
+                    "the model is on the meta device; give init=, a function of each name and tensor that fills it, or "
+                    "materialise the model first"
+                )
+            materialise(model, self.init, self.host or (), captured.traced.device, self.optimizer)
+            self.counted = None
+            captured.key.moved()
         if self.update == "backward" and self.updates is None:
             assert self.optimizer is not None
             self.updates = UpdatesInBackward(model, self.optimizer)
@@ -524,7 +540,11 @@ class Planner:
         in_group: other ranks rely on what the step runs.
         """
         if self.update == "backward":
-            raise error
+            raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error
+        if self.host:
+            raise UnsupportedModel(f"{error}. With parameters on the host it can't run in part either") from error
+        if self.host_budget is not None:
+            log.warning("memplan: nothing is offloaded in such calls, though there is a host budget")
         device = model_device(model)
         refuse_wrappers(model)
         if self.in_flight > 1:

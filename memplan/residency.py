@@ -64,12 +64,16 @@ def choose(
     """The fastest step that keeps both budgets; None where there is none.
 
     front: of the step without its movable parameters. alone: of the step with all of them on the device, as it would be
-    planned without a host budget; None where that is known to be too large. fixed: the homes that were decided before,
-    for another call.
+    planned without a host budget; None where that is known to be too large. fixed: parameters that live on the host
+    because of another call; more go there only where nothing fits without.
     """
     best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
-    shares = [fixed] if fixed is not None else [spread_share(movables, share) for share in _SHARES]
+    shares = [spread_share(movables, share) for share in _SHARES]
+    if fixed is not None:
+        shares = [fixed, *(fixed | share for share in shares)]
     for host in dict.fromkeys(shares):
+        if best is not None and fixed not in (None, host):
+            break
         if best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s:
             break  # nothing can be faster
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)

@@ -20,6 +20,7 @@ from memplan.errors import IllegalSchedule
 from memplan.problem import Graph, Link, Problem, Value
 from memplan.runtime import planned_forward
 from memplan.runtime import transfers as engine
+from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.schedule import (
     Boundary,
     Compute,
@@ -474,8 +475,40 @@ def test_a_model_on_the_meta_device_is_planned_for_a_card() -> None:
     assert card.baseline_time_s < here.baseline_time_s
     with pytest.raises(ValueError, match="Roofline"):
         memplan.plan(net, sample, 0.5, device="cpu")
-    with pytest.raises(memplan.UnsupportedModel, match="materialise"):
+    with pytest.raises(memplan.UnsupportedModel, match="init="):
         memplan.apply(net, sample, 1.0, costs=fast, device="cpu")
+
+
+@pytest.mark.parametrize("name", ["handmade", "gpt2"])
+def test_a_model_on_the_meta_device_is_made_where_it_will_live(name: str) -> None:
+    """No parameter exists twice; an optimizer that was made before goes on with those that are there then."""
+    plain, sample = MODELS[name](0)
+    tensors = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
+    low = memplan.plan(plain, sample, 1.0, costs="estimate").floor_bytes
+    net = copy.deepcopy(plain).to("meta")
+    if name == "gpt2":
+        net.tie_weights()  # moving took them apart
+    made: list[str] = []
+
+    def init(name: str, tensor: torch.Tensor) -> None:
+        made.append(name)
+        tensor.copy_(tensors[name])
+
+    optimizers = [torch.optim.AdamW(n.parameters(), lr=1e-3) for n in (plain, net)]
+    memplan.apply(
+        net, sample, int(0.8 * low), costs="estimate", optimizer=optimizers[1], device="cpu", host_budget="1GiB",
+        link=PCIE, init=init,
+    )  # fmt: skip
+    assert sorted(made) == sorted(tensors)
+    assert not any(t.is_meta for t in (*net.parameters(), *net.buffers()))
+    for _ in range(2):
+        for model, optimizer in zip((plain, net), optimizers):
+            torch.manual_seed(1)
+            loss_of(call(model, sample)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(plain.state_dict(), net.state_dict())
+    assert all(a is b for a, b in zip(net.parameters(), optimizers[1].param_groups[0]["params"]))
 
 
 @pytest.mark.parametrize("name", ["handmade", *(pytest.param(n, marks=pytest.mark.slow) for n in MODELS)])
@@ -503,3 +536,77 @@ def test_presets_offload_where_that_is_faster(preset: str) -> None:
     assert plan.offloaded_bytes and plan.time_s < alone.time_s
     plan = memplan.plan(net, sample, int(0.7 * floor), host_budget="1GiB", link=PCIE, **options)  # type: ignore[arg-type]
     assert plan.problem.graph.host_resident_bytes and plan.problem.extra_host_bytes
+
+
+def test_evaluation_fetches_parameters_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, sample = MODELS["handmade"](0)
+    net, _ = planned("handmade", 0.7, None)
+    fetched = 0
+    original = FetchedWhereUsed._fetched
+
+    def counted(self: FetchedWhereUsed, tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal fetched
+        copy = original(self, tensor)
+        fetched += copy is not tensor
+        return copy
+
+    monkeypatch.setattr(FetchedWhereUsed, "_fetched", counted)
+    for model in (plain, net):
+        model.eval()
+    with torch.no_grad():
+        expected = call(plain, sample)
+        assert_same_bits(expected, call(net, sample))
+    assert fetched >= len([p for p in memplan.plan_of(net).problem.graph.values if p.fetched])  # type: ignore[union-attr]
+    assert_same_bits(loss_of(call(plain, sample)), loss_of(call(net, sample)))
+    for model in (plain, net):
+        model.train()
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+def test_a_larger_batch_moves_more_parameters_to_the_host() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(6)))
+    plain = copy.deepcopy(net)
+    small, large = torch.randn(8, 64), torch.randn(96, 64)
+    resident = memplan.plan(net, small, 1.0, costs="estimate").problem.resident_bytes
+    memplan.apply(net, small, int(1.6 * resident), costs="estimate", host_budget="1MiB", link=PCIE)
+    first = memplan.plan_of(net)
+    assert first is not None
+    before = first.problem.graph.host_resident_bytes
+    for batch in (small, large, small):
+        assert_same_bits(run_steps(plain, batch), run_steps(net, batch))
+    after = memplan.plan_of(net)
+    assert after is not None and after.problem.graph.host_resident_bytes > before
+    assert after.peak_bytes <= int(1.6 * resident)
+
+
+def test_a_copy_counts_the_state_of_its_own_parameters() -> None:
+    net, sample = MODELS["handmade"](0)
+    assert isinstance(sample, torch.Tensor)
+    optimizer = torch.optim.AdamW(net.parameters())
+    low = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer).floor_bytes
+    memplan.apply(net, sample, int(0.7 * low), costs="estimate", optimizer=optimizer, host_budget="1GiB", link=PCIE)
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        loss_of(call(model, sample[:24])).backward()
+    plans = [memplan.plan_of(model) for model in (net, twin)]
+    assert plans[0] is not None and plans[1] is not None
+    assert plans[0].problem == plans[1].problem
+
+
+def test_a_step_in_parts_says_that_it_does_not_offload(caplog: pytest.LogCaptureFixture) -> None:
+    class Loop(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            return (y * 2 if y.sum() > 0 else y).pow(2).sum()
+
+    net, sample = Loop(), torch.randn(4, 8)
+    memplan.apply(net, sample, 1.0, costs="estimate", host_budget="1GiB")
+    assert "nothing is offloaded" in caplog.text
+    optimizer = torch.optim.SGD(net.parameters())
+    with pytest.raises(memplan.UnsupportedModel, match="in part"):
+        memplan.apply(net, sample, 1.0, costs="estimate", optimizer=optimizer, update="backward")

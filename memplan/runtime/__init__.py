@@ -10,6 +10,8 @@ from memplan.runtime.install import planned_forward as planned_forward
 from memplan.runtime.lower import Grads as Grads
 from memplan.runtime.lower import Program as Program
 from memplan.runtime.lower import lower as lower
+from memplan.runtime.place import Init as Init
+from memplan.runtime.place import materialise as materialise
 from memplan.runtime.place import place as place
 from memplan.runtime.step import EagerStep as EagerStep
 from memplan.runtime.step import Step as Step

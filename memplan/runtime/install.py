@@ -19,6 +19,7 @@ from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
+from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
 from memplan.runtime.step import Step, WholeStep
@@ -38,6 +39,8 @@ class Planner(Protocol):
     """What makes steps for calls that no step serves."""
 
     margin: float
+    host: frozenset[str] | None
+    device: torch.device | None
     updates: UpdatesInBackward | None
 
     def step(
@@ -52,6 +55,7 @@ class Planner(Protocol):
         self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
     ) -> WholeStep: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
+    def for_copy(self) -> Planner: ...
 
 
 class PlannedForward:
@@ -83,6 +87,7 @@ class PlannedForward:
         self._aside = False  # the model's own forward is wanted
         self._observer: Observer | None = None  # of the step that is compared with its prediction
         self._absent_bytes = 0  # of gradients that were not there when that step began
+        self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         functools.update_wrapper(self, original)
 
     @property
@@ -97,7 +102,8 @@ class PlannedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
-            return self.original(*args, **kwargs)
+            with contextlib.nullcontext() if self._aside else self._fetching():
+                return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
         step = self._step_for(call)
         while True:
@@ -116,6 +122,14 @@ class PlannedForward:
             return step.run(call)
         with self.stepping_aside():
             return step.run(call)
+
+    def _fetching(self) -> contextlib.AbstractContextManager[object]:
+        """Where the model's own forward finds parameters that live on the host."""
+        host = self._planner.host
+        if not host or self._planner.device is None:
+            return contextlib.nullcontext()
+        parameters = [p for name, p in self.model.named_parameters() if name in host]
+        return FetchedWhereUsed(parameters, self._planner.device)
 
     # -- which step -------------------------------------------------------------------------------------------------
 
@@ -168,6 +182,9 @@ class PlannedForward:
         step.settle(self.model)
         if vars(self.model).get("forward") is self:
             self.install()  # the first plan says what else that takes
+        if self._host is not None and self._planner.host != self._host:
+            self.steps.clear()  # they were made for parameters that have moved since
+        self._host = self._planner.host
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
@@ -336,6 +353,15 @@ class PlannedForward:
         else:
             del self.model.forward
 
+    def warn_of_host(self) -> None:
+        """Say that the model's own forward does not find its parameters on the device any more."""
+        device = self._planner.device
+        if self._planner.host and device is not None and device.type != "cpu":
+            log.warning(
+                "memplan: %d parameters live on the host; call model.to(%r) before the model runs without a plan",
+                len(self._planner.host), str(device),
+            )  # fmt: skip
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model runs the same plans on its own parameters."""
         model = memo.get(id(self.model))
@@ -349,11 +375,12 @@ class PlannedForward:
 
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
         """The same plans for a copy of the model, which has this forward of its own."""
+        planner = self._planner.for_copy()
         other = PlannedForward(
-            model, original, self._planner, self.reader, self._on_mismatch, self._on_oom, self._agreement, self._alone
+            model, original, planner, self.reader, self._on_mismatch, self._on_oom, self._agreement, self._alone
         )
         other._training, other._own_attribute = self._training, self._own_attribute
-        for step in reversed(self.steps):
+        for step in reversed(self.steps) if planner is self._planner else ():
             other.add(step.bound_to(model, original))
         return other
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
+
+Init = Callable[[str, torch.Tensor], None]
 
 
 def place(
@@ -31,6 +33,38 @@ def place(
         if buffer.device.type != device.type:
             path, _, leaf = name.rpartition(".")
             model.get_submodule(path)._buffers[leaf] = buffer.to(device)
+
+
+def materialise(
+    model: nn.Module,
+    init: Init,
+    host: Collection[str],
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Make the parameters and buffers of a model on the meta device where they will live, and have `init` fill each.
+
+    A parameter on the meta device can't become a real one, so the optimizer is told of the new ones.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for path, module in model.named_modules():
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in table.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if tensor not in made:
+                    name = f"{path}.{leaf}" if path else leaf
+                    made[tensor] = _made(name, tensor, init, torch.device("cpu") if name in host else device)
+                table[leaf] = made[tensor]
+    for group in () if optimizer is None else optimizer.param_groups:
+        group["params"] = [made.get(p, p) for p in group["params"]]
+
+
+def _made(name: str, tensor: torch.Tensor, init: Init, home: torch.device) -> torch.Tensor:
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=home)
+    with torch.no_grad():
+        init(name, real)
+    return nn.Parameter(real, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
 def _moved(tensor: torch.Tensor, home: torch.device, pinned: bool) -> torch.Tensor:

@@ -1,0 +1,39 @@
+"""Lets a model whose parameters live partly on the host run its own forward: evaluation, `generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memplan.graph.layout import storage_key
+from memplan.graph.private_api import TorchDispatchMode
+
+
+class FetchedWhereUsed(TorchDispatchMode):
+    """Gives each op that reads one of these host tensors a copy on the device, which is freed when the op is done.
+
+    Views of them stay views, and an op that writes to one writes to it on the host. Nothing is fetched ahead, so this
+    is slow, and it takes no more memory than the largest parameter.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor], device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._device = device
+        self._host = {storage_key(p) for p in parameters}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not func.is_view and not func._schema.is_mutable:
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fetched, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        if storage_key(tensor) not in self._host:
+            return tensor
+        here = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=self._device)
+        here.untyped_storage().copy_(tensor.untyped_storage())
+        empty = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return empty.set_(here.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
