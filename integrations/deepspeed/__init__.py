@@ -12,13 +12,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from memplan.integrations.deepspeed.config import MemplanConfig as MemplanConfig
-from memplan.integrations.deepspeed.engine import attach as attach
-from memplan.integrations.deepspeed.engine import initialize as initialize
-from memplan.integrations.deepspeed.memory import DeviceMemory as DeviceMemory
+from .config import MemplanConfig as MemplanConfig
+from .engine import attach as attach
+from .engine import initialize as initialize
+from .memory import DeviceMemory as DeviceMemory
 
 if TYPE_CHECKING:
-    from memplan.integrations.deepspeed.trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
+    from .trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
 
 __all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
 
@@ -26,6 +26,6 @@ __all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach"
 def __getattr__(name: str) -> Any:
     if name != "MemplanDeepSpeedCallback":  # which needs transformers
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from memplan.integrations.deepspeed.trainer import MemplanDeepSpeedCallback
+    from .trainer import MemplanDeepSpeedCallback
 
     return MemplanDeepSpeedCallback

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import memplan
-from memplan.integrations.deepspeed.config import Budget, MemplanConfig
-from memplan.integrations.deepspeed.memory import DeviceMemory, memory_of, needs_of
-from memplan.integrations.deepspeed.refusals import refuse, strip_checkpointing
-from memplan.integrations.deepspeed.watch import Watch
+
+from .config import Budget, MemplanConfig
+from .memory import DeviceMemory, memory_of, needs_of
+from .pipeline import apply_to_stage
+from .refusals import refuse, strip_checkpointing
+from .watch import Watch
+from .zero3 import apply_sharded, sharded_at_first_call
 
 
 def initialize(
@@ -69,13 +73,16 @@ def plan_engine(
 
 def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any) -> None:
     """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
-    if isinstance(engine, PipelineEngine):
-        raise ValueError(
-            "memplan does not plan the stages of a DeepSpeed PipelineModule yet: leave the memplan section out"
-        )
     if engine.zero_optimization_partition_weights():
-        raise ValueError(
-            "memplan does not plan parameters that ZeRO stage 3 shards yet: use stage 2, or leave the memplan section "
-            "out"
-        )
-    memplan.apply(engine.module, sample, budget, **needs_of(engine).apply_keywords(), **apply_keywords)
+        if sample is None:
+            sharded_at_first_call(engine, budget, **apply_keywords)
+        else:
+            apply_sharded(engine, sample, budget, **apply_keywords)
+        return
+    replicas = engine.data_parallel_group
+    group = replicas if torch.distributed.get_world_size(replicas) > 1 else None
+    keywords = {**needs_of(engine).apply_keywords(), **apply_keywords, "group": group}
+    if isinstance(engine, PipelineEngine):
+        apply_to_stage(engine, sample, budget, **keywords)
+    else:
+        memplan.apply(engine.module, sample, budget, **keywords)

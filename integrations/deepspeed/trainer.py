@@ -14,10 +14,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 import memplan
-from memplan.integrations.deepspeed.config import MemplanConfig
-from memplan.integrations.deepspeed.engine import config_of, plan_engine
-from memplan.integrations.deepspeed.memory import DeviceMemory
-from memplan.integrations.deepspeed.watch import Watch
+
+from .config import MemplanConfig
+from .engine import config_of, plan_engine
+from .memory import DeviceMemory
+from .watch import Watch
 
 
 class MemplanDeepSpeedCallback(TrainerCallback):

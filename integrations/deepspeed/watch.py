@@ -11,9 +11,10 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import memplan
-from memplan.integrations.deepspeed.config import Budget, MemplanConfig
-from memplan.integrations.deepspeed.lines import Board, Line
-from memplan.integrations.deepspeed.memory import DeviceMemory, held_bytes_of
+
+from .config import Budget, MemplanConfig
+from .lines import Board, Line
+from .memory import DeviceMemory, held_bytes_of
 
 
 class Watch:
@@ -128,8 +129,8 @@ def promise(plan: Any) -> str:
 
 
 def _budget_bytes(plan: Any) -> int:
-    budget_bytes: int = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
-    return budget_bytes
+    bytes_or_none: Any = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
+    return int(bytes_or_none)
 
 
 def _stage_of(engine: DeepSpeedEngine) -> tuple[int, int]:

@@ -8,6 +8,8 @@ are handed over through the hooks that DeepSpeed has on parameters, which reduce
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +77,29 @@ def apply_sharded(
         memplan.remove(engine.module)
         raise
     shards.let_hooks_rest()
+
+
+def sharded_at_first_call(engine: Any, budget: Any, **apply_keywords: Any) -> None:
+    """`apply_sharded` when the first call of the model in training comes, for a call like that.
+
+    All ranks have to make that call; each for itself, with the same shapes. Raises ValueError for what can't be
+    planned.
+    """
+    _refuse(engine)
+    model: nn.Module = engine.module
+    original, own = model.forward, vars(model).get("forward")
+
+    def forward(*arguments: Any, **keywords: Any) -> Any:
+        if not (model.training and torch.is_grad_enabled()):
+            return original(*arguments, **keywords)
+        del model.forward
+        if own is not None:
+            model.forward = own
+        sample = dict(inspect.signature(original).bind(*arguments, **keywords).arguments) if keywords else arguments
+        apply_sharded(engine, sample, budget, **apply_keywords)
+        return model.forward(*arguments, **keywords)
+
+    model.forward = functools.update_wrapper(forward, original)
 
 
 class ZeroShards:

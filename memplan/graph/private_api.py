@@ -465,7 +465,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that is sharded; any other as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
