@@ -26,6 +26,7 @@ MODULES = (
     "tests.cells_zero3",
     "tests.cells_deepspeed",
     "tests.cells_deepspeed_loops",
+    "tests.cells_deepspeed_sections",
     "tests.cells_pipelines",
     "tests.cells_fsdp",
 )
