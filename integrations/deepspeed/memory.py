@@ -70,10 +70,9 @@ def needs_of(engine: DeepSpeedEngine) -> Needs:
     gradients = [p for p in engine.module.parameters() if p.requires_grad]
     numel = sum(p.numel() for p in gradients)
     item_bytes = max((p.element_size() for p in gradients), default=0)
-    if isinstance(wrapped, BF16_Optimizer):  # it keeps fp32 gradients of its own, and clears `.grad` after backward
-        taken = wrapped.immediate_grad_update
+    if isinstance(wrapped, BF16_Optimizer):  # it sums gradients in fp32, and keeps those in `.grad` from step to step
         after_bytes = sum(4 * p.numel() for p in wrapped.fp32_groups_flat_partition)
-        return Needs(False, counted, memplan.Surroundings(held_bytes, after_bytes, taken, keeps_parameters=True))
+        return Needs(True, counted, memplan.Surroundings(held_bytes, after_bytes, keeps_parameters=True))
     after_bytes = min(numel, _DENSE_BUCKET_NUMEL + max((p.numel() for p in gradients), default=0)) * item_bytes
     if wrapped is not basic:  # fp32 copies of all gradients, for the fp32 copies of parameters that it steps
         after_bytes = max(after_bytes, 4 * numel)
