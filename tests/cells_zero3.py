@@ -46,7 +46,9 @@ class Net(nn.Module):
         self.embed, self.head = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WORDS)
         self.head.weight = self.embed.weight
         self.scale = nn.Parameter(torch.ones(2 * WIDTH))
-        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        # Its attention asks whether query is key, and reads parameters of a module that it does not call.
+        self.layers.append(nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, 0.1, batch_first=True))
         self.layers[0].up.weight.requires_grad_(False)  # type: ignore[union-attr, operator]
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

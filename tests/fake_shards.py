@@ -89,7 +89,7 @@ class FakeShards:
     def owns(self, hook: Any) -> bool:
         return False
 
-    def unhooked(self) -> contextlib.AbstractContextManager[None]:
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     def begin(self) -> None:

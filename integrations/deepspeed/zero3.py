@@ -32,7 +32,7 @@ _ATTRIBUTES = frozenset(
         "all_parameters", "_external_params", "_original_parameters", "_z3_leaf",
     }
 )  # fmt: skip
-_TABLES = ("_forward_pre_hooks", "_forward_hooks")
+_FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")  # those of autograd that its hooks put around modules
 _FOR_APPLY = ("on_mismatch", "on_oom")  # what `memplan.plan` does not take
 
 
@@ -116,7 +116,9 @@ class ZeroShards:
         self._staying = [p for p in self._parameters if p.ds_persist]
         self._coming: dict[int, _Handle] = {}
         self._whole: set[int] = set()  # what `gather` made whole and nobody released, by ds_id
-        self._own: dict[int, Any] = {}  # DeepSpeed's hooks on modules, by id
+        # DeepSpeed's hooks on modules, by id: those that gather, and those that put nodes into autograd's graph.
+        self._gathering: dict[int, Any] = {}
+        self._marking: dict[int, Any] = {}
         self._elements = {p.dtype: p.data.new_empty(1) for p in self._parameters}
         self._find_hooks()
         self.group = self._parameters[0].ds_process_group
@@ -149,29 +151,32 @@ class ZeroShards:
         if self._offload.forward_hooks is not self._known_hooks:  # DeepSpeed took them off for a while
             self._find_hooks()
             self.let_hooks_rest()
-        return id(hook) in self._own
+        return id(hook) in self._gathering or id(hook) in self._marking
 
     @contextlib.contextmanager
-    def unhooked(self) -> Iterator[None]:
+    def tracing(self) -> Iterator[None]:
         modules = list(self._module.modules())
-        tables = [getattr(m, kind) for m in modules for kind in _TABLES]
-        kept = [(table, dict(table)) for table in tables]
-        states = [(m._parameters, getattr(m._parameters, "_in_forward", None)) for m in modules]
-        for table in tables:
-            for key in [k for k, hook in table.items() if self.owns(hook)]:
-                del table[key]
-        for parameters, in_forward in states:
-            if in_forward:
-                parameters._in_forward = False  # type: ignore[attr-defined]
+        books = [(vars(m), {k: v for k, v in vars(m).items() if k in _FUNCTIONS}) for m in modules]
+        tables = [(table, dict(table)) for m in modules for table in (m._forward_pre_hooks, m._forward_hooks)]
+        reading = [p for m in modules if getattr(p := m._parameters, "_in_forward", False)]
+        for table, before in tables:
+            for key, hook in before.items():
+                if id(hook) in self._gathering:
+                    del table[key]
+        for attributes, functions in books:
+            attributes.update(dict.fromkeys(functions, _Passing))
+        for parameters in reading:
+            parameters._in_forward = False  # type: ignore[attr-defined]
         try:
             yield
         finally:
-            for table, before in kept:
+            for table, before in tables:
                 table.clear()
                 table.update(before)
-            for parameters, in_forward in states:
-                if in_forward:
-                    parameters._in_forward = True  # type: ignore[attr-defined]
+            for attributes, functions in books:
+                attributes.update(functions)
+            for parameters in reading:
+                parameters._in_forward = True  # type: ignore[attr-defined]
 
     def begin(self) -> None:
         astray = (
@@ -222,18 +227,21 @@ class ZeroShards:
     def _find_hooks(self) -> None:
         offload = self._offload
         self._known_hooks = offload.forward_hooks
-        for handle in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
-            hook = (handle.hooks_dict_ref() or {}).get(handle.id)
-            if hook is not None:
-                self._own[id(hook)] = hook
+        for handle in (*offload.forward_hooks, offload.fwd_pre_hook):
+            if (hook := _hook_of(handle)) is not None:
+                self._gathering[id(hook)] = hook
+        for handle in offload.backward_hooks:
+            if (hook := _hook_of(handle)) is not None:
+                self._marking[id(hook)] = hook
 
     def let_hooks_rest(self) -> None:
         """DeepSpeed's hooks on the model itself, which run around a planned forward too, do nothing there."""
-        for table in (getattr(self._module, kind) for kind in _TABLES):
+        for table in (self._module._forward_pre_hooks, self._module._forward_hooks):
             for key, hook in table.items():
-                if id(hook) in self._own and not isinstance(hook, _RestingHook):
-                    table[key] = _RestingHook(hook, self._module)
-                    self._own[id(table[key])] = table[key]
+                for own in (self._gathering, self._marking):
+                    if id(hook) in own and not isinstance(hook, _RestingHook):
+                        table[key] = resting = _RestingHook(hook, self._module)
+                        own[id(resting)] = resting
 
     # -- speed ------------------------------------------------------------------------------------------------------
 
@@ -271,6 +279,27 @@ class _Handle:
         arrive, self._arrive = self._arrive, None
         if arrive is not None:
             arrive()
+
+
+def _hook_of(handle: Any) -> Any:
+    """The hook that a handle would remove; None where that is gone."""
+    return (handle.hooks_dict_ref() or {}).get(handle.id)
+
+
+class _Passing(torch.autograd.Function):
+    """What DeepSpeed puts around modules to see backward come by, without the seeing."""
+
+    @staticmethod
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients
 
 
 class _RestingHook:

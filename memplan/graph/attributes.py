@@ -241,7 +241,7 @@ class AttributesKept:
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored)]
-        unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
+        self._unchecked = unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
         self._hooks = [
             (name, kind, getattr(m, kind), dict(getattr(m, kind)))
             for name, m in model.named_modules()
@@ -272,7 +272,7 @@ class AttributesKept:
         for name, table, before in self._tables:
             for key, value in table.items():
                 old = before.get(key, _ABSENT)
-                if key in CHECKED_ELSEWHERE or old is value or (old is not _ABSENT and _same(old, value)):
+                if key in self._unchecked or old is value or (old is not _ABSENT and _same(old, value)):
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
                     raise UnsupportedModel(

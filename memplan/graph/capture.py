@@ -16,7 +16,7 @@ from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.key import StepKey
+from memplan.graph.key import StepKey, foreign_hooks
 from memplan.graph.shards import Shards
 from memplan.graph.trace import Autocast, Layout, Surroundings, input_names, trace_step
 from memplan.graph.traced import Traced
@@ -65,7 +65,7 @@ def capture(
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
     """
-    with contextlib.nullcontext() if shards is None else shards.unhooked():
+    with contextlib.nullcontext() if shards is None else shards.tracing():
         return _capture(model, forward, sample, loss_fn, device, tangents, shards)
 
 
@@ -86,7 +86,7 @@ def _capture(
     _refuse_odd_arguments(call)
     _check_devices(call, planned_device, device is not None)
     autocast = Autocast.ambient(planned_device.type)
-    _refuse_hooks(model, loss_fn is not None)
+    _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else Surroundings(tangents, whole=True)
     trace = functools.partial(trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards))
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes:
@@ -242,7 +242,7 @@ def _is_sharded_unit(module: nn.Module) -> bool:
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
-def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
+def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = None) -> None:
     """A hook on a submodule would run at capture and never again."""
     if any(map(private.foreign_hooks, private.global_hook_tables())):
         raise UnsupportedModel(
@@ -252,7 +252,7 @@ def _refuse_hooks(model: nn.Module, with_loss: bool) -> None:
         if module is model and not with_loss:
             continue  # the model's own hooks run around the planned forward
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if private.foreign_hooks(getattr(module, kind)):
+            if foreign_hooks(getattr(module, kind), shards):
                 raise UnsupportedModel(
                     f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
                     "would not run. Remove them, or put what they do into forward"

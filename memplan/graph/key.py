@@ -125,7 +125,7 @@ class StepKey:
         ignored = () if shards is None else shards.attributes
         self._snapshot = Snapshot(attribute_tables(model, ignored), model, ignored)
         self._state_facts = _facts_of(model, shards)
-        self._hook_counts = tuple(self._foreign_hooks(table) for _, table in _hook_tables(model))
+        self._hook_counts = tuple(foreign_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
@@ -205,16 +205,9 @@ class StepKey:
 
     def _hooks_changed(self) -> str | None:
         for (name, table), count in self._hooks:
-            if (len(table) or count) and self._foreign_hooks(table) != count:
+            if (len(table) or count) and foreign_hooks(table, self._shards) != count:
                 return f"hooks were added to module {name}, or removed"
         return None
-
-    def _foreign_hooks(self, table: dict[int, Any]) -> int:
-        """Hooks whose work is neither part of the trace nor of no concern to a planned step."""
-        shards = self._shards
-        if shards is not None:
-            table = {key: hook for key, hook in table.items() if not shards.owns(hook)}
-        return private.foreign_hooks(table)
 
     def _environment_changed(self) -> str | None:
         now = Autocast.ambient(self.autocast.device_type)
@@ -231,6 +224,13 @@ class StepKey:
             if value != read.value:
                 return f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
         return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
+
+
+def foreign_hooks(table: dict[int, Any], shards: Shards | None) -> int:
+    """Number of hooks in a module's table whose work is neither part of a trace nor done by the plan instead."""
+    if shards is not None:
+        table = {key: hook for key, hook in table.items() if not shards.owns(hook)}
+    return private.foreign_hooks(table)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -58,10 +58,11 @@ class Shards(Protocol):
         """What a parameter is as a whole; None for one that is not sharded."""
 
     def owns(self, hook: Any) -> bool:
-        """Whether a hook of a module does nothing but gather for a forward that runs without a plan."""
+        """Whether a hook of a module is there to gather for a forward that runs without a plan."""
 
-    def unhooked(self) -> AbstractContextManager[None]:
-        """Modules are without those hooks for as long, and reading a parameter gathers nothing."""
+    def tracing(self) -> AbstractContextManager[None]:
+        """Those hooks, and reading a parameter, gather nothing for as long. What else they do, they do: autograd adds
+        up gradients in another order where they put nodes of their own between modules."""
 
     def begin(self) -> None:
         """A planned forward or backward begins: whole are those that stay, and those that `gather` made whole."""
