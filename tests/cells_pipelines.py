@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -246,18 +245,26 @@ def torch_cells() -> dict[str, Cell]:
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
-def deepspeed_engine(stages: int, share: float | None) -> Any:
-    """The engine of this rank. share: of the way from the least to the unplanned peak; None plans nothing."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "zero1": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2000}, "zero_allow_untested_optimizer": True},
+    "bf16": {"bf16": {"enabled": True}},
+}
+
+
+def deepspeed_engine(stages: int, kind: str, interval: int) -> Any:
+    """The engine of this rank. interval: of DeepSpeed's activation checkpointing, in layers."""
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
     net = PipelineModule(layers(2 * stages), num_stages=stages, loss_fn=loss_of, partition_method="uniform",
-                         activation_checkpoint_interval=0 if share is None else 1)  # fmt: skip
+                         activation_checkpoint_interval=interval)  # fmt: skip
     config = {
         "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": MICROBATCHES, "steps_per_print": None,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
     }  # fmt: skip
+    config |= CONFIGS[kind]
     engine, *_ = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)
     return engine
 
@@ -265,7 +272,8 @@ def deepspeed_engine(stages: int, share: float | None) -> Any:
 def deepspeed_steps(engine: Any, count: int = STEPS) -> list[Any]:
     """What some steps leave: losses, parameters, the generator, and the loss of an evaluation."""
     torch.manual_seed(20 + engine.grid.get_data_parallel_id())
-    data = [(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(count * MICROBATCHES)]
+    dtype = next(engine.module.parameters()).dtype
+    data = [tuple(torch.randn(2, ROWS, WIDTH).to(dtype)) for _ in range(count * MICROBATCHES)]
     torch.manual_seed(30 + torch.distributed.get_rank())
     batches, found = iter(data), list[Any]()
     for _ in range(count):
@@ -276,15 +284,15 @@ def deepspeed_steps(engine: Any, count: int = STEPS) -> list[Any]:
 
 
 @functools.cache
-def deepspeed_plain(stages: int) -> list[Any]:
-    return deepspeed_steps(deepspeed_engine(stages, None))
+def deepspeed_plain(stages: int, kind: str) -> list[Any]:
+    return deepspeed_steps(deepspeed_engine(stages, kind, 0))
 
 
-def deepspeed_planned(stages: int, budget: Any) -> Any:
+def deepspeed_planned(stages: int, kind: str, budget: Any) -> Any:
     from memplan.integrations.deepspeed.pipeline import apply_to_stage
 
-    engine = deepspeed_engine(stages, 1.0)
-    apply_to_stage(engine, None, budget, costs="estimate", optimizer=engine.basic_optimizer)
+    engine = deepspeed_engine(stages, kind, 1)
+    apply_to_stage(engine, None, budget, costs="estimate", optimizer=engine.basic_optimizer if kind == "plain" else None)
     return engine
 
 
@@ -321,38 +329,39 @@ def deepspeed_peak(engine: Any) -> int:
     return meter.peak_bytes
 
 
-def deepspeed_equals_plain(stages: int) -> str | None:
+def deepspeed_equals_plain(stages: int, kind: str = "plain") -> str | None:
     """Bits of the plain run without checkpointing, counts as foreseen, and within each stage's own budget."""
     from memplan.integrations.deepspeed.pipeline import in_flight as predicted
 
-    plain, engine = deepspeed_plain(stages), deepspeed_planned(stages, 1.0)
-    engine.train_batch(data_iter=itertools.repeat((torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, WIDTH))))
+    plain, engine = deepspeed_plain(stages, kind), deepspeed_planned(stages, kind, 1.0)
+    deepspeed_steps(engine, 1)
     free = memplan.plan_of(engine.module)
     assert free is not None
     share = 0.2 + 0.1 * engine.stage_id
     budget = int(free.floor_bytes + share * (free.baseline_peak_bytes - free.floor_bytes))
-    engine = deepspeed_planned(stages, budget)
+    engine = deepspeed_planned(stages, kind, budget)
     with counted_passes(engine) as counts:
         found = deepspeed_steps(engine)
-    measured, plan = deepspeed_peak(engine), memplan.plan_of(engine.module)
+    measured, plan = deepspeed_peak(engine) if kind == "plain" else 0, memplan.plan_of(engine.module)
     assert plan is not None
     known = min(stages - engine.stage_id, MICROBATCHES)
     if not counts[1] == predicted(engine) == plan.problem.in_flight == known:
         return f"in flight: counted {counts[1]}, predicted {predicted(engine)}, known {known}"
     if not plan.recomputed:
         return "nothing is recomputed"
-    if not measured <= plan.peak_bytes <= budget:
+    if kind == "plain" and not measured <= plan.peak_bytes <= budget:
         return f"peaks at {measured}, predicted {plan.peak_bytes}, of {budget}"
     return first_difference(plain, found, "step")
 
 
 def deepspeed_cells() -> dict[str, Cell]:
-    return {
-        f"deepspeed-pp{stages}-dp{world // stages}": Cell(
-            functools.partial(deepspeed_equals_plain, stages), world, full=world == 4, needs=("deepspeed",)
-        )
-        for world, stages in ((2, 2), (4, 4), (4, 2))
-    }
+    found = {}
+    for world, stages, kind in ((2, 2, "plain"), (2, 2, "zero1"), (2, 2, "bf16"), (4, 4, "plain"), (4, 2, "plain"),
+                                (4, 2, "zero1"), (4, 2, "bf16")):  # fmt: skip
+        run = functools.partial(deepspeed_equals_plain, stages, kind)
+        name = f"deepspeed-pp{stages}-dp{world // stages}-{kind}"
+        found[name] = Cell(run, world, full=(world, kind) != (2, "plain"), needs=("deepspeed",))
+    return found
 
 
 CELLS = torch_cells() | deepspeed_cells()
