@@ -83,13 +83,11 @@ def choose(
         room_bytes = host_budget_bytes - problem.graph.host_resident_bytes - gradients - problem.extra_host_bytes
         if room_bytes < 0:
             continue
-        orders = front.spread(_ORDERS)
-        if alone is not None and not host:
-            orders = (*alone.spread(_ORDERS), *orders)
-        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
-        found = solve_offload(problem, orders, budget_bytes, room_bytes, under_s)
-        if found is not None:
-            best = Residency(host, problem, found)
+        fronts = (front,) if alone is None or host else (alone, front)
+        for points in (f.points for f in fronts):
+            under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
+            found = solve_offload(problem, points, budget_bytes, room_bytes, under_s)
+            best = best if found is None else Residency(host, problem, found)
     return best
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -46,8 +46,10 @@ from memplan.solvers.flat import Floats, Ints, flatten
 from memplan.solvers.front import Candidate
 from memplan.solvers.mincut import saved_sets
 from memplan.solvers.replay import replay
+from memplan.solvers.sketch import thin
 
 _VAST = 1 << 60
+_ORDERS = 24
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
 
 
@@ -61,24 +63,56 @@ class Offloaded:
 
 
 def solve_offload(
-    problem: Problem, candidates: Iterable[Candidate], budget_bytes: int, host_bytes: int, under_s: float = float("inf")
+    problem: Problem, points: Sequence[Candidate], budget_bytes: int, host_bytes: int, under_s: float = float("inf")
 ) -> Offloaded | None:
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
+    points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
+    copies, then those around the best: with less recomputed, there is more to be copied, until ops wait for that.
     host_bytes: for values beside the parameters that live on the host.
     """
+    search = _Search(problem, points, budget_bytes, host_bytes, under_s)
+    positions = {id(point): index for index, point in enumerate(points)}
+    coarse = sorted(positions[id(point)] for point in thin(points, _ORDERS))
+    fitting = [index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes]
+    search.tries({*coarse, *fitting[-1:]})
+    if search.best is not None and search.best_index is not None:
+        at = bisect_right(coarse, search.best_index)
+        before = max([index for index in coarse[:at] if index < search.best_index], default=-1)
+        after = min(coarse[at:], default=len(points))
+        near = range(before + 1, after)
+        search.tries({near[i * len(near) // _ORDERS] for i in range(_ORDERS)} if near else set())
+    return search.best
+
+
+@dataclass(slots=True)
+class _Search:
+    """The best so far."""
+
+    problem: Problem
+    points: Sequence[Candidate]
+    budget_bytes: int
+    host_bytes: int
+    under_s: float
     best: Offloaded | None = None
-    for candidate in sorted(candidates, key=lambda c: c.time_s):
-        if candidate.time_s >= under_s:
-            break
-        schedule = place_copies(problem, candidate.order, budget_bytes)
-        if schedule is None:
-            continue
-        timeline = simulate(problem, schedule)
-        assert timeline.peak_bytes <= budget_bytes
-        if timeline.host_peak_bytes <= host_bytes and timeline.time_s < under_s:
-            best, under_s = Offloaded(f"{candidate.solver}, with offload", schedule, timeline), timeline.time_s
-    return best
+    best_index: int | None = None
+
+    def tries(self, indices: Collection[int]) -> None:
+        """Try points, the fastest first, as long as one may be better."""
+        for index in sorted(indices, key=lambda i: self.points[i].time_s):
+            candidate = self.points[index]
+            if candidate.time_s >= self.under_s:
+                break
+            schedule = place_copies(self.problem, candidate.order, self.budget_bytes)
+            if schedule is None:
+                continue
+            timeline = simulate(self.problem, schedule)
+            assert timeline.peak_bytes <= self.budget_bytes
+            if timeline.host_peak_bytes <= self.host_bytes and timeline.time_s < self.under_s:
+                copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
+                solver = f"{candidate.solver}, with offload" if copies else candidate.solver
+                self.best, self.best_index = Offloaded(solver, schedule, timeline), index
+                self.under_s = timeline.time_s
 
 
 def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:

@@ -1,0 +1,53 @@
+"""Overheads with copies to host memory against recomputation alone, and how far they are from the bound. No device.
+
+    python -m benchmarks.offload [--layers 32] [--gbs 25 50] [--shares 0.5 0.25]
+
+The step of a Llama of so many layers (about 25 forward ops each), seconds and bytes from a roofline; shares are those
+of the activation memory. Prints overheads over the unplanned step, the gap to the lower bound, and the seconds that
+the search took: of recomputations, which all budgets share, and of copies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import replace
+
+from memplan.problem import Link
+from memplan.solvers import solve_front
+from memplan.solvers.offload import offload_bound_s, solve_offload
+from tests.random_graphs import llama_like
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--gbs", type=float, nargs="+", default=[25.0, 50.0], help="10^9 bytes per second each way")
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25])
+    args = parser.parse_args()
+    problem = replace(llama_like(args.layers), accumulate=True)  # gradients are not what is offloaded here
+    start = time.perf_counter()
+    front = solve_front(problem)
+    base_s, resident_bytes = problem.baseline_time_s, problem.resident_bytes
+    print(f"{args.layers} layers, {len(problem.graph.ops)} ops: front in {time.perf_counter() - start:.1f} s")
+    for gbs in args.gbs:
+        linked = replace(problem, link=Link(gbs * 1e9, gbs * 1e9))
+        for share in args.shares:
+            budget = resident_bytes + int(share * (front.keep_all.peak_bytes - resident_bytes))
+            alone = front.best(budget)
+            start = time.perf_counter()
+            found = solve_offload(linked, front.points, budget, 1 << 60)
+            seconds = time.perf_counter() - start
+            bound_s = offload_bound_s(linked, budget)
+            told = "can't be met" if alone is None else f"{alone.time_s / base_s - 1:.2%}"
+            assert found is not None
+            time_s = found.timeline.time_s
+            print(
+                f"{gbs:.0f} GB/s, share {share}: recomputation alone {told}, with copies {time_s / base_s - 1:.2%}, "
+                f"of which waits {found.timeline.stall_s / base_s:.2%}; bound {bound_s / base_s - 1:.2%}, "
+                f"gap {time_s / bound_s - 1:.2%}; {seconds:.2f} s"
+            )
+
+
+if __name__ == "__main__":
+    main()
