@@ -124,7 +124,7 @@ class _Search:
         self.step: Step = step_of(flat)
         self.first = flat.arrays.boundary
         self.fixed_bytes = fixed_bytes
-        self.needed_bytes = _needed_bytes(flat)
+        self.needed_bytes = needed_bytes(flat)
         self.whole_bytes = fixed_bytes + self.needed_bytes
         self.least_gain_s = _GAIN * baseline_s
         self.chosen: tuple[int, ...] = ()
@@ -191,7 +191,7 @@ def _peaks(height: Floats, count: int, apart: int) -> Iterator[int]:
         left[max(0, at - apart) : at + apart + 1] = 0.0
 
 
-def _needed_bytes(flat: Flat) -> Ints:
+def needed_bytes(flat: Flat) -> Ints:
     """Bytes of what each backward op and those after it read from the forward pass."""
     a = flat.arrays
     found = np.zeros(flat.op_count - a.boundary, dtype=np.int64)
