@@ -74,7 +74,8 @@ def test_no_programme_beats_a_bound_or_a_certified_step(problem: Problem) -> Non
     for found in solve_step(flat, 3, 4, 2000):
         jointly, reducedly = joint(block, found.budget_bytes), reduced(block, found.budget_bytes)
         assert jointly[1] and reducedly[1] and jointly[0] <= reducedly[0] + 1e-6
-        assert bound.time_s(found.budget_bytes) <= problem.baseline_time_s + jointly[0] + 1e-6
+        if not (problem.accumulate or problem.update_bytes):  # which the programmes leave out
+            assert bound.time_s(found.budget_bytes) <= problem.baseline_time_s + jointly[0] + 1e-6
         if found.answer is not None:
             assert found.answer.bound_s <= reducedly[0] + 1e-6
             assert found.answer.recompute_s <= reducedly[0] + 1e-6 or not found.answer.certified

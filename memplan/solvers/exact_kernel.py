@@ -348,7 +348,9 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         to = step - 1 if op < 0 else step
         if max(tree[node, _BOUND], spent) >= tally[2]:
             continue
-        ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
+        ahead = 0  # a step that is crossed leaves what each moment is asked for as it was
+        if op >= 0:
+            ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
         bound = max(tree[node, _BOUND], spent + ahead)
         if bound >= tally[2]:
             continue
@@ -400,7 +402,7 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
             if bits & DOMINANCE != 0 and _dominated(tree, shelf, node):
                 tree[node, _STATE] = _DROPPED
                 continue
-            if bits & CAPACITY != 0:
+            if bits & CAPACITY != 0 and (tree[node, _MOVE] >= 0 or node == 0):
                 enough = tally[2] - tree[node, _SPENT]
                 step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
                 ahead, tree[node, _MOMENT] = _appraise(space, cell, bits, step, low, high, enough)
