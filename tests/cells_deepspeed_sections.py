@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import memplan
+from tests.cells_pipelines import deepspeed_engine, deepspeed_peak, deepspeed_plain, deepspeed_steps
 from tests.deepspeed_runs import STEPS, Setting, batch, engine_for, step
 from tests.ranks import Cell
 from tests.zoo import copied, first_difference
@@ -38,6 +39,34 @@ def compare_sharded(sample: bool) -> str | None:
     return first_difference(train_sharded(None, sample), train_sharded(section, sample), "result")
 
 
+def attached(stages: int, section: dict[str, Any]) -> Any:
+    """The engine of a pipeline without ZeRO, planned by its section."""
+    from memplan.integrations.deepspeed import attach
+
+    engine = deepspeed_engine(stages, "plain", 1)
+    engine.config["memplan"] = {"costs": "estimate", **section}
+    return attach(engine)
+
+
+def compare_pipeline(stages: int) -> str | None:
+    """A budget for each stage, a third of the way from the least that it can do with to what it takes unplanned."""
+    plain, engine = deepspeed_plain(stages, "plain"), attached(stages, {"budget": 1.0})
+    deepspeed_steps(engine, 1)
+    free = memplan.plan_of(engine.module)
+    assert free is not None
+    budgets: list[Any] = [None] * torch.distributed.get_world_size()
+    own = int(free.floor_bytes + (free.baseline_peak_bytes - free.floor_bytes) / 3)
+    torch.distributed.all_gather_object(budgets, (engine.stage_id, own))
+    engine = attached(stages, {"per_stage": [max(b for s, b in budgets if s == stage) for stage in range(stages)]})
+    found = deepspeed_steps(engine)
+    plan = memplan.plan_of(engine.module)
+    assert plan is not None
+    assert plan.recomputed
+    if deepspeed_peak(engine) > plan.problem.budget_bytes:
+        return f"peaks at {deepspeed_peak(engine)} of {plan.problem.budget_bytes}"
+    return first_difference(plain, found, "step")
+
+
 def cell(run: Any, *arguments: Any, **settings: Any) -> Cell:
     return Cell(functools.partial(run, *arguments), needs=("deepspeed", "g++"), **settings)
 
@@ -45,4 +74,6 @@ def cell(run: Any, *arguments: Any, **settings: Any) -> Cell:
 CELLS = {
     "ZeRO 3, the first call is planned": cell(compare_sharded, False),
     "ZeRO 3, with a sample": cell(compare_sharded, True, full=True),
+    "two stages": cell(compare_pipeline, 2),
+    "two stages, two replicas": cell(compare_pipeline, 2, world=4, full=True),
 }

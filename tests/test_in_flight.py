@@ -24,7 +24,7 @@ from memplan.problem import Problem
 from memplan.schedule import schedule_of
 from memplan.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.baselines import baselines, keep_all
+from memplan.solvers.baselines import baselines
 from memplan.solvers.flat import flatten
 from memplan.solvers.orders import demand_order, lower
 from memplan.solvers.replay import fill, replay
