@@ -174,7 +174,12 @@ class StagePlans:
         )
         first = stage.stage_index == min(self._stages)
         keywords = {name: value for name, value in self._keywords.items() if first or name != "optimizer"}
-        return {**keywords, "accumulate": True, "in_flight": count, "buffers": buffers}
+        return {
+            **keywords,
+            "accumulate": True,
+            "in_flight": count,
+            "surroundings": memplan.Surroundings(buffers=buffers),
+        }
 
 
 class _Whole(nn.Module):

@@ -17,7 +17,7 @@ from memplan.graph.margin import known_margin
 from memplan.graph.shards import Shards
 from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
-from memplan.problem import Buffers, Link, Surroundings
+from memplan.problem import Link, Surroundings
 from memplan.runtime import (
     Agreement,
     Grads,
@@ -47,7 +47,6 @@ def apply(
     link: Link | None = None,
     update: Update = "step",
     in_flight: int = 1,
-    buffers: Buffers | None = None,
     shards: Shards | None = None,
     init: Init | None = None,
     on_mismatch: OnMismatch = "replan",
@@ -86,7 +85,6 @@ def apply(
         accumulating over several batches, a GradScaler and several processes are refused.
     in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
         together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
-    buffers: what an engine holds of the model's inputs and outputs beside that, as numbers of copies.
     shards: who has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
         gathered is in the peak. Every rank must run the same plan: make it on one, and give it to all with plan=.
         Calls that it does not serve raise PlanMismatch, for another plan would gather in another order.
@@ -120,7 +118,7 @@ def apply(
         raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(), init,
+        update, in_flight, shards, surroundings or Surroundings(), init,
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -164,14 +162,13 @@ def plan(
     link: Link | None = None,
     update: Update = "step",
     in_flight: int = 1,
-    buffers: Buffers | None = None,
     shards: Shards | None = None,
     surroundings: Surroundings | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, buffers or Buffers(), shards, surroundings or Surroundings(),
+        update, in_flight, shards, surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)
@@ -189,7 +186,7 @@ def explore(
     grads: Grads = "surface",
     config: ConfigLike = None,
     in_flight: int = 1,
-    buffers: Buffers | None = None,
+    surroundings: Surroundings | None = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
@@ -197,7 +194,7 @@ def explore(
     """
     planner = Planner(
         None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config),
-        in_flight=in_flight, buffers=buffers or Buffers(),
+        in_flight=in_flight, surroundings=surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:
         return planner.explore(model, original, sample)

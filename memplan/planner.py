@@ -89,7 +89,6 @@ class Planner:
     link: Link | None = None
     update: Update = "step"
     in_flight: int = 1
-    buffers: Buffers = field(default_factory=Buffers)
     shards: Shards | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
     init: Init | None = None
@@ -193,7 +192,7 @@ class Planner:
         facts = (
             captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
             sorted(self.host or ()), self.host_budget, self.link, self.margin, self.update, self.in_flight,
-            self.buffers, bool(known), limit or self.budget if self.gathers is None else None,
+            self.surroundings, bool(known), limit or self.budget if self.gathers is None else None,
         )  # fmt: skip
         made = share(hashlib.sha256(repr(facts).encode()).hexdigest(), limit or 0, make)
         if own:
@@ -274,7 +273,7 @@ class Planner:
             needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
         around = self.surroundings
-        held = needs[0] + around.held_bytes + _buffer_bytes(self.buffers, self.in_flight, traced)
+        held = needs[0] + around.held_bytes + _buffer_bytes(around.buffers, self.in_flight, traced)
         problem = Problem(
             traced.graph, costs, None, held, self.accumulate, needs[1] + around.after_bytes, in_flight=self.in_flight,
             takes_gradients=around.takes_gradients and self.grads == "surface",
@@ -361,7 +360,7 @@ class Planner:
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
             there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
             graph = with_homes(captured.traced, names).graph
-            held = _buffer_bytes(self.buffers, self.in_flight, captured.traced)
+            held = _buffer_bytes(self.surroundings.buffers, self.in_flight, captured.traced)
             if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(

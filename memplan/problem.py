@@ -220,13 +220,14 @@ class Surroundings:
     held_bytes: throughout (copies of parameters, optimizer state, buckets). after_bytes: what more it needs for a while
     after the backward pass. takes_gradients: a hook takes each gradient as it is handed over, and the memory is free
     then; what the hook keeps of it belongs to held_bytes. keeps_parameters: the engine has parameters where it wants
-    them, so that none may move to the host.
+    them, so that none may move to the host. buffers: its copies of inputs and outputs.
     """
 
     held_bytes: int = 0
     after_bytes: int = 0
     takes_gradients: bool = False
     keeps_parameters: bool = False
+    buffers: Buffers = Buffers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -195,7 +195,9 @@ def test_copies_that_an_engine_holds_are_resident() -> None:
         (memplan.Buffers(inputs=1, outputs=2), 0),
         (memplan.Buffers(outputs=4, output_gradients=3, input_gradients=2), 2 + 2 + 1),
     ):
-        plan = memplan.plan(stage, sample, 1.0, costs="estimate", in_flight=2, buffers=buffers)
+        plan = memplan.plan(
+            stage, sample, 1.0, costs="estimate", in_flight=2, surroundings=memplan.Surroundings(buffers=buffers)
+        )
         assert plan.peak_bytes - plain.peak_bytes == more * one
 
 

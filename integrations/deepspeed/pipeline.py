@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -38,7 +39,9 @@ def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_key
     module.forward = stage.forward
     if sample is not None:
         sample = tuple(sample) if stage.has_loss else (sample,)
-    memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, buffers=_buffers(engine, count))
+    around = apply_keywords.pop("surroundings", memplan.Surroundings())
+    around = dataclasses.replace(around, buffers=_buffers(engine, count))
+    memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, surroundings=around)
     stage.install()
 
 
