@@ -31,7 +31,7 @@ from memplan.schedule import (
 from memplan.simulate import simulate, unplanned
 
 _FORMAT = "memplan.plan"
-_VERSION = 2
+_VERSION = 3
 _STEP_NAMES: dict[str, type[Any]] = {
     "compute": Compute,
     "drop": Drop,
