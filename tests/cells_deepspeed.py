@@ -158,6 +158,13 @@ def check_measured_budget() -> str | None:
         plan = memplan.plan_of(engine.module)
     if plan is None or plan.problem.budget_bytes != expected:
         return f"the budget is not {expected} bytes, but that of {plan}"
+    some = section | {"per_rank": {"1": "1GiB"}}  # rank 0 measures alone
+    with engine_for(Setting(2), some, memory=Memory()) as engine:
+        for _ in range(3):
+            step(engine, batch())
+        plan = memplan.plan_of(engine.module)
+    if plan is None or (plan.problem.budget_bytes == 1 << 30) != (torch.distributed.get_rank() == 1):
+        return f"where rank 0 alone measures, the plan is {plan}"
     return first_difference(plain(Setting(2)), train(Setting(2), section, memory=Memory()), "result")
 
 

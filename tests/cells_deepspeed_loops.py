@@ -40,8 +40,11 @@ def fresh_accelerate() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def compare_trainers(stage: int, **options: Any) -> str | None:
-    """The Trainer with a DeepSpeed config in a file, in which much is left to it."""
+def compare_trainers(stage: int, **planned: Any) -> str | None:
+    """The Trainer with a DeepSpeed config in a file, in which much is left to it.
+
+    planned: further arguments for the run with a plan.
+    """
     from memplan.integrations.deepspeed import MemplanDeepSpeedCallback
     from tests.test_integrations import Watch, arguments, language_model, outcome, trainer_for
 
@@ -56,14 +59,12 @@ def compare_trainers(stage: int, **options: Any) -> str | None:
             }  # fmt: skip
             path = Path(folder) / "deepspeed.json"
             path.write_text(json.dumps(config | ({} if section is None else {"memplan": section})))
-            options |= {
-                "deepspeed": str(path),
-                "per_device_train_batch_size": 4,
-                "save_strategy": "no",
-                "use_cpu": False,
-            }
-            options |= {"accelerator_config": {"use_configured_state": True}}
-            trainer = trainer_for(language_model(), arguments(Path(folder), num_train_epochs=1, **options))
+            options = {
+                "deepspeed": str(path), "per_device_train_batch_size": 4, "save_strategy": "no", "use_cpu": False,
+                "accelerator_config": {"use_configured_state": True}, "num_train_epochs": 1,
+            }  # fmt: skip
+            options |= {} if section is None else planned
+            trainer = trainer_for(language_model(), arguments(Path(folder), **options))
             watch = Watch()
             if section is not None:
                 trainer.add_callback(MemplanDeepSpeedCallback(trainer))
@@ -117,3 +118,6 @@ CELLS = {
     for name, run in (("Trainer", compare_trainers), ("Accelerate", compare_accelerate))
     for stage in (0, 1, 2)
 }
+CELLS["Trainer, checkpointing left on"] = Cell(
+    functools.partial(compare_trainers, 1, gradient_checkpointing=True), full=True, needs=HUGGING_FACE
+)

@@ -34,6 +34,8 @@ class Watch:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._stage, stages = _stage_of(engine)
         self._budget = section.budget_of(rank, ranks, self._stage, stages)
+        peers = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
+        self._all_measure = all(section.budget_of(peer, ranks, self._stage, stages) is None for peer in peers)
         if self._budget is None and memory is None:
             raise ValueError(
                 f'"memplan": there is no budget for rank {rank}, and what a {engine.device.type} has free is not '
@@ -87,12 +89,13 @@ class Watch:
     def _measured(self, inputs: object) -> int:
         """A budget from what the device has free: that, less the reserve, and what the engine holds already.
 
-        Ranks that share gradients take the least of theirs, for their plans should be alike.
+        Ranks that share gradients take the least of theirs, for their plans should be alike, where all of them measure.
         """
         assert self._memory is not None
         free_bytes = int(self._memory.free_bytes() * (1 - self._reserve_fraction))
         budget = torch.tensor(free_bytes + held_bytes_of(self._engine, inputs), device=self._engine.device)
-        torch.distributed.all_reduce(budget, torch.distributed.ReduceOp.MIN, self._engine.data_parallel_group)
+        if self._all_measure:
+            torch.distributed.all_reduce(budget, torch.distributed.ReduceOp.MIN, self._engine.data_parallel_group)
         return int(budget)
 
     # -- what is told -----------------------------------------------------------------------------------------------
