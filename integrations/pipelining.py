@@ -49,7 +49,7 @@ def plan_stages(
     Nothing is communicated for planning. Raises ValueError for what can't be planned, with what to change; the first
     step raises what `memplan.apply` raises.
     """
-    for name in ("sample", "plan", "loss_fn", "in_flight", "buffers"):
+    for name in ("sample", "plan", "loss_fn", "in_flight", "surroundings"):
         if name in apply_keywords:
             raise TypeError(f"plan_stages takes no {name}=: that comes from the schedule and its first step")
     counts = in_flight(schedule)

@@ -546,9 +546,10 @@ class Planner:
             log.warning("memplan: nothing is offloaded in such calls, though there is a host budget")
         device = model_device(model)
         refuse_wrappers(model)
-        if self.in_flight > 1:
+        if self.in_flight > 1 or self.surroundings.buffers != Buffers():
             raise UnsupportedModel(
-                f"{error}. Planning in parts knows of one forward in flight, and here are {self.in_flight}"
+                f"{error}. Planning in parts knows neither of several forwards in flight nor of an engine's buffers, "
+                "so a stage of a pipeline has to be captured whole"
             ) from error
         if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
             raise error

@@ -356,8 +356,46 @@ def deepspeed_equals_plain(stages: int, kind: str = "plain") -> str | None:
     return first_difference(plain, found, "step")
 
 
+class Two(nn.Module):
+    """Hands two tensors on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.block(x), x + 1
+
+
+def deepspeed_refuses() -> str | None:
+    """What a plan can't be combined with, with the fix; the second when the stage's first forward comes."""
+    from memplan.integrations.deepspeed.pipeline import apply_to_stage
+
+    engine = deepspeed_engine(2, "plain", 0)
+    engine.module.seed_layers = True
+    for change, message in (("seed_layers", "Say seed_layers=False"), ("is_pipe_partitioned", "pipe_partitioned")):
+        try:
+            apply_to_stage(engine, None, 1.0)
+        except ValueError as error:
+            if message not in str(error):
+                return str(error)
+        else:
+            return f"{change} was not refused"
+        engine.module.seed_layers, engine.is_pipe_partitioned = False, True
+    engine.is_pipe_partitioned = False
+    engine.module.forward_funcs = [Two().train()]
+    if engine.stage_id == 0:
+        apply_to_stage(engine, None, 1.0, costs="estimate")
+        try:
+            engine.module(torch.ones(ROWS, WIDTH))
+        except memplan.UnsupportedModel as error:
+            return None if "hands 2 floating-point tensors on" in str(error) else str(error)
+        return "two tensors between stages were not refused"
+    return None
+
+
 def deepspeed_cells() -> dict[str, Cell]:
-    found = {}
+    found = {"deepspeed-refuses": Cell(deepspeed_refuses, needs=("deepspeed",))}
     for world, stages, kind in ((2, 2, "plain"), (2, 2, "zero1"), (2, 2, "bf16"), (4, 4, "plain"), (4, 2, "plain"),
                                 (4, 2, "zero1"), (4, 2, "bf16")):  # fmt: skip
         run = functools.partial(deepspeed_equals_plain, stages, kind)

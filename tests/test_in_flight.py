@@ -78,7 +78,7 @@ def test_fill_keeps_the_limit(problem: Problem, in_flight: int) -> None:
 @CALM
 @given(random_problems(most_ops=4, most_size=4), st.integers(2, 4))
 def test_the_front_is_near_the_best_of_all_short_orders(problem: Problem, in_flight: int) -> None:
-    """Bounds hold for each order, and no order of few repeats that fits is much faster than the front's."""
+    """Bounds hold for each order, and no order of few repeats is more than 5% faster than the front's at its peak."""
     problem = replace(problem, in_flight=in_flight)
     front, bound = solve_front(problem, SMALL), lower_bound(problem)
     for point in (*front.points, front.keep_all):
@@ -91,6 +91,8 @@ def test_the_front_is_near_the_best_of_all_short_orders(problem: Problem, in_fli
         assert bound.floor_bytes <= timeline.peak_bytes
         assert bound.time_s(timeline.peak_bytes) <= timeline.time_s * (1 + 1e-9)
         assert front.bound.time_s(timeline.peak_bytes) <= timeline.time_s * (1 + 1e-9)
+        best = front.best(timeline.peak_bytes)
+        assert best is not None and best.time_s <= 1.05 * timeline.time_s
 
 
 @CALM
@@ -215,8 +217,19 @@ def test_a_plan_file_knows_how_many_are_in_flight(tmp_path: Path) -> None:
             memplan.Plan.load(tmp_path / "wrong.json")
 
 
+class Untraceable(Stage):
+    """What it does depends on what it computes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        return y if bool(y.sum() > 0) else -y
+
+
 def test_refusals() -> None:
     stage, sample = Stage().train(), torch.randn(256, 32)
+    for options in ({"in_flight": 2}, {"buffers": memplan.Buffers(inputs=3)}):
+        with pytest.raises(memplan.UnsupportedModel, match="has to be captured whole"):
+            memplan.apply(Untraceable().train(), sample, 1.0, costs="estimate", **options)  # type: ignore[arg-type]
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="in_flight is a count"):
             memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=wrong)  # type: ignore[arg-type]

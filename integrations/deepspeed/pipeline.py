@@ -104,7 +104,7 @@ class _Stage:
         return x
 
     def install(self) -> None:
-        """Let the engine call the last stage's module with labels and take the loss from it. Nothing elsewhere."""
+        """Let the engine call the last stage's module with labels, and take the loss from it; nothing elsewhere."""
         if not self.has_loss:
             return
         self._engine._INSTRUCTION_MAP = {

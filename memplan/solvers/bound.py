@@ -10,8 +10,8 @@ its way is kept.
 **Bytes.** An op needs its operands, its outputs and its scratch beside what nothing can free.
 
 Microbatches that wait hold their inputs, their outputs and what they save. The first two are bytes that nothing can
-free. What is saved counts in lines of their own, from minimum cuts at the boundary: what is not saved is recomputed.
-The programmes leave it out, so they hold, but less tightly than with one microbatch alone.
+free. What is saved counts in lines of its own, from minimum cuts at the boundary: what is not saved is recomputed. The
+programmes leave it out, so they hold, but less tightly than with one microbatch alone.
 """
 
 from __future__ import annotations
