@@ -22,11 +22,11 @@ from torch import nn
 from memplan.config import ConfigLike, config_of
 from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.capture import model_device
 from memplan.graph.key import ArgumentsKey
 from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
-from memplan.partial import PartialPlan, rows_of, without_graph
+from memplan.partial import PartialPlan, resident_bytes_of, rows_of, without_graph
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
 from memplan.planner import BudgetLike, budget_bytes_of
 from memplan.plans import Plan
@@ -109,12 +109,18 @@ def _rehearsed(
 ) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
     """The plan, and how each block runs. Runs as many steps on every rank."""
     call = without_graph(CallReader(model.forward).read_sample(sample))
-    rehearse = functools.partial(Rehearsal, model, model, call, leaves_out=leaves_out)
-    units = _units(model, blocks, rehearse, whole)
+    units = _units(model, blocks, Rehearsal(model, model, call, metered=False), whole)
     solve_units(units, costs, functools.partial(solve_saved, config=config_of(config)), whole)
-    parts = measured_parts(rehearse, units, {})
-    beside_bytes = reserved_bytes() + _held_beside(model, optimizer, accumulate)
-    resident_bytes = sum(t.untyped_storage().nbytes() for t in dict.fromkeys(resident_tensors(model, call)))
+    device = next((unit.captured.traced.device for unit in units if unit.captured is not None), None)
+
+    def elsewhere(storage: torch.UntypedStorage) -> bool:
+        on_host = device is not None and storage.device.type != device.type
+        return on_host or (leaves_out is not None and leaves_out(storage))
+
+    parts = measured_parts(functools.partial(Rehearsal, model, model, call, leaves_out=elsewhere), units, {})
+    resident = [t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage())]
+    resident_bytes = resident_bytes_of(resident)
+    beside_bytes = reserved_bytes() + _held_beside(model, optimizer, accumulate, device)
     everything = appraise(parts.problem, [(0, (len(s[0].units[0]) - 1,)) for s in parts.problem.stages])
     least = smallest(parts.problem)
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
@@ -123,7 +129,7 @@ def _rehearsed(
         choice = choose(parts.problem, limit - beside_bytes - excess_bytes) or least
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
         with _exchanged(units, ways):
-            peak_bytes = measured_peak(model, call, functools.partial(_called, model, call), leaves_out)
+            peak_bytes = measured_peak(model, call, functools.partial(_called, model, call), elsewhere)
         excess_bytes += max(0, peak_bytes + beside_bytes - limit)
     peak_bytes = max(choice.peak_bytes, peak_bytes) + beside_bytes
     if peak_bytes > limit:
@@ -141,15 +147,12 @@ def _called(model: nn.Module, call: Call) -> Any:
     return model(*call.variadic, **call.arguments)
 
 
-def _units(
-    model: nn.Module, blocks: Sequence[nn.Module], rehearse: Callable[..., Rehearsal], whole: Whole
-) -> list[Part]:
+def _units(model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, whole: Whole) -> list[Part]:
     """The blocks as parts of the step, captured with the arguments that a first forward hands them."""
     names = {module: name for name, module in model.named_modules()}
     strangers = [type(block).__name__ for block in blocks if block not in names]
     if strangers:
         raise ValueError(f"blocks must be submodules of the model; a {strangers[0]} is not")
-    rehearsal = rehearse(metered=False)
     rehearsal.run(dict.fromkeys(blocks, ()))
     visited = [visit.module for visit in rehearsal.visits]
     for block in blocks:
@@ -166,11 +169,15 @@ def _units(
     return units
 
 
-def _held_beside(model: nn.Module, optimizer: torch.optim.Optimizer | None, accumulate: bool) -> int:
-    """Optimizer state, and gradients of earlier micro-batches."""
-    held = 0 if optimizer is None else optimizer_needs(optimizer, model_device(model))[0]
-    parameters = [p for p in model.parameters() if p.requires_grad and accumulate]
-    return held + sum(p.numel() * p.element_size() for p in parameters)
+def _held_beside(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, accumulate: bool, device: torch.device | None
+) -> int:
+    """Optimizer state, and gradients of earlier micro-batches, where they are on the device that runs the blocks."""
+    parts = [part_here(p) for p in model.parameters() if p.requires_grad]
+    if device is None or any(part.device.type != device.type for part in parts):
+        return 0
+    state_bytes = 0 if optimizer is None else optimizer_needs(optimizer, device)[0]
+    return state_bytes + (sum(part.numel() * part.element_size() for part in parts) if accumulate else 0)
 
 
 def _summary(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from memplan.config import Config
@@ -193,7 +194,7 @@ def plan_partially(
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
     least = smallest(problem)
-    resident_bytes = _resident_bytes(model, call)
+    resident_bytes = resident_bytes_of(resident_tensors(model, call))
     if isinstance(budget, int):
         limit = budget
     else:
@@ -221,8 +222,8 @@ def without_graph(call: Call) -> Call:
     return call.filled([apart[id(t)] for t in call.tensors])
 
 
-def _resident_bytes(model: nn.Module, call: Call) -> int:
-    tensors = resident_tensors(model, call)
+def resident_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors that are there before a step."""
     storages = {storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
     return sum(storages.values())
 

@@ -121,6 +121,21 @@ def other_budgets() -> str | None:
     return first_difference(plain("plain"), results, "result")
 
 
+def optimizer_state() -> str | None:
+    """Of the optimizer's state this rank's part counts."""
+    net, sample = build("plain", "plain"), next(batches(1))
+    optimizer = torch.optim.AdamW(net.parameters())
+    with_state, without = (
+        apply_blocks(net, sample, 1 << 40, costs="estimate", optimizer=counted) for counted in (optimizer, None)
+    )
+    net(sample).backward()
+    optimizer.step()
+    states = [t for state in optimizer.state.values() for t in state.values()]
+    held = sum((t.to_local() if hasattr(t, "to_local") else t).untyped_storage().nbytes() for t in states)
+    counted = with_state.resident_bytes - without.resident_bytes
+    return None if counted == held else f"{counted} bytes are counted, {held} are held"
+
+
 def no_room() -> str | None:
     """A budget that one rank can't meet is refused on both, and training goes on as it was."""
     net = build("plain", "plain")
@@ -172,6 +187,7 @@ CELLS = {
 }
 CELLS |= {
     "other budgets": Cell(other_budgets),
+    "optimizer state": Cell(optimizer_state),
     "no room": Cell(no_room),
     "another batch": Cell(other_batch),
     "llama": Cell(llama, needs=("transformers",)),

@@ -104,13 +104,15 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
         memo[id(t)] = torch.tensor(number, dtype=t.dtype)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            there = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device=device)
+            here = private.part_here(parameter)
+            there = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
             fake = torch.nn.Parameter(there, parameter.requires_grad)
             fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
             memo[id(parameter)] = fake
     for t in states:
         if id(t) not in memo:  # it will be where its parameter is
-            memo[id(t)] = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+            here = private.part_here(t)
+            memo[id(t)] = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
     return memo
 
 
