@@ -183,7 +183,9 @@ def refusals() -> str | None:
 
 
 CELLS = {
-    f"{policy}: {way}": Cell(functools.partial(compare_training, policy, way)) for policy in POLICIES for way in WAYS
+    f"{policy}: {way}": Cell(functools.partial(compare_training, policy, way), full=policy == "no reshard")
+    for policy in POLICIES
+    for way in WAYS
 }
 CELLS |= {
     "other budgets": Cell(other_budgets),
