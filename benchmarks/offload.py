@@ -39,13 +39,17 @@ def main() -> None:
             found = solve_offload(linked, front.points, budget, 1 << 60)
             seconds = time.perf_counter() - start
             bound_s = offload_bound_s(linked, budget)
+            carried = budget + int(gbs * 1e9 * sum(problem.costs.time_s[: problem.graph.boundary]))
+            more = front.best(carried)
+            assert more is not None
             told = "can't be met" if alone is None else f"{alone.time_s / base_s - 1:.2%}"
             assert found is not None
             time_s = found.timeline.time_s
             print(
                 f"{gbs:.0f} GB/s, share {share}: recomputation alone {told}, with copies {time_s / base_s - 1:.2%}, "
                 f"of which waits {found.timeline.stall_s / base_s:.2%}; bound {bound_s / base_s - 1:.2%}, "
-                f"gap {time_s / bound_s - 1:.2%}; {seconds:.2f} s"
+                f"gap {time_s / bound_s - 1:.2%}; recomputation alone with what the link carries in forward as more "
+                f"memory {more.time_s / base_s - 1:.2%}; {seconds:.2f} s"
             )
 
 

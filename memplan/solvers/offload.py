@@ -49,7 +49,8 @@ from memplan.solvers.replay import replay
 from memplan.solvers.sketch import thin
 
 _VAST = 1 << 60
-_ORDERS = 24
+_SPREAD = 12  # orders tried, spread over a front
+_ROUNDS = 8  # of up to four orders around the best
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
 
 
@@ -68,20 +69,25 @@ def solve_offload(
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
     points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
-    copies, then those around the best: with less recomputed, there is more to be copied, until ops wait for that.
+    copies; then ever closer to the best: with less recomputed there is more to be copied, until ops wait for that.
     host_bytes: for values beside the parameters that live on the host.
     """
     search = _Search(problem, points, budget_bytes, host_bytes, under_s)
     positions = {id(point): index for index, point in enumerate(points)}
-    coarse = sorted(positions[id(point)] for point in thin(points, _ORDERS))
-    fitting = [index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes]
-    search.tries({*coarse, *fitting[-1:]})
-    if search.best is not None and search.best_index is not None:
-        at = bisect_right(coarse, search.best_index)
-        before = max([index for index in coarse[:at] if index < search.best_index], default=-1)
-        after = min(coarse[at:], default=len(points))
-        near = range(before + 1, after)
-        search.tries({near[i * len(near) // _ORDERS] for i in range(_ORDERS)} if near else set())
+    tried = {positions[id(point)] for point in thin(points, _SPREAD)}
+    tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
+    search.tries(tried)
+    for _ in range(_ROUNDS):
+        if search.best_index is None:
+            break
+        before = max((i for i in tried if i < search.best_index), default=search.best_index)
+        after = min((i for i in tried if i > search.best_index), default=search.best_index)
+        near = {(3 * a + b) // 4 for a, b in ((before, search.best_index), (after, search.best_index))}
+        near |= {(a + search.best_index) // 2 for a in (before, after)}
+        if near <= tried:
+            break
+        search.tries(near - tried)
+        tried |= near
     return search.best
 
 
