@@ -13,7 +13,7 @@ import pytest
 
 from tests.ranks import Cell, Findings, cells, run_ranks
 
-TIMEOUT_S = {False: 420, True: 3000}  # of all cells of one world size; True: with those of the full matrix
+TIMEOUT_S = {False: 900, True: 5000}  # of all cells of one world size; True: with those of the full matrix
 
 
 def parameters() -> list[object]:
