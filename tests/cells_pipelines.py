@@ -249,17 +249,44 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "zero1": {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2000}, "zero_allow_untested_optimizer": True},
     "bf16": {"bf16": {"enabled": True}},
+    "tied": {},
 }
+
+
+class Table(nn.Module):
+    """Tokens to vectors on the first stage, and vectors to scores on the last, with the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-1, 1, 40 * WIDTH).view(40, WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(tokens, self.weight)
+
+    def scores(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
+def token_loss(scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
 
 
 def deepspeed_engine(stages: int, kind: str, interval: int) -> Any:
     """The engine of this rank. interval: of DeepSpeed's activation checkpointing, in layers."""
     import deepspeed
-    from deepspeed.pipe import PipelineModule
+    from deepspeed.pipe import PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    net = PipelineModule(layers(2 * stages), num_stages=stages, loss_fn=loss_of, partition_method="uniform",
-                         activation_checkpoint_interval=interval)  # fmt: skip
+    parts: list[Any] = list(layers(2 * stages))
+    if kind == "tied":
+        parts = [TiedLayerSpec("table", Table), *parts, TiedLayerSpec("table", Table, forward_fn=Table.scores)]
+    net = PipelineModule(
+        parts,
+        num_stages=stages,
+        loss_fn=token_loss if kind == "tied" else loss_of,
+        partition_method="uniform",
+        activation_checkpoint_interval=interval,
+    )
     config = {
         "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": MICROBATCHES, "steps_per_print": None,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
@@ -274,6 +301,8 @@ def deepspeed_steps(engine: Any, count: int = STEPS) -> list[Any]:
     torch.manual_seed(20 + engine.grid.get_data_parallel_id())
     dtype = next(engine.module.parameters()).dtype
     data = [tuple(torch.randn(2, ROWS, WIDTH).to(dtype)) for _ in range(count * MICROBATCHES)]
+    if engine.module.loss_fn is token_loss:
+        data = [tuple(torch.randint(0, 40, (2, ROWS, 4))) for _ in range(count * MICROBATCHES)]
     torch.manual_seed(30 + torch.distributed.get_rank())
     batches, found = iter(data), list[Any]()
     for _ in range(count):
@@ -397,7 +426,7 @@ def deepspeed_refuses() -> str | None:
 def deepspeed_cells() -> dict[str, Cell]:
     found = {"deepspeed-refuses": Cell(deepspeed_refuses, needs=("deepspeed",))}
     for world, stages, kind in ((2, 2, "plain"), (2, 2, "zero1"), (2, 2, "bf16"), (4, 4, "plain"), (4, 2, "plain"),
-                                (4, 2, "zero1"), (4, 2, "bf16")):  # fmt: skip
+                                (4, 2, "zero1"), (4, 2, "bf16"), (2, 2, "tied")):  # fmt: skip
         run = functools.partial(deepspeed_equals_plain, stages, kind)
         name = f"deepspeed-pp{stages}-dp{world // stages}-{kind}"
         found[name] = Cell(run, world, full=(world, kind) != (2, "plain"), needs=("deepspeed",))
