@@ -6,8 +6,8 @@ bytes of both stand in two scalars.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,13 +65,15 @@ class Flat:
     """`Arrays` beside Python rows of the same, for code that is not compiled.
 
     lost_late: some ops count as not rerunnable only because the backward pass overwrites what they read. They could
-    run again before that, so "never" is safe for a schedule and not for a bound.
+    run again before that, so "never" is safe for a schedule and not for a bound. blocks: what was cut out of this
+    already (`options.localise`), for several methods look at the same chains.
     """
 
     arrays: Arrays
     reads: tuple[tuple[int, ...], ...]
     makes: tuple[tuple[int, ...], ...]
     lost_late: bool = False
+    blocks: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def op_count(self) -> int:

@@ -163,14 +163,14 @@ class _Search:
         families = [sketches for sketches in families if sketches]
         if self.flat.op_count > _LONG_OPS:  # where a family costs a second, and repeats leave little to be lost
             families = [list(chain(*families))] if families else []
-        floor_bytes = self.task.bound.floor_bytes
+        bound, known = self.task.bound, self._all()
         starts = [[self.everything, *sketches] for sketches in families]
         self._side_by_side(
-            {f"refined {i}": refine(self.flat, s, floor_bytes, self.config) for i, s in enumerate(starts)},
+            {f"refined {i}": refine(self.flat, s, known, bound, self.config) for i, s in enumerate(starts)},
             lambda name, done: self._report("polishing", 0.8 * done),
         )
         self._side_by_side(
-            {"traded": trade(self.flat, self._all(), self.config)},
+            {"traded": trade(self.flat, self._all(), bound, self.config)},
             lambda name, done: self._report("polishing", done),
         )
 

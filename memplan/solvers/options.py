@@ -84,6 +84,14 @@ def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tup
     incoming: backward values that stand when the block's backward part begins and are read then or later.
     last_read[v]: last op that reads v. keys: op keys, equal for equal kernels.
     """
+    which = (block, incoming, keys)
+    if which not in flat.blocks:
+        flat.blocks[which] = _cut_out(flat, block, incoming, last_read, keys)
+    found: LocalBlock = flat.blocks[which]
+    return found
+
+
+def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
     a = flat.arrays
     forward, backward = list(block.forward), list(block.backward)
     index: dict[int, int] = {}

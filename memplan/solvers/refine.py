@@ -3,24 +3,34 @@
 `refine` pushes the lowest schedules lower (`lower`), and at each peak of a grid brings neighbours down or fills them
 up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front. Both only add to what
 there is. What is refined together competes: a schedule that is beaten is left aside, though it might have led further.
-So families of methods are refined apart, and then traded together.
+So families of methods are refined apart, and then traded together. Where the best that is known is `_CLOSE` to the
+lower bound, there is nothing left to look for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
 from memplan.config import Config
+from memplan.solvers.bound import Bound
 from memplan.solvers.exchange import exchange
 from memplan.solvers.flat import Flat
 from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
 
+_CLOSE = 1e-3  # of the bound
 
-def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config) -> Iterator[Sketch]:
-    """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it."""
-    a = flat.arrays
+
+def refine(
+    flat: Flat, sketches: list[Sketch], known: Sequence[Sketch], bound: Bound, config: Config
+) -> Iterator[Sketch]:
+    """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it.
+
+    known: of all families.
+    """
+    a, floor_bytes, best = flat.arrays, bound.floor_bytes, pareto(known)
     rounds = _rounds(flat, config)
     start = pareto(sketches)
     found = list(start)
@@ -33,6 +43,8 @@ def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config)
     found = pareto(found)
     targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, config.grid) * config.passes
     for target in targets:
+        if _close(best, bound, target):
+            continue
         below = [s for s in found if s.peak_bytes <= target][-2:]
         above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
         new = [sketch_of(flat, s.solver, fill(a, s.order, target, 8)) for s in below]
@@ -43,7 +55,7 @@ def refine(flat: Flat, sketches: list[Sketch], floor_bytes: int, config: Config)
         yield from new
 
 
-def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Sketch]:
+def trade(flat: Flat, sketches: list[Sketch], bound: Bound, config: Config) -> Iterator[Sketch]:
     """Exchange recomputations at each point of a front; a faster plan of a lower peak is taken on upwards."""
     thinned = thin(pareto(sketches), config.points)
     last: Sketch | None = None
@@ -51,11 +63,17 @@ def trade(flat: Flat, sketches: list[Sketch], config: Config) -> Iterator[Sketch
         if last is not None and last.time_s < sketch.time_s:
             sketch = last
         tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
-        if tries:
+        if tries and not _close([sketch], bound, sketch.peak_bytes):
             order = exchange(flat.arrays, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
             sketch = sketch_of(flat, sketch.solver, order)
         last = sketch
         yield sketch
+
+
+def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
+    """Whether the best of a front within this peak takes about as little as anything can."""
+    fitting = bisect_right(best, target_bytes, key=lambda sketch: sketch.peak_bytes)
+    return fitting > 0 and best[fitting - 1].time_s <= (1 + _CLOSE) * bound.time_s(target_bytes)
 
 
 def _rounds(flat: Flat, config: Config) -> int:
