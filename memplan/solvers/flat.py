@@ -82,7 +82,7 @@ class Flat:
     @property
     def alone(self) -> Flat:
         """The same step with no microbatch that waits beside it."""
-        return replace(self, arrays=self.arrays._replace(others=0))
+        return replace(self, arrays=self.arrays._replace(others=0), blocks={})
 
 
 def flatten(problem: Problem, updates: bool = True) -> Flat:
