@@ -104,7 +104,7 @@ def least_resident_bytes(problem: Problem) -> int:
     """No schedule without copies holds less at its end: what is resident, and every gradient."""
     values = problem.graph.values
     held = sum(v.size_bytes for v in values if v.role == "gradient" and v.held and v.reuses is None)
-    return problem.resident_bytes + (0 if problem.accumulate else held)
+    return problem.resident_bytes + (0 if problem.frees_gradients else held)
 
 
 def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:

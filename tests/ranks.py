@@ -64,7 +64,12 @@ def run_ranks(names: Sequence[str], world: int, folder: Path, timeout_s: float) 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
-    common |= {"OMP_NUM_THREADS": "1", "LOCAL_WORLD_SIZE": str(world), "ACCELERATE_USE_CPU": "true"}
+    common |= {
+        "MEMPLAN_CACHE_DIR": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_WORLD_SIZE": str(world),
+        "ACCELERATE_USE_CPU": "true",
+    }
     (folder / "cells.json").write_text(json.dumps(list(names)))
     logs = [folder / f"output-{rank}.txt" for rank in range(world)]
     ranks = []

@@ -47,7 +47,7 @@ def in_stages(problem: Problem, order: Sequence[int]) -> bool:
 @settings(CALM, max_examples=8)
 @given(random_problems(most_ops=3, most_size=4))
 def test_the_joint_programme_is_as_good_as_every_order_in_stages(problem: Problem) -> None:
-    assume(not problem.accumulate and not problem.update_bytes)
+    assume(not problem.frees_gradients and not problem.update_bytes)
     block = whole_step(flatten(problem))
     least: dict[int, float] = {}
     for order in all_orders(problem, 2):
@@ -74,7 +74,7 @@ def test_no_programme_beats_a_bound_or_a_certified_step(problem: Problem) -> Non
     for found in solve_step(flat, 3, 4, 2000):
         jointly, reducedly = joint(block, found.budget_bytes), reduced(block, found.budget_bytes)
         assert jointly[1] and reducedly[1] and jointly[0] <= reducedly[0] + 1e-6
-        if not (problem.accumulate or problem.update_bytes):  # which the programmes leave out
+        if not (problem.frees_gradients or problem.update_bytes):  # which the programmes leave out
             assert bound.time_s(found.budget_bytes) <= problem.baseline_time_s + jointly[0] + 1e-6
         if found.answer is not None:
             assert found.answer.bound_s <= reducedly[0] + 1e-6

@@ -110,7 +110,7 @@ def recounted(problem: Problem, schedule: Schedule) -> tuple[tuple[int, ...], tu
             case Boundary():
                 held += sum(size[t] for t in graph.tangents)
             case SurfaceGrads(values):
-                if problem.accumulate:
+                if problem.frees_gradients:
                     device -= {v for v in values if graph.values[v].home != "host"}
             case _:
                 pass
