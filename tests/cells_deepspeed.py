@@ -18,7 +18,6 @@ import memplan
 from tests.deepspeed_runs import (
     BATCH,
     DTYPES,
-    SECTION,
     BranchingNet,
     Net,
     Setting,
@@ -36,7 +35,7 @@ from tests.zoo import copied, first_difference
 def compare_training(
     setting: Setting, section: dict[str, Any] | None = None, kind: type[nn.Module] = Net
 ) -> str | None:
-    return first_difference(plain(setting, kind), train(setting, section or SECTION, kind), "result")
+    return first_difference(plain(setting, kind), train(setting, section or setting.section, kind), "result")
 
 
 def compare_from_file() -> str | None:
@@ -44,9 +43,9 @@ def compare_from_file() -> str | None:
     setting = Setting(1)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "config.json"
-        path.write_text(json.dumps(setting.config(SECTION)))
+        path.write_text(json.dumps(setting.config(setting.section)))
         torch.manual_seed(3)
-        planned = train(setting, SECTION, config=str(path), sample=batch())
+        planned = train(setting, setting.section, config=str(path), sample=batch())
     return first_difference(plain(setting), planned, "result")
 
 
@@ -79,7 +78,7 @@ def compare_life(stage: int, section: dict[str, Any] | None = None) -> str | Non
         return results
 
     outcomes = []
-    for each in (None, section or SECTION):
+    for each in (None, section or Setting(stage).section):
         with tempfile.TemporaryDirectory() as folder:
             shared = [folder]
             torch.distributed.broadcast_object_list(shared)
@@ -121,7 +120,7 @@ def check_whole_step(setting: Setting, size: int = BATCH) -> str | None:
     """
     from memplan.integrations.deepspeed.memory import held_bytes_of
 
-    section = {"budget": 0.6 if size == BATCH else "1GiB", "costs": "measure"}
+    section = setting.section | {"costs": "measure"} | ({} if size == BATCH else {"budget": "1GiB"})
     with engine_for(setting, section) as engine:
         for _ in range(2 * setting.accumulation):
             step(engine, batch(setting.dtype, size))
@@ -219,14 +218,17 @@ def check_refusals() -> str | None:
     from memplan.integrations.deepspeed import attach
 
     with engine_for(Setting(3)) as engine:
-        engine.config["memplan"] = SECTION
+        engine.config["memplan"] = {"budget": 0.6}
         problem = refused("stage 3", lambda: attach(engine))
     with engine_for(Setting(2)) as engine:
         engine.config["memplan"] = {"reserve_fraction": 0.1}
         problem = problem or refused("there is no budget for rank", lambda: attach(engine))
         engine.config["memplan"] = {"per_rank": {"2": "1GiB"}}
         problem = problem or refused("ranks 0 to 1", lambda: attach(engine))
-        engine.config["memplan"] = SECTION
+        engine.config["memplan"] = {"budget": 0.6}
+        engine.has_moe_layers = True
+        problem = problem or refused("mixture-of-experts", lambda: attach(engine))
+        engine.has_moe_layers = False
         engine._config.compile_config.deepcompile = True
         problem = problem or refused("deepcompile", lambda: attach(engine))
         engine._config.compile_config.deepcompile = False
@@ -246,6 +248,7 @@ VARIED = [
     Setting(1, "bfloat16", 2, "fp32 sums"),
     Setting(1, "bfloat16", 2, "fp32 sums at once"),
     Setting(2, "bfloat16", 2, "fp32 sums"),
+    Setting(2, variant="autocast"),
 ]
 ON_HOST = Setting(2, "float32", 2, "optimizer on the host")  # which the allocator's record of a CPU can't tell apart
 NEEDS = ("deepspeed", "g++")  # DeepSpeed builds an op of its own when it is first used

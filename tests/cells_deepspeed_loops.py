@@ -15,7 +15,7 @@ import torch
 
 import memplan
 from tests.cells_deepspeed import NEEDS
-from tests.deepspeed_runs import SECTION, STEPS, Net, Setting, batch
+from tests.deepspeed_runs import STEPS, Net, Setting, batch
 from tests.ranks import Cell
 from tests.zoo import copied, first_difference
 
@@ -49,7 +49,7 @@ def compare_trainers(stage: int, **planned: Any) -> str | None:
     from tests.test_integrations import Watch, arguments, language_model, outcome, trainer_for
 
     results = []
-    for section in (None, {"budget": 0.6, "costs": "estimate"}):
+    for section in (None, Setting(stage).section):
         with fresh_accelerate(), tempfile.TemporaryDirectory() as folder:
             config = {
                 "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
@@ -86,7 +86,7 @@ def compare_accelerate(stage: int) -> str | None:
     from memplan.integrations.deepspeed import attach
 
     results = []
-    for section in (None, SECTION):
+    for section in (None, Setting(stage).section):
         with fresh_accelerate():
             config = Setting(stage, "float32", 2).config(section)
             del config["optimizer"]

@@ -8,6 +8,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 import memplan
 
@@ -82,7 +83,8 @@ def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_key
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None
     keywords = {**needs_of(engine).apply_keywords(), **apply_keywords, "group": group}
-    if isinstance(engine, PipelineEngine):
-        apply_to_stage(engine, sample, budget, **keywords)
-    else:
-        memplan.apply(engine.module, sample, budget, **keywords)
+    with autocast_if_enabled(engine):  # as around the engine's forward
+        if isinstance(engine, PipelineEngine):
+            apply_to_stage(engine, sample, budget, **keywords)
+        else:
+            memplan.apply(engine.module, sample, budget, **keywords)

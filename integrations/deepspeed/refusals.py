@@ -31,12 +31,29 @@ def refuse(engine: DeepSpeedEngine) -> None:
             "the engine's module is compiled, and a plan is made of the ops that eager PyTorch runs. Leave "
             "engine.compile() and torch.compile out"
         )
+    talkative = _talkative(engine)
+    if talkative is not None:
+        raise ValueError(
+            f"the engine has {talkative}, with which ranks talk to each other in the middle of a step: a rank that "
+            'recomputed would talk alone. Train without it, or set "memplan": {"enabled": false}'
+        )
     for name, module in engine.module.named_modules():
         if _checkpoints(module):
             raise ValueError(
                 f"{name or 'the model'} ({type(module).__name__}) runs layers through deepspeed.checkpointing, which "
                 "decides what is recomputed; that is what the plan does. Call the layers directly"
             )
+
+
+def _talkative(engine: DeepSpeedEngine) -> str | None:
+    """What makes ranks communicate elsewhere than in the reduction of gradients, in words."""
+    reasons = {
+        "mixture-of-experts layers of DeepSpeed": engine.has_moe_layers,
+        "tensor parallelism": engine.autotp_size() > 1 or engine.mp_world_size > 1,
+        "sequence parallelism": engine.sequence_parallel_size > 1,
+        "ZenFlow": engine.zenflow,
+    }
+    return next((what for what, there in reasons.items() if there), None)
 
 
 def strip_checkpointing(model: nn.Module) -> None:
