@@ -132,8 +132,9 @@ def promise(plan: Any) -> str:
 
 
 def _budget_bytes(plan: Any) -> int:
-    bytes_or_none: Any = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
-    return int(bytes_or_none)
+    budget_bytes = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
+    assert isinstance(budget_bytes, int)
+    return budget_bytes
 
 
 def _stage_of(engine: DeepSpeedEngine) -> tuple[int, int]:
