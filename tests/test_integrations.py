@@ -251,6 +251,13 @@ def test_what_a_plan_can_not_be_combined_with_is_refused(
     assert memplan.plan_of(trainer.model) is None
 
 
+def test_deepspeed_has_a_callback_of_its_own(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.deepspeed = {"zero_optimization": {"stage": 1}}
+    with pytest.raises(ValueError, match="MemplanDeepSpeedCallback"):
+        MemplanCallback(BUDGET).on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
+
+
 @pytest.mark.parametrize("name", ["sample", "plan", "optimizer", "loss_fn"])
 def test_keywords_that_the_trainer_answers_for_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=name):
