@@ -86,8 +86,9 @@ def apply(
     in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
         together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
     shards: who has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
-        gathered is in the peak. Every rank must run the same plan: make it on one, and give it to all with plan=.
-        Calls that it does not serve raise PlanMismatch, for another plan would gather in another order.
+        gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank and give it to
+        all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that plans by itself
+        would gather in another order.
     init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in place
         and where it will live, so that the model never exists as a whole on the device. It may be called more than once
         for a name where ops are timed. Parameters become new objects, of which an optimizer given here is told.
@@ -114,8 +115,10 @@ def apply(
         raise TypeError("with plan= give the sample that it was made for")
     if shards is not None and on_oom == "replan":
         raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
-    if shards is not None and sample is None:
-        raise TypeError("with shards= give a sample: in the middle of training each rank would plan for itself")
+    if shards is not None and sample is None and group is None:
+        raise TypeError(
+            "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
+        )
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         update, in_flight, shards, surroundings or Surroundings(), init,

@@ -508,7 +508,7 @@ class Planner:
 
     def _hurried(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
         """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's. No search."""
-        if self.budget_bytes is None or self.host_budget is not None:
+        if self.budget_bytes is None or self.host_budget is not None or self.shards is not None:
             return None
         problem = self.problem(model, captured, quick=True)
         found = list(textbook(problem))

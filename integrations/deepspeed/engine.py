@@ -17,7 +17,7 @@ from .memory import DeviceMemory, memory_of, needs_of
 from .pipeline import apply_to_stage
 from .refusals import refuse, strip_checkpointing
 from .watch import Watch
-from .zero3 import apply_sharded, sharded_at_first_call
+from .zero3 import apply_sharded
 
 
 def initialize(
@@ -75,10 +75,7 @@ def plan_engine(
 def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any) -> None:
     """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
     if engine.zero_optimization_partition_weights():
-        if sample is None:
-            sharded_at_first_call(engine, budget, **apply_keywords)
-        else:
-            apply_sharded(engine, sample, budget, **apply_keywords)
+        apply_sharded(engine, sample, budget, **apply_keywords)
         return
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None

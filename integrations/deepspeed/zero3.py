@@ -8,12 +8,8 @@ are handed over through the hooks that DeepSpeed has on parameters, which reduce
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,7 +29,6 @@ _ATTRIBUTES = frozenset(
     }
 )  # fmt: skip
 _FUNCTIONS = ("pre_bwd_fn", "post_bwd_fn")  # those of autograd that its hooks put around modules
-_FOR_APPLY = ("on_mismatch", "on_oom")  # what `memplan.plan` does not take
 
 
 def apply_sharded(
@@ -46,60 +41,21 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. To be called by all of its ranks, in train mode.
 
-    The first rank of the group plans for the smallest of the ranks' budgets, and all run its plan, for all must gather
-    in one order. In the budget are, beside what `memplan.apply` counts: this rank's part of parameters and gradients,
-    the buffer in which gradients are reduced, and one more of its size that reducing takes.
+    All ranks run one plan, for all must gather in one order: that of the rank with the smallest budget. In the budget
+    are, beside what `memplan.apply` counts: this rank's part of parameters and gradients, the buffer in which gradients
+    are reduced, and one more of its size that reducing takes.
 
-    gather_speed: of one parameter after the other; None measures it. apply_keywords: as for `memplan.apply`.
+    sample: None plans the first call when it comes. gather_speed: of one parameter after the other; None measures it.
+    apply_keywords: as for `memplan.apply`.
 
-    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix; what
-    `memplan.apply` raises, as the same error on the rank that met it and as RuntimeError on the others.
+    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix, and on all ranks
+    what `memplan.apply` raises on one.
     """
     _refuse(engine)
     shards = ZeroShards(engine, gather_speed)
-    group = shards.group
-    budgets: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(budgets, budget, group)
-    lowest = _lowest(budgets)
-    plan_keywords = {k: v for k, v in apply_keywords.items() if k not in _FOR_APPLY}
-
-    def made() -> bytes:
-        return _to_bytes(memplan.plan(engine.module, sample, lowest, shards=shards, **plan_keywords))
-
-    data = _from_first_rank(made, group)
-
-    def applied() -> None:
-        memplan.apply(engine.module, sample, plan=_from_bytes(data), shards=shards, **apply_keywords)
-
-    try:
-        _on_all_ranks(applied, group)
-    except BaseException:
-        memplan.remove(engine.module)
-        raise
+    _refuse_other_budgets(budget, shards.group)
+    memplan.apply(engine.module, sample, budget, shards=shards, group=shards.group, **apply_keywords)
     shards.let_hooks_rest()
-
-
-def sharded_at_first_call(engine: Any, budget: Any, **apply_keywords: Any) -> None:
-    """`apply_sharded` when the first call of the model in training comes, for a call like that.
-
-    All ranks have to make that call; each for itself, with the same shapes. Raises ValueError for what can't be
-    planned.
-    """
-    _refuse(engine)
-    model: nn.Module = engine.module
-    original, own = model.forward, vars(model).get("forward")
-
-    def forward(*arguments: Any, **keywords: Any) -> Any:
-        if not (model.training and torch.is_grad_enabled()):
-            return original(*arguments, **keywords)
-        del model.forward
-        if own is not None:
-            model.forward = own
-        sample = dict(inspect.signature(original).bind(*arguments, **keywords).arguments) if keywords else arguments
-        apply_sharded(engine, sample, budget, **apply_keywords)
-        return model.forward(*arguments, **keywords)
-
-    model.forward = functools.update_wrapper(forward, original)
 
 
 class ZeroShards:
@@ -119,6 +75,7 @@ class ZeroShards:
         # DeepSpeed's hooks on modules, by id: those that gather, and those that put nodes into autograd's graph.
         self._gathering: dict[int, Any] = {}
         self._marking: dict[int, Any] = {}
+        self._forward: Any = None  # of the model, once it is planned
         self._elements = {p.dtype: p.data.new_empty(1) for p in self._parameters}
         self._find_hooks()
         self.group = self._parameters[0].ds_process_group
@@ -210,9 +167,6 @@ class ZeroShards:
 
     @contextlib.contextmanager
     def accepting(self, parameters: Sequence[Any]) -> Iterator[None]:
-        # Before the first gradient: DeepSpeed's epilogue is to come after the whole backward pass, not after the
-        # small one in which autograd hands these over.
-        self._optimizer.queue_post_backward_callback()
         empty = [(p, p.data) for p in parameters if p.shape != p.ds_shape]
         for parameter, _ in empty:
             parameter.data = self._elements[parameter.dtype].expand(parameter.ds_shape)
@@ -221,6 +175,12 @@ class ZeroShards:
         finally:
             for parameter, data in empty:
                 parameter.data = data
+
+    @property
+    def plans_the_call(self) -> bool:
+        """Whether a call of the model is a planned one now."""
+        planned = self._forward is not None and vars(self._module).get("forward") is self._forward
+        return planned and self._module.training and torch.is_grad_enabled()
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -235,12 +195,13 @@ class ZeroShards:
                 self._marking[id(hook)] = hook
 
     def let_hooks_rest(self) -> None:
-        """DeepSpeed's hooks on the model itself, which run around a planned forward too, do nothing there."""
+        """DeepSpeed's hooks on the model itself, which run around planned forwards too, do nothing there."""
+        self._forward = vars(self._module).get("forward")
         for table in (self._module._forward_pre_hooks, self._module._forward_hooks):
-            for key, hook in table.items():
+            for key, hook in list(table.items()):
                 for own in (self._gathering, self._marking):
-                    if id(hook) in own and not isinstance(hook, _RestingHook):
-                        table[key] = resting = _RestingHook(hook, self._module)
+                    if id(hook) in own:
+                        table[key] = resting = _RestingHook(hook, self)
                         own[id(resting)] = resting
 
     # -- speed ------------------------------------------------------------------------------------------------------
@@ -305,12 +266,12 @@ class _Passing(torch.autograd.Function):
 class _RestingHook:
     """A hook of DeepSpeed on the model itself, which does nothing in planned calls."""
 
-    def __init__(self, hook: Callable[..., Any], module: nn.Module) -> None:
-        self._hook, self._module = hook, module
+    def __init__(self, hook: Callable[..., Any], shards: ZeroShards) -> None:
+        self._hook = hook._hook if isinstance(hook, _RestingHook) else hook  # of a plan before this one
+        self._shards = shards
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        planned = torch.is_grad_enabled() and self._module.training and memplan.plan_of(self._module) is not None
-        return None if planned else self._hook(*args, **kwargs)
+    def __call__(self, *arguments: Any) -> Any:
+        return None if self._shards.plans_the_call else self._hook(*arguments)
 
 
 # -- what can't be planned --------------------------------------------------------------------------------------------
@@ -371,61 +332,9 @@ def _reasons(engine: Any) -> Iterator[tuple[bool, str]]:
     )
 
 
-# -- one plan for all ranks -------------------------------------------------------------------------------------------
-
-
-def _lowest(budgets: Sequence[Any]) -> Any:
-    """The smallest of the ranks' budgets."""
-    if all(budget == budgets[0] for budget in budgets):
-        return budgets[0]
-    if not all(isinstance(budget, int) for budget in budgets):
-        raise ValueError(
-            f"the ranks' budgets differ: {budgets}. Give each in bytes, as an int: the smallest is for all"
-        )
-    return min(budgets)
-
-
-def _from_first_rank(make: Callable[[], bytes], group: Any) -> bytes:
-    """What `make` gives on the first rank of the group. Its error is one on all ranks."""
-    first = torch.distributed.get_global_rank(group, 0)
-    sent: list[Any] = [None]
-    error: Exception | None = None
-    if torch.distributed.get_rank() == first:
-        try:
-            sent = [make()]
-        except Exception as problem:
-            error, sent = problem, [f"{type(problem).__name__}: {problem}"]
-    torch.distributed.broadcast_object_list(sent, first, group)
-    if error is not None:
-        raise error
-    if isinstance(sent[0], str):
-        raise RuntimeError(f"planning failed on rank {first}: {sent[0]}")
-    return bytes(sent[0])
-
-
-def _on_all_ranks(act: Callable[[], None], group: Any) -> None:
-    """Do it, and raise where it failed on any rank."""
-    error: Exception | None = None
-    try:
-        act()
-    except Exception as problem:
-        error = problem
-    told: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(told, None if error is None else f"{type(error).__name__}: {error}", group)
-    if error is not None:
-        raise error
-    for rank, text in enumerate(told):
-        if text is not None:
-            raise RuntimeError(f"the plan can't run on rank {rank} of the group: {text}")
-
-
-def _to_bytes(plan: memplan.Plan) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        plan.save(Path(folder, "plan"))
-        return Path(folder, "plan").read_bytes()
-
-
-def _from_bytes(data: bytes) -> memplan.Plan:
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "plan").write_bytes(data)
-        return memplan.Plan.load(Path(folder, "plan"))
+def _refuse_other_budgets(budget: Any, group: Any) -> None:
+    """Raise ValueError where the ranks' budgets differ and are not in bytes: which one is the smallest?"""
+    budgets: list[Any] = [None] * torch.distributed.get_world_size(group)
+    torch.distributed.all_gather_object(budgets, budget, group)
+    if any(other != budget for other in budgets) and not all(isinstance(other, (int, str)) for other in budgets):
+        raise ValueError(f"the ranks' budgets differ: {budgets}. Give each in bytes: the smallest is for all")

@@ -80,7 +80,7 @@ class PlannedForward:
         self.model, self.original = model, original
         self.steps: list[Step] = []
         self.reader, self._planner, self._agreement = reader, planner, agreement
-        self._on_mismatch, self._on_oom = on_mismatch if alone else "raise", on_oom
+        self._on_mismatch, self._on_oom = on_mismatch if alone or agreement else "raise", on_oom
         self._alone = alone
         self._training = model.training
         self._own_attribute = "forward" in vars(model)

@@ -344,7 +344,9 @@ class _Lowering:
 
     def _prefetch(self, value: int) -> None:
         if self._is_sharded(value):
-            self.fetches[value] = self.side.call(gather, (self._the_gathers(), self._parameter(value)))
+            name = self._parameter(value)
+            self.collectives.append(f"gather {name}")
+            self.fetches[value] = self.side.call(gather, (self._the_gathers(), name))
             self.live[value] = {}
             return
         if self.graph.values[value].fetched:
