@@ -267,7 +267,8 @@ class _RestingHook:
     """A hook of DeepSpeed on the model itself, which does nothing in planned calls."""
 
     def __init__(self, hook: Callable[..., Any], shards: ZeroShards) -> None:
-        self._hook = hook._hook if isinstance(hook, _RestingHook) else hook  # of a plan before this one
+        own: Callable[..., Any] = getattr(hook, "_hook", hook)  # a hook that rests for a plan before this one has one
+        self._hook = own
         self._shards = shards
 
     def __call__(self, *arguments: Any) -> Any:
