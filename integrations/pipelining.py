@@ -161,16 +161,18 @@ class StagePlans:
         """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
 
         Buffers for what arrives are there for all microbatches from the first step on. What was sent is held to the end
-        of the step, but by 1F1B, which waits for what it sends; outputs of the last stage are, too, and then returned
-        in one piece. The state of an optimizer counts for one of the stages alone.
+        of the step, but by 1F1B, which waits for what it sends. Outputs of the last stage are, too, and then returned
+        in one piece, when nothing else is left of what was in flight. The state of an optimizer counts for one of the
+        stages alone.
         """
         every = self._schedule._n_microbatches
         sent = (count + 1, 3) if isinstance(self._schedule, Schedule1F1B) else (every, every + 1)
         buffers = memplan.Buffers(
             inputs=every,
-            outputs=2 * every if stage.is_last else sent[0],
+            outputs=every if stage.is_last else sent[0],
             output_gradients=None if stage.is_last else every,
             input_gradients=None if stage.is_first else sent[1],
+            later_outputs=every + count - 1 if stage.is_last else 0,
         )
         first = stage.stage_index == min(self._stages)
         keywords = {name: value for name, value in self._keywords.items() if first or name != "optimizer"}

@@ -272,11 +272,10 @@ class Planner:
         if self.optimizer is not None and self.host_budget is None:
             needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
-        around = self.surroundings
-        held = needs[0] + around.held_bytes + _buffer_bytes(around.buffers, self.in_flight, traced)
+        held, later = self._around(traced)
         problem = Problem(
-            traced.graph, costs, None, held, self.accumulate, needs[1] + around.after_bytes, in_flight=self.in_flight,
-            takes_gradients=around.takes_gradients and self.grads == "surface",
+            traced.graph, costs, None, needs[0] + held, self.accumulate, needs[1] + later, in_flight=self.in_flight,
+            takes_gradients=self.surroundings.takes_gradients and self.grads == "surface",
         )  # fmt: skip
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
@@ -332,6 +331,11 @@ class Planner:
             raise self._infeasible(problem, front.floor, limit)
         return _plan_of(problem, front, chosen, limit)
 
+    def _around(self, traced: Traced) -> tuple[int, int]:
+        """Bytes that an engine holds beside the step: throughout, and for a while after it."""
+        held, later = _buffer_bytes(self.surroundings.buffers, self.in_flight, traced)
+        return held + self.surroundings.held_bytes, later + self.surroundings.after_bytes
+
     def _plan_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
         """The same where values may be offloaded, and parameters may live on the host."""
         link = self.link or measure_link(captured.traced.device)
@@ -360,13 +364,12 @@ class Planner:
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
             there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
             graph = with_homes(captured.traced, names).graph
-            held = _buffer_bytes(self.surroundings.buffers, self.in_flight, captured.traced)
+            held, later = self._around(captured.traced)
             if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
-                problem, graph=graph, extra_resident_bytes=here[0] + held + self.surroundings.held_bytes,
-                update_bytes=here[1] + self.surroundings.after_bytes, extra_host_bytes=there[0],
-                host_update_s_per_byte=update_s,
+                problem, graph=graph, extra_resident_bytes=here[0] + held, update_bytes=here[1] + later,
+                extra_host_bytes=there[0], host_update_s_per_byte=update_s,
             )  # fmt: skip
 
         plain, room_for = problem_of(frozenset()), 1 + self.margin
@@ -636,17 +639,20 @@ def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...
     return (program, other) if fits and other.forward.code == program.forward.code else (program,)
 
 
-def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> int:
-    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves."""
+def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
+    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves: throughout,
+    and once nothing is in flight."""
     values = traced.graph.values
+    output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
     ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
     of_kind = (
         (buffers.inputs, in_flight, traced.graph.input_bytes),
-        (buffers.outputs, in_flight, sum(values[v].size_bytes for v in traced.graph.outputs)),
+        (buffers.outputs, in_flight, output_bytes),
         (buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
         (buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
     )
-    return sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+    held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+    return held_bytes, buffers.later_outputs * output_bytes
 
 
 # -- budgets ----------------------------------------------------------------------------------------------------------

@@ -180,12 +180,14 @@ class Buffers:
     than the steps hold by themselves: inputs and outputs once for each microbatch in flight, gradients once.
 
     inputs, outputs: of the model. output_gradients: what backward starts from. input_gradients: what it ends with.
+    later_outputs: copies of outputs that are there beside these once nothing is in flight any more.
     """
 
     inputs: int | None = None
     outputs: int | None = None
     output_gradients: int | None = None
     input_gradients: int | None = None
+    later_outputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,7 @@ def test_copies_that_an_engine_holds_are_resident() -> None:
         (memplan.Buffers(inputs=5), 3),
         (memplan.Buffers(inputs=1, outputs=2), 0),
         (memplan.Buffers(outputs=4, output_gradients=3, input_gradients=2), 2 + 2 + 1),
+        (memplan.Buffers(later_outputs=1), 0),  # less than what is in flight before
     ):
         plan = memplan.plan(
             stage, sample, 1.0, costs="estimate", in_flight=2, surroundings=memplan.Surroundings(buffers=buffers)
