@@ -220,6 +220,20 @@ def other_budgets() -> str | None:
     return first_difference(losses(stack(), [batch()] * 2), losses(net, [batch()] * 2), "result")
 
 
+def two_plan() -> str | None:
+    """Of four ranks with two budgets two search, each for another one; then one of them has a call of its own."""
+    net = stack()
+    top, floor = (f(p.peak_bytes for p in memplan.explore(net, batch(), costs="estimate")) for f in (max, min))
+    batches = [batch(), batch(48 if rank() == 3 else 64, seed=1)]
+    with counted_plans() as searched:
+        planned(net, batch(), top if rank() % 2 else (top + floor) // 2)
+    plans = told_by_all(memplan.plan_of(net).schedule)  # type: ignore[union-attr]
+    counts = told_by_all(len(searched))
+    if counts != [1, 1, 0, 0] or plans[0] != plans[2] or plans[1] != plans[3] or plans[0] == plans[1]:
+        return f"searches: {counts}"
+    return first_difference(losses(stack(), batches), losses(net, batches), "result")
+
+
 def gathers() -> str | None:
     """Where plans have gathers in them, all ranks run the plan for the lowest budget."""
     net = stack()
@@ -322,6 +336,7 @@ CELLS = {
     "another call": Cell(other_call),
     "one plans": Cell(one_plans),
     "other budgets": Cell(other_budgets),
+    "two plan": Cell(two_plan, world=4),
     "gathers": Cell(gathers),
     "looks on": Cell(looks_on),
     "out of memory": Cell(out_of_memory),
