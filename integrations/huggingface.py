@@ -124,6 +124,11 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
             f"MemplanCallback got {args.n_gpu} GPUs in one process, which the Trainer uses through nn.DataParallel. "
             "Start it with torchrun, one process for each GPU, or show it one GPU with CUDA_VISIBLE_DEVICES"
         )
+    if keywords.get("update") == "backward" and args.max_grad_norm:
+        raise ValueError(
+            f"MemplanCallback got update='backward' and TrainingArguments(max_grad_norm={args.max_grad_norm}), but the "
+            "Trainer would find no gradients to clip. Set max_grad_norm=0, or leave update='backward' out"
+        )
     if keywords.get("grads") == "surface" and _grads(args) == "edges":
         raise ValueError(
             'MemplanCallback got grads="surface", but DistributedDataParallel would take every parameter for unused. '

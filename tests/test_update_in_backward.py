@@ -337,3 +337,17 @@ def two_groups(net: nn.Module) -> torch.optim.Optimizer:
     matrices, vectors = [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() < 2]
     groups = [{"params": matrices, "lr": 0.03, "weight_decay": 0.1}]
     return torch.optim.AdamW(groups + ([{"params": vectors, "lr": 0.02}] if vectors else []))
+
+
+def test_the_trainer_does_not_clip_what_is_gone(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from memplan.integrations.huggingface import MemplanCallback
+
+    callback = MemplanCallback(1.0, count_optimizer=True, update="backward")
+    for norm, reason in ((1.0, "max_grad_norm"), (0.0, None)):
+        args = transformers.TrainingArguments(str(tmp_path), max_grad_norm=norm, use_cpu=True, report_to=[])
+        if reason is None:
+            callback.on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
+            continue
+        with pytest.raises(ValueError, match=reason):
+            callback.on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())

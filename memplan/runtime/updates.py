@@ -70,7 +70,8 @@ class UpdatesInBackward:
         """Put the hooks on."""
         if self._handles:
             return
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in self.parameters]
+        trainable = [p for p in self.parameters if p.requires_grad]
+        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trainable]
         self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
 
     def remove(self) -> None:
