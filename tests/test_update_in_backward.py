@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,12 @@ def host(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {} if request.param is None else {"host_budget": request.param, "link": PCIE}
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+def quickly(names: Iterable[str], *quick: str) -> list[Any]:
+    """Names of which only a few run in `make test`."""
+    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("name", quickly(OPTIMIZERS, "SGD", "fused AdamW", "foreach Adam", "Adafactor"))
 def test_three_steps_are_the_bits_of_the_plain_loop(name: str, host: dict[str, Any]) -> None:
     plain, sample = MODELS["handmade"](0)
     net = copy.deepcopy(plain)
@@ -117,14 +122,17 @@ def lora() -> tuple[nn.Module, Sample]:
 CASES = {"tied": lambda: tied(torch.float32), "bfloat16": lambda: tied(torch.bfloat16), "frozen": frozen, "lora": lora}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", quickly(CASES, "tied", "lora"))
 def test_kinds_of_models(case: str, host: dict[str, Any]) -> None:
     plain, sample = CASES[case]()
     net = copy.deepcopy(plain)
     start = copied(dict(net.named_parameters()))
     expected = steps(plain, sample, two_groups(plain))
     optimizer = two_groups(net)
-    plan = planned(net, sample, optimizer, **host)
+    options: dict[str, Any] = {"costs": "estimate", "optimizer": optimizer, "update": "backward", **host}
+    memplan.apply(net, sample, 0.5 if host else 0.75, **options)
+    plan = memplan.plan_of(net)
+    assert plan is not None
     assert not host or plan.offloaded_bytes
     assert_same_bits(expected, steps(net, sample, optimizer))
     moved = {n for n, p in net.named_parameters() if not torch.equal(p, start[n])}
@@ -137,7 +145,7 @@ def states(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> 
     return [t for t in kept if isinstance(t, torch.Tensor)]
 
 
-@pytest.mark.parametrize("name", ["SGD", "AdamW", "foreach Adam", "Adafactor"])
+@pytest.mark.parametrize("name", quickly(OPTIMIZERS, "AdamW"))
 def test_bytes_are_the_predicted_ones(name: str, host: dict[str, Any]) -> None:
     """From the second step on, when the optimizer has its state; the first, in which that is made, holds no more."""
     net, sample = MODELS["gpt2"](0)
