@@ -24,7 +24,7 @@ from tests.solver_oracle import all_orders
 
 CALM = settings(max_examples=25, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
-SMALL = ("perceptron", "small_resnet")  # committed steps of which HiGHS closes every cell
+SMALL = ("perceptron", "convolutions")  # committed steps of which HiGHS closes every cell
 
 
 def reduced(block: LocalBlock, limit_bytes: int) -> tuple[float, bool]:

@@ -234,15 +234,11 @@ def perceptron() -> tuple[nn.Module, Sample]:
 
 
 @model
-def small_resnet() -> tuple[nn.Module, Sample]:
-    """Two residual blocks."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic")
-    return ResNetForImageClassification(config), {
-        "pixel_values": torch.randn(8, 3, 64, 64),
-        "labels": torch.randint(0, 2, (8,)),
-    }
+def convolutions() -> tuple[nn.Module, Sample]:
+    layers: list[nn.Module] = []
+    for width, wider in ((3, 16), (16, 16), (16, 32), (32, 32)):
+        layers += [nn.Conv2d(width, wider, 3, padding=1), nn.BatchNorm2d(wider), nn.SiLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)), torch.randn(8, 3, 48, 48)
 
 
 @model

@@ -18,7 +18,7 @@ than it says alone, where the programme is a minimum cut. A run is paid where th
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class Step:
 
     reader, read: pairs of a forward op and a value that it reads, held ones left out. certain[op]: the first backward
     op by which a forward op has run in every schedule; the number of ops where that is none.
-    overwriter[v]: a forward op that takes over v, else -1.
+    overwriter[v]: a forward op that takes over v, else -1. ahead: by moment what `_ahead` found already.
     """
 
     flat: Flat
@@ -60,6 +60,7 @@ class Step:
     read: Ints
     certain: Ints
     overwriter: Ints
+    ahead: dict[int, tuple[Flags, Flags]] = field(default_factory=dict, compare=False, repr=False)
 
 
 def step_of(flat: Flat) -> Step:
@@ -128,6 +129,14 @@ def reached(step: Step, moment: int, wanted: Flags) -> Flags:
     return found
 
 
+def _ahead(step: Step, moment: int) -> tuple[Flags, Flags]:
+    """What backward ops after a moment read, and what that may ask for."""
+    if moment not in step.ahead:
+        wanted = asked(step.flat, range(moment + 1, step.flat.op_count))
+        step.ahead[moment] = wanted, reached(step, moment, wanted)
+    return step.ahead[moment]
+
+
 class _Builder:
     """Columns and rows as they come, in pieces."""
 
@@ -172,14 +181,13 @@ def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Progr
     flat, a = step.flat, step.flat.arrays
     builder = _Builder()
     ends = (*moments[1:], flat.op_count)
-    wanted = [asked(flat, range(m + 1, flat.op_count)) for m in moments]
     held = []
     columns: list[_Columns] = []
     for k, moment in enumerate(moments):
         operands = asked(flat, (moment,))
         operands[overtaken(flat, moment)] = False
         held.append(int(fixed_bytes[k]) + int(a.size_bytes[operands].sum()))
-        columns.append(_moment_columns(step, builder, moments, k, reached(step, moment, wanted[k]), operands))
+        columns.append(_moment_columns(step, builder, moments, k, _ahead(step, moment)[1], operands))
     for k, moment in enumerate(moments):
         here = columns[k]
         last = k + 1 == len(moments)
@@ -187,7 +195,7 @@ def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Progr
         _needs(step, builder, here, here.runs, soon)
         if last:
             continue
-        _needs(step, builder, here, here.later, wanted[k])
+        _needs(step, builder, here, here.later, _ahead(step, moment)[0])
         after = columns[k + 1]
         kept = np.nonzero((after.live > 0) & ~here.free)[0]
         builder.row(here.live[kept], here.runs[a.producer[kept]], after.live[kept], 0.0)
