@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
+from benchmarks.gpu import offload as rivals
 from memplan.addresses import place_host_copies
 from memplan.errors import IllegalSchedule
 from memplan.problem import Graph, Link, Problem, Value
@@ -610,3 +612,15 @@ def test_a_step_in_parts_says_that_it_does_not_offload(caplog: pytest.LogCapture
     optimizer = torch.optim.SGD(net.parameters())
     with pytest.raises(memplan.UnsupportedModel, match="in part"):
         memplan.apply(net, sample, 1.0, costs="estimate", optimizer=optimizer, update="backward")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing
+def test_the_benchmark_on_a_device_runs_on_the_cpu() -> None:
+    """Each rival trains, and memplan's steps and checkpointing's are the numbers of the plain ones."""
+    args = rivals.arguments(["--tiny", "--steps", "1", "--model", "tiny"])
+    found = {}
+    for args.run in rivals.RIVALS:
+        found[args.run] = rivals.measure(args)
+    assert "GPU" in found.pop("deepspeed")["failed"] or importlib.util.find_spec("deepspeed") is None
+    assert len({str(run["losses"]) for run in found.values()}) == 1
+    assert found["memplan"]["predicted"]["offloaded_bytes"]

@@ -72,7 +72,7 @@ def solve_offload(
     copies; then ever closer to the best: with less recomputed there is more to be copied, until ops wait for that.
     host_bytes: for values beside the parameters that live on the host.
     """
-    search = _Search(problem, points, budget_bytes, host_bytes, under_s)
+    search = _Search(problem, points, budget_bytes, host_bytes, under_s, flatten(problem))
     positions = {id(point): index for index, point in enumerate(points)}
     tried = {positions[id(point)] for point in thin(points, _SPREAD)}
     tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
@@ -100,6 +100,7 @@ class _Search:
     budget_bytes: int
     host_bytes: int
     under_s: float
+    flat: Flat
     best: Offloaded | None = None
     best_index: int | None = None
 
@@ -109,7 +110,7 @@ class _Search:
             candidate = self.points[index]
             if candidate.time_s >= self.under_s:
                 break
-            schedule = place_copies(self.problem, candidate.order, self.budget_bytes)
+            schedule = place_copies(self.problem, candidate.order, self.budget_bytes, self.flat)
             if schedule is None:
                 continue
             timeline = simulate(self.problem, schedule)
@@ -121,15 +122,20 @@ class _Search:
                 self.under_s = timeline.time_s
 
 
-def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
-    """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there."""
-    places = _Places(problem, order, budget_bytes)
+def place_copies(
+    problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat | None = None
+) -> Schedule | None:
+    """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there.
+
+    flat: the problem, where it was flattened before.
+    """
+    places = _Places(problem, order, budget_bytes, flat or flatten(problem))
     return places.schedule() if places.evict() else None
 
 
 def least_bytes(problem: Problem, order: Sequence[int]) -> int:
     """The smallest budget that copies can bring this order to: everything is away that the op does not touch."""
-    places = _Places(problem, order, 0)
+    places = _Places(problem, order, 0, flatten(problem))
     for gap in places.gaps:
         places.close(gap, gap.start + 1)
     return max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max()))
@@ -210,6 +216,7 @@ class _Places:
     problem: Problem
     order: Sequence[int]
     budget_bytes: int
+    flat: Flat
     held: Ints = field(init=False)
     update_peak_bytes: int = field(init=False)  # while the optimizer steps
     begin_s: Floats = field(init=False)  # of each position, and the end of the last; without waiting
@@ -219,10 +226,9 @@ class _Places:
     updated: dict[int, list[int]] = field(init=False)  # gradients by the position after which parameters are updated
 
     def __post_init__(self) -> None:
-        flat = flatten(self.problem)
         order = np.array(self.order, dtype=np.int64)
         self.held = np.zeros(len(order), dtype=np.int64)
-        peak, _position, _time_s = replay(flat.arrays._replace(update_bytes=_VAST), order, self.held)
+        peak, _position, _time_s = replay(self.flat.arrays._replace(update_bytes=_VAST), order, self.held)
         assert peak >= 0, "the order is not legal"
         updating = peak - _VAST + self.problem.update_bytes
         self.update_peak_bytes = updating if self.problem.update_bytes else 0
