@@ -11,11 +11,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memplan.budgets import BudgetLike
 from memplan.config import Config, ConfigLike, config_of
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.graph.shards import Shards
-from memplan.planner import BudgetLike, CostSource, LossFunction, Planner, Update
+from memplan.planner import CostSource, LossFunction, Planner, Update
 from memplan.plans import Plan
 from memplan.problem import Link, Surroundings
 from memplan.runtime import (

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.budgets import BudgetLike, budget_bytes_of
 from memplan.config import ConfigLike, config_of
 from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
@@ -28,7 +29,6 @@ from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
 from memplan.partial import PartialPlan, resident_bytes_of, rows_of, without_graph
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
-from memplan.planner import BudgetLike, budget_bytes_of
 from memplan.plans import Plan
 from memplan.runtime import Agreement, PlannedForward, Step, UpdatesInBackward, planned_forward
 from memplan.runtime.collectives import GRADIENT, Collectives

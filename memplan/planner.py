@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from memplan.budgets import BudgetLike, budget_bytes_of, device_bytes, limit_bytes
 from memplan.config import Config
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
@@ -53,9 +54,8 @@ from memplan.schedule import order_of
 from memplan.simulate import simulate, unplanned
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
 from memplan.solvers.offload import gather_bound_s, offload_bound_s
-from memplan.units import format_bytes, parse_bytes
+from memplan.units import format_bytes
 
-BudgetLike = int | float | str | Budget
 LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
@@ -113,13 +113,13 @@ class Planner:
                     'grads="surface" with shards='
                 )
         if self.budget is not None:
-            _device_bytes(self.budget)  # a bad one is refused before anything runs
+            device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.host_budget is None and isinstance(self.budget, Budget):
             self.host_budget = self.budget.host
         if self.host_budget is not None:
             if isinstance(self.host_budget, float):
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.host_budget!r}")
-            _limit(self.host_budget, 0)
+            limit_bytes(self.host_budget, 0)
             if self.surroundings.keeps_parameters:
                 self.host = frozenset()
         if type(self.in_flight) is not int or self.in_flight < 1:
@@ -187,7 +187,7 @@ class Planner:
             return bytes([provisional]) + plan_to_bytes(plan)
 
         device = captured.traced.device
-        limit = self.budget_bytes or (None if self.budget is None else _device_bytes(self.budget))
+        limit = self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
         needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
         facts = (
             captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
@@ -266,7 +266,7 @@ class Planner:
 
     def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
-        limit = self.budget_bytes or (None if self.budget is None else _device_bytes(self.budget))
+        limit = self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
         traced = captured.traced
         needs = (0, 0)  # with a host budget it depends on where parameters live
         if self.optimizer is not None and self.host_budget is None:
@@ -373,7 +373,7 @@ class Planner:
             )  # fmt: skip
 
         plain, room_for = problem_of(frozenset()), 1 + self.margin
-        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), _limit(self.host_budget or 0, 0)
+        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), limit_bytes(self.host_budget or 0, 0)
         alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
@@ -403,7 +403,7 @@ class Planner:
         front = self._front(problem)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         limit = self._limit(problem, front.keep_all.peak_bytes + gathered_bytes)
-        host_limit = 0 if self.host_budget is None else _limit(self.host_budget, 0)
+        host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = floor_bytes(nowhere, front, lambda _: problem)
         search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
@@ -653,41 +653,3 @@ def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int
     )
     held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
     return held_bytes, buffers.later_outputs * output_bytes
-
-
-# -- budgets ----------------------------------------------------------------------------------------------------------
-
-
-def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:
-    """Bytes of a budget, rounded down."""
-    if not isinstance(budget, Budget):
-        return _limit(budget, unplanned_bytes)
-    limits = []
-    if budget.device is not None:
-        limits.append(_limit(budget.device, unplanned_bytes))
-    if budget.activations is not None:
-        limits.append(resident_bytes + _limit(budget.activations, unplanned_bytes - resident_bytes))
-    if not limits:
-        raise ValueError("the Budget sets no limit; give device= or activations=")
-    return min(limits)
-
-
-def _limit(budget: int | float | str, whole_bytes: int) -> int:
-    if isinstance(budget, str):
-        return parse_bytes(budget)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"a budget is an int, a str such as '8GiB', a float in (0, 1] or a Budget, got {budget!r}")
-    if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(f"a budget given as a float is a fraction of the unplanned peak in (0, 1], got {budget}")
-        return int(budget * whole_bytes)
-    if budget <= 0:
-        raise ValueError(f"a budget must be more than 0 bytes, got {budget}")
-    return budget
-
-
-def _device_bytes(budget: BudgetLike) -> int | None:
-    """The limit on the device where it is given in bytes; checks the rest of the budget too."""
-    budget_bytes_of(budget, 1 << 62, 0)
-    device = budget.device if isinstance(budget, Budget) else budget
-    return None if device is None or isinstance(device, float) else _limit(device, 0)

@@ -25,6 +25,7 @@ OURS: dict[str, set[str]] = {
     "schedule": {"problem"},
     "simulate": {"errors", "problem", "schedule"},
     "addresses": {"problem", "schedule"},
+    "budgets": {"problem", "units"},
     "solvers": PLAIN,
     "graph": PLAIN,
     "runtime": PLAIN | {"addresses", "graph"},
@@ -37,7 +38,7 @@ ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"addresses", "problem_file", "report", "plans"}},
+    **{layer: set() for layer in PLAIN | {"addresses", "budgets", "problem_file", "report", "plans"}},
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},
