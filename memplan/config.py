@@ -46,12 +46,13 @@ class Config:
         exact_work: ops of blocks that are searched at all; beyond that a block's options are not proven to be best.
     flat_nodes, flat_parts: the same for the whole step. flat_work: cap on its budgets for long steps, times ops.
     sizes: plans expanded for each chain. points: most points that are kept of the curve of peak against time.
-    grid, passes: peaks to which plans are lowered and filled, and how often.
+    grid, passes: peaks to which plans are lowered and filled, up to three times as many for short steps, and how often.
     descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
     rounds, width: splits of a value's life that lower a peak, and values tried for each.
     exchanges: recomputations that are traded for others at each point. moments: moments of the backward pass that the
     lower bound tries at each budget; it keeps the best lines at as many budgets as `cuts`.
-    lower_work, exchange_work, moment_work: caps on the same for long steps, as ops times what is counted.
+    lower_work, exchange_work, moment_work: caps on the same for long steps, as ops times what is counted; grid_work:
+    steps so short that they stay below it have more of the grid.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -84,6 +85,7 @@ class Config:
     lower_work: int = 1_500_000
     exchange_work: int = 400_000
     moment_work: int = 10_000
+    grid_work: int = 20_000
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", tuple(self.methods))

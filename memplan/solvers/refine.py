@@ -41,7 +41,8 @@ def refine(
         found += new
         yield from new
     found = pareto(found)
-    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, config.grid) * config.passes
+    count = max(config.grid, min(3 * config.grid, config.grid_work // flat.op_count))
+    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, count) * config.passes
     for target in targets:
         if _close(best, bound, target):
             continue
