@@ -40,6 +40,8 @@ _SPREAD = (
 _JOINT = 5  # moments of one programme at most
 _LOOK_ROUNDS = 250  # rounds that judge a set of moments, and rounds for the one that is taken
 _LAST_ROUNDS = 800
+_MOST_ROUNDS = 2000  # instead of the latter for short steps
+_LAST_WORK = 400_000  # rounds times ops, where that is more rounds
 _MORE_TRIES = 6000  # moments tried beside those asked for, divided by the number of ops
 _GAIN = 2e-4  # of the baseline: what another moment has to add
 
@@ -150,10 +152,11 @@ class _Search:
 
     def exchange(self, budgets: list[int], sets: list[tuple[int, ...]]) -> None:
         """A longer look at each budget at its own moments and those of its neighbours."""
+        rounds = max(_LAST_ROUNDS, min(_MOST_ROUNDS, _LAST_WORK // self.step.flat.op_count))
         for i, budget_bytes in enumerate(budgets):
             for moments in dict.fromkeys(sets[max(0, i - 1) : i + 2]):
                 if moments:
-                    self._look(moments, budget_bytes, _LAST_ROUNDS)
+                    self._look(moments, budget_bytes, rounds)
 
     def _thinned(self, moments: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
         """The moments without the one that matters least, where there are too many."""
