@@ -12,6 +12,13 @@ its way is kept.
 Microbatches that wait hold their inputs, their outputs and what they save. The first two are bytes that nothing can
 free. What is saved counts in lines of its own, from minimum cuts at the boundary: what is not saved is recomputed. The
 programmes leave it out, so they hold, but less tightly than with one microbatch alone.
+
+Other orders of the backward pass would need bounds of their own. Three were tried on eleven captured steps, with
+gradients handed over in the same turn: weight gradients as early as possible, ops that free memory first, and the same
+with gradients of activations alone counted. Two floors fall, by 3% (ViT) and 2% (eager Llama) of the activations, and
+some orders lift others (GPT-2's by a quarter). The best of the three takes BERT's overhead at 0.35 from 14.5 to 13.7%,
+GPT-2's at 0.5 from 8.2 to 8.0%, ViT's from 7.3 to 7.1%, eager Llama's at 0.35 from 11.9 to 11.5%; six steps gain
+nothing. Each order costs a whole search, so the order is the given one.
 """
 
 from __future__ import annotations

@@ -8,6 +8,15 @@ is the order.
 
 The bound of a node is the ticks spent, plus the best price's bound of one moment ahead, plus what has to run again
 before that moment whatever comes after it.
+
+Whole transformer layers of 32-45 ops stay open in a fifth to a half of their cells: what repeated runs themselves need
+for a while is in no bound, and where that makes a cheap answer impossible, every choice among ops that cost next to
+nothing is tried before it shows. Tried against that, on the layers of GPT-2, Llama and BERT, to little avail: more
+nodes (GPT-2's layer: 54% certified with 1000 for each cell, 69% with 3000, 86% with 60,000; Llama's: 63% with 1000 and
+with 3000); one limit merged from those of all forward ops and the boundary; the programme of several moments that
+bounds whole steps (it says less than minimum cuts do here); putting off any run of a batch instead of the last;
+settling what could be taken back for no more bytes, and telling the bound; nodes taken by expected ends, or from each
+step in turn; four times the starts and three times the exchanges of the local search.
 """
 
 from __future__ import annotations
