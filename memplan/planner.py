@@ -125,7 +125,8 @@ class Planner:
         if type(self.in_flight) is not int or self.in_flight < 1:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
         if self.in_flight > 1:
-            self.accumulate = True  # the first backward's gradients are there while the others run
+            # The first backward's gradients are there while the others run.
+            self.accumulate = not self.surroundings.takes_gradients
             if self.host_budget is not None:
                 raise ValueError(
                     f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
