@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
+import time
 import weakref
 from typing import Any
 
@@ -144,7 +145,7 @@ class GatherCounter:
 
     def __init__(self, module: nn.Module) -> None:
         self.events: list[tuple[str, str, int]] = []
-        self._whole: list[Any] = []  # weak references to storages, whose objects live as long as they do
+        self._whole: dict[str, Any] = {}  # weak references to storages, whose objects live as long as they do
         for name, parameter in module.named_parameters():
             if not parameter.ds_persist:
                 self._watch(name, parameter)
@@ -154,18 +155,24 @@ class GatherCounter:
 
         def gathered(*args: Any, **kwargs: Any) -> Any:
             handle = gather(*args, **kwargs)
-            self._whole.append(weakref.ref(parameter.data.untyped_storage()))
+            self._whole[name] = weakref.ref(parameter.data.untyped_storage())
             self.events.append(("gather", name, self.whole_bytes()))
             return handle
 
         def partitioned(*args: Any, **kwargs: Any) -> None:
             partition(*args, **kwargs)
+            end = time.monotonic() + 10
+            while self._is_whole(name) and time.monotonic() < end:  # gloo's thread lets go late
+                time.sleep(1e-4)
             self.events.append(("release", name, self.whole_bytes()))
 
         parameter.all_gather_coalesced, parameter.partition = gathered, partitioned
 
+    def _is_whole(self, name: str) -> bool:
+        return name in self._whole and self._whole[name]() is not None
+
     def whole_bytes(self) -> int:
-        return sum(storage.nbytes() for ref in self._whole if (storage := ref()) is not None)
+        return sum(storage.nbytes() for ref in self._whole.values() if (storage := ref()) is not None)
 
 
 def planned_events(plan: memplan.Plan) -> list[tuple[str, str, int]]:
