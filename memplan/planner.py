@@ -557,8 +557,11 @@ class Planner:
             ) from error
         if self.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
             raise error
-        if self.shards is not None:  # what can't be captured whole can't be told when to gather
-            raise error
+        if self.shards is not None:
+            raise UnsupportedModel(
+                f"{error}\nWith sharded parameters a step has to be captured whole, for what runs unplanned would not "
+                "gather. Mend that, or leave the parameters whole (ZeRO stage 2 or less, or FSDP with planned blocks)"
+            ) from error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         peak_bytes = self._unplanned_bytes(call, known)
         if peak_bytes is not None and self.budget_bytes is not None and peak_bytes <= self.budget_bytes:

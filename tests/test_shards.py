@@ -371,6 +371,17 @@ def test_parameters_that_outlive_the_gather_are_refused(kind: type[nn.Module]) -
         memplan.apply(net, torch.randn(4, 8), 1.0, costs="estimate", shards=FakeShards(net))
 
 
+class Decides(Writes):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).sum() * (2 if self.weight.sum() > 0 else 1)
+
+
+def test_a_step_that_cant_be_captured_whole_is_refused_with_what_to_do() -> None:
+    net = Decides()
+    with pytest.raises(UnsupportedModel, match=r"depends on parameters.*(?s:.*)ZeRO stage 2"):
+        memplan.apply(net, torch.randn(4, 8), 1.0, costs="estimate", shards=FakeShards(net))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [({"grads": "edges"}, "grads="), ({"on_oom": "replan"}, "on_oom="), ({"sample": None}, "sample")],
