@@ -135,7 +135,7 @@ class _Search:
         everything = _candidate(self.problem, self.everything)
         fetches = any(v.fetched for v in self.problem.graph.values)  # then orders are no schedules by themselves
         if self.updates and not fetches:  # sketches know only about when they happen
-            points = pareto([_accounted(point) for point in points])
+            points = pareto([_accounted(point) for point in thin(points, 2 * self.config.points)])
             everything = _accounted(everything)
         return Front(tuple(points), everything, self.task.bound, self.truncated)
 
