@@ -124,6 +124,15 @@ def _zero_needs(
     )
 
 
+def beside_shards(engine: DeepSpeedEngine) -> memplan.Surroundings:
+    """What an engine of ZeRO 3 holds beside its parts of parameters and gradients: other copies of them, and the
+    optimizer's state."""
+    counted = [engine.optimizer.grad_partitions_flat_buffer, *(p.ds_tensor for p in engine.module.parameters())]
+    tensors = _tensors_of(engine.optimizer)
+    held_bytes = storage_bytes(tensors, engine.device, without=[*counted, *_model_tensors(engine)])
+    return memplan.Surroundings(held_bytes + _state_bytes(engine.basic_optimizer, engine.device))
+
+
 def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:
     """Bytes on the device that a rank holds now: parameters, gradients, the optimizer and these inputs."""
     tensors = [
