@@ -101,17 +101,6 @@ class Planner:
     counted: dict[str, nn.Parameter] | None = None
 
     def __post_init__(self) -> None:
-        if self.update not in ("step", "backward"):
-            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
-        if self.update == "backward":
-            refuse_update_in_backward(self.optimizer, self.accumulate, self.grads)
-        if self.shards is not None:
-            self.gathers = Gathers(self.shards)
-            if self.grads == "edges":
-                raise ValueError(
-                    'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
-                    'grads="surface" with shards='
-                )
         if self.budget is not None:
             device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.host_budget is None and isinstance(self.budget, Budget):
@@ -122,16 +111,37 @@ class Planner:
             limit_bytes(self.host_budget, 0)
             if self.surroundings.keeps_parameters:
                 self.host = frozenset()
+        self._check_flight()
+        if self.update not in ("step", "backward"):
+            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
+        if self.update == "backward":
+            refuse_update_in_backward(self.optimizer, self.accumulate or self.in_flight > 1, self.grads)
+        if self.shards is not None:
+            self._check_shards(self.shards)
+
+    def _check_flight(self) -> None:
         if type(self.in_flight) is not int or self.in_flight < 1:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
-        if self.in_flight > 1:
-            # The first backward's gradients are there while the others run.
-            self.accumulate = not self.surroundings.takes_gradients
-            if self.host_budget is not None:
-                raise ValueError(
-                    f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
-                    "host_budget out for stages of a pipeline"
-                )
+        if self.in_flight == 1:
+            return
+        # The first backward's gradients are there while the others run.
+        self.accumulate = not self.surroundings.takes_gradients
+        if self.host_budget is not None:
+            raise ValueError(
+                f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
+                "host_budget out for stages of a pipeline"
+            )
+
+    def _check_shards(self, shards: Shards) -> None:
+        if self.grads == "edges":
+            raise ValueError(
+                'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
+                'grads="surface" with shards='
+            )
+        for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
+            if given:
+                raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
+        self.gathers = Gathers(shards)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 

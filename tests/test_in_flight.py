@@ -228,7 +228,8 @@ class Untraceable(Stage):
 
 def test_refusals() -> None:
     stage, sample = Stage().train(), torch.randn(256, 32)
-    for options in ({"in_flight": 2}, {"buffers": memplan.Buffers(inputs=3)}):
+    around = memplan.Surroundings(buffers=memplan.Buffers(inputs=3))
+    for options in ({"in_flight": 2}, {"surroundings": around}):
         with pytest.raises(memplan.UnsupportedModel, match="has to be captured whole"):
             memplan.apply(Untraceable().train(), sample, 1.0, costs="estimate", **options)  # type: ignore[arg-type]
     for wrong in (0, -1, 1.5, True):
@@ -236,3 +237,6 @@ def test_refusals() -> None:
             memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="offload plans for one forward in flight"):
         memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=2, host_budget="1GiB")
+    optimizer = torch.optim.SGD(stage.parameters())
+    with pytest.raises(ValueError, match="nothing can be accumulated"):
+        memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=2, optimizer=optimizer, update="backward")
