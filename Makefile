@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: lint
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -26,10 +26,10 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "slow and not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not gpu"
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget

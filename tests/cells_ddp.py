@@ -131,9 +131,16 @@ GROUPS: dict[str, Any] = {
     "other budgets": ((EQUAL, EQUAL), (1.0, BUDGET)),
     "other batches": ((EQUAL, UNEVEN), (0.75, BUDGET)),
 }
-CELLS = {" ".join(case): Cell(functools.partial(compare_training, *case)) for case in CASES}
+QUICK = {
+    ("plain", "no-sync", "surface"),
+    ("static-graph", "every-step", "surface"),
+    ("find-unused", "no-sync", "edges"),
+}
+CELLS = {" ".join(case): Cell(functools.partial(compare_training, *case), full=case not in QUICK) for case in CASES}
 CELLS |= {f"group: {name}": Cell(functools.partial(compare_groups, *case)) for name, case in GROUPS.items()}
 CELLS |= {
-    f"Trainer {name}": Cell(functools.partial(compare_trainers, **options), needs=("transformers", "accelerate"))
+    f"Trainer {name}": Cell(
+        functools.partial(compare_trainers, **options), full=name != "default", needs=("transformers", "accelerate")
+    )
     for name, options in TRAINERS.items()
 }

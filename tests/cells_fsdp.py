@@ -182,16 +182,17 @@ def refusals() -> str | None:
     )
 
 
+QUICK = {("plain", "apply, then shard"), ("mixed precision", "shard, then apply"), ("CPU offload", "apply_blocks")}
 CELLS = {
-    f"{policy}: {way}": Cell(functools.partial(compare_training, policy, way), full=policy == "no reshard")
+    f"{policy}: {way}": Cell(functools.partial(compare_training, policy, way), full=(policy, way) not in QUICK)
     for policy in POLICIES
     for way in WAYS
 }
 CELLS |= {
-    "other budgets": Cell(other_budgets),
+    "other budgets": Cell(other_budgets, full=True),
     "optimizer state": Cell(optimizer_state),
     "no room": Cell(no_room),
-    "another batch": Cell(other_batch),
+    "another batch": Cell(other_batch, full=True),
     "llama": Cell(llama, needs=("transformers",)),
     "refusals": Cell(refusals),
 }

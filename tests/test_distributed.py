@@ -17,13 +17,12 @@ TIMEOUT_S = {False: 900, True: 5000}  # of all cells of one world size; True: wi
 
 
 def parameters() -> list[object]:
-    """One for each cell; those of one world size stay in one test process, where one spawn serves them."""
+    """One for each cell. All run in one test process (`--dist loadfile`), where one spawn serves a world size."""
     found = []
     for name, cell in cells().items():
         if cell.alone:
             continue
-        marks = [pytest.mark.xdist_group(f"ranks-{cell.world}-{cell.full}")]
-        marks += [pytest.mark.slow] if cell.full else []
+        marks = [pytest.mark.slow] if cell.full else []
         marks += [pytest.mark.deepspeed] if "deepspeed" in cell.needs else []
         found.append(pytest.param(name, id=name, marks=marks))
     return found
