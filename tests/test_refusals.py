@@ -394,13 +394,24 @@ def test_gradient_checkpointing_of_transformers() -> None:
         memplan.apply(net, sample, 1.0, costs="estimate")
 
 
-@pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "FSDPModule", "DeepSpeedEngine"])
+@pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "DeepSpeedEngine"])
 def test_wrapped_models(kind: str) -> None:
     """Told by the names of classes: most of these can't be made without ranks."""
     net, sample = net_and_sample()
     wrapper = nn.DataParallel(net) if kind == "DataParallel" else type(kind, (nn.Sequential,), {})(net)
     with nothing_changes(net, sample), pytest.raises(memplan.UnsupportedModel, match=rf"{kind}.*model inside"):
         memplan.apply(wrapper, sample, 1.0, costs="estimate")
+
+
+def test_models_with_units_of_fully_shard() -> None:
+    """A unit by itself is planned; what needs ranks is in tests/cells_fsdp.py."""
+    net, sample = net_and_sample()
+    model = nn.Sequential(type("FSDPModule", (nn.Sequential,), {})(net))
+    with (
+        nothing_changes(net, sample),
+        pytest.raises(memplan.UnsupportedModel, match=r"unit of fully_shard.*apply_blocks"),
+    ):
+        memplan.apply(model, sample, 1.0, costs="estimate")
 
 
 @pytest.mark.parametrize("how", ["function", "method", "submodule"])
