@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import memplan
 
-from .config import Budget, MemplanConfig
+from .config import MemplanConfig
 from .lines import Board, Line
 from .memory import DeviceMemory, held_bytes_of
 
@@ -35,7 +35,8 @@ class Watch:
         self._stage, stages = _stage_of(engine)
         self._budget = section.budget_of(rank, ranks, self._stage, stages)
         peers = torch.distributed.get_process_group_ranks(engine.data_parallel_group)
-        self._all_measure = all(section.budget_of(peer, ranks, self._stage, stages) is None for peer in peers)
+        measured = [section.budget_of(peer, ranks, self._stage, stages) is None for peer in peers]
+        self._all_measure, self._waits = all(measured), any(measured)
         if self._budget is None and memory is None:
             raise ValueError(
                 f'"memplan": there is no budget for rank {rank}, and what a {engine.device.type} has free is not '
@@ -44,6 +45,7 @@ class Watch:
         self._engine, self._memory = engine, memory
         self._reserve_fraction = section.reserve_fraction
         self._apply_plan = functools.partial(apply_plan, **section.apply_keywords())
+        self._planned = False
         self._first_step: int = engine.global_steps
         self._before_bytes: int | None = None  # held when the first planned step began
         self._without_state = ""
@@ -52,9 +54,12 @@ class Watch:
         self._hooks: list[Any] = []
 
     def begin(self, sample: Any = None) -> None:
-        """Plan now, where the budget is known."""
-        if self._budget is not None:
-            self._plan(self._budget, sample)
+        """Plan now, where the budgets of all ranks that share gradients are known.
+
+        They plan together: a step with a plan hands its gradients over in another order than one without.
+        """
+        if not self._waits:
+            self._plan(sample)
         # Functions, and not methods: a copy of the module keeps them as they are.
         self._hooks = [
             self._engine.module.register_forward_pre_hook(lambda _, *inputs: self._before(inputs), with_kwargs=True),
@@ -71,11 +76,12 @@ class Watch:
     def _before(self, inputs: object) -> None:
         if not (self._engine.module.training and torch.is_grad_enabled()):
             return
-        if self._budget is None and self._engine.global_steps > self._first_step:
-            self._budget = self._measured(inputs)
-            self._plan(self._budget, None)  # holds from the next call on
+        if not self._planned and self._engine.global_steps > self._first_step:
+            if self._budget is None:
+                self._budget = self._measured(inputs)
+            self._plan(None)  # holds from the next call on
         self._tell()
-        if self._before_bytes is None and self._budget is not None:
+        if self._before_bytes is None and self._planned:
             self._before_bytes = held_bytes_of(self._engine, inputs)
             stateless = self._engine.basic_optimizer is not None and not self._engine.basic_optimizer.state
             self._without_state = ", when the optimizer had no state yet" if stateless else ""
@@ -83,8 +89,10 @@ class Watch:
     def _after(self) -> None:
         self._tell()
 
-    def _plan(self, budget: Budget, sample: Any) -> None:
-        self._apply_plan(self._engine, sample, budget)
+    def _plan(self, sample: Any) -> None:
+        assert self._budget is not None
+        self._apply_plan(self._engine, sample, self._budget)
+        self._planned = True
 
     def _measured(self, inputs: object) -> int:
         """A budget from what the device has free: that, less the reserve, and what the engine holds already.
