@@ -10,6 +10,7 @@ from typing import Any
 
 from deepspeed.runtime.activation_checkpointing import checkpointing
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
 log = logging.getLogger("memplan")
@@ -47,9 +48,12 @@ def refuse(engine: DeepSpeedEngine) -> None:
 
 def _talkative(engine: DeepSpeedEngine) -> str | None:
     """What makes ranks communicate elsewhere than in the reduction of gradients, in words."""
+    # In a pipeline the model-parallel group has the stages in it.
+    pipeline = isinstance(engine, PipelineEngine)
+    slices = engine.grid.get_slice_parallel_world_size() if pipeline else engine.mp_world_size
     reasons = {
         "mixture-of-experts layers of DeepSpeed": engine.has_moe_layers,
-        "tensor parallelism": engine.autotp_size() > 1 or engine.mp_world_size > 1,
+        "tensor parallelism": engine.autotp_size() > 1 or slices > 1,
         "sequence parallelism": engine.sequence_parallel_size > 1,
         "ZenFlow": engine.zenflow,
     }
