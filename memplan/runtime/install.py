@@ -86,6 +86,7 @@ class PlannedForward:
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
         self._observer: Observer | None = None  # of the step that is compared with its prediction
+        self._hooked = False  # parameters had hooks when that step was planned
         self._absent_bytes = 0  # of gradients that were not there when that step began
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         functools.update_wrapper(self, original)
@@ -194,6 +195,7 @@ class PlannedForward:
                 runner, done = step.runner, functools.partial(self._compare, step)
                 runner.watch = Observer(runner.device, self._held, done, runner.store.transfers.is_host)
                 self._observer = runner.watch
+                self._hooked = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
         return step
 
     def prepare(self, sample: Sample) -> Any:
@@ -289,8 +291,7 @@ class PlannedForward:
 
     def _compare(self, step: WholeStep, grown_bytes: int, time_s: float) -> None:
         """Measured against predicted: one line in the log, and a margin where more was held than predicted."""
-        in_backward = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
-        if in_backward or self._planner.updates is not None:
+        if self._hooked or self._planner.updates is not None:
             return  # an optimizer that steps in backward, or an engine's hook, holds what no plan knows of
         plan = step.plan
         on_cuda = step.runner.device.type == "cuda"
