@@ -49,10 +49,11 @@ def main(path: Path, modules: list[str]) -> int:
         with tempfile.TemporaryDirectory() as folder:
             found = run_ranks(names, table[names[0]].world, Path(folder), TIMEOUT_S)
         rows += [row(name, cell, found) for name, cell in table.items()]
+        command = " ".join(["python -m tests.matrix", str(path), *modules])
         path.write_text(
             "# Cells of several ranks\n\n"
-            f"`python -m tests.matrix {' '.join([str(path), *modules])}`: {len(rows)} cells, torch {torch.__version__}, "
-            f"gloo, {time.monotonic() - start_s:.0f} s. A cell compares a planned run with the same run without "
+            f"`{command}`: {len(rows)} cells, torch {torch.__version__}, gloo, "
+            f"{time.monotonic() - start_s:.0f} s. A cell compares a planned run with the same run without "
             "memplan bit for bit, or checks what its name says.\n\n| cell | ranks | found |\n|---|---|---|\n"
             + "\n".join(rows)
             + "\n"
