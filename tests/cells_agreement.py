@@ -19,7 +19,7 @@ import memplan
 from memplan import planner as planner_module
 from memplan.errors import MemplanError
 from memplan.planner import Planner
-from memplan.runtime import planned_forward
+from tests.fake_shards import FakeShards
 from tests.ranks import Cell
 from tests.test_replan import NoMemory
 from tests.zoo import copied, first_difference
@@ -236,17 +236,22 @@ def two_plan() -> str | None:
 
 def gathers() -> str | None:
     """Where plans have gathers in them, all ranks run the plan for the lowest budget."""
+    whole = stack()
+    expected = [copied(whole(batch())) for _ in range(2)]
+    top, floor = (f(p.peak_bytes for p in memplan.explore(whole, batch(), costs="estimate")) for f in (max, min))
     net = stack()
-    top, floor = (f(p.peak_bytes for p in memplan.explore(net, batch(), costs="estimate")) for f in (max, min))
-    planned(net, None, top if rank() == 0 else (top + floor) // 2)
-    planned_forward(net)._planner.gathers = True  # type: ignore[union-attr]
     with counted_plans() as searched:
-        results = losses(net, [batch()] * 2)
+        planned(net, None, 2 * top if rank() == 0 else (top + floor) // 2, shards=FakeShards(net))
+        found = []
+        for _ in range(2):
+            loss = net(batch())
+            loss.backward()
+            found.append(copied(loss))
     plans = told_by_all(memplan.plan_of(net).schedule)  # type: ignore[union-attr]
     counts = told_by_all(len(searched))
     if counts != [0, 1] or plans[0] != plans[1]:
         return f"searches: {counts}; one plan: {plans[0] == plans[1]}"
-    return first_difference(losses(stack(), [batch()] * 2), results, "result")
+    return first_difference(expected, found, "losses")
 
 
 def looks_on() -> str | None:
