@@ -15,6 +15,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from memplan.config import Config
 from memplan.problem import Problem
 from memplan.schedule import Schedule, Timeline, schedule_of
@@ -145,6 +147,16 @@ class _Search:
         first = "moments" if "moments" in self.config.methods else "bounds"
         searches = {method: METHODS[method](self.task) for method in self.config.methods if method != first}
         self._side_by_side({first: self._bounds(), **searches}, self._report)
+        if self.problem.in_flight > 1:
+            self._search_alone()
+
+    def _search_alone(self) -> None:
+        """Schedules of one microbatch by itself, for all that are in flight: now and then a little better."""
+        front = solve_front(dataclasses.replace(self.problem, in_flight=1), self.config)
+        orders = [(point.solver, np.array(point.order, dtype=np.int64)) for point in front.points]
+        self.found["alone"] = [sketch_of(self.flat, solver, order) for solver, order in orders]
+        if front.truncated:
+            raise TimeoutError
 
     def _bounds(self) -> Iterator[Sketch]:
         """The lower bound, and schedules that suit it."""
