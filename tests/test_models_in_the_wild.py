@@ -91,6 +91,23 @@ def conv_with_frozen_statistics() -> tuple[nn.Module, Any]:
     return PartlyEval(), torch.randn(4, 3, 16)
 
 
+class EvalInForward(nn.Module):
+    """Forward itself puts a submodule in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.drop = layer(), nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.drop.eval()
+        return square(self.drop(torch.tanh(self.body(x))))
+
+
+@wild
+def eval_mode_set_by_forward() -> tuple[nn.Module, Any]:
+    return EvalInForward(), torch.randn(4, 8)
+
+
 @wild
 def group_norm_images() -> tuple[nn.Module, Any]:
     blocks = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.SiLU()) for _ in range(2)]

@@ -236,6 +236,39 @@ class KeepsATensorInADict(Net):
         return out.mean()
 
 
+class AddsASubmodule(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "late"):
+            self.late = nn.Linear(8, 8)
+        return self.late(self.features(x)).mean()
+
+
+class ExchangesASubmodule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act: nn.Module = nn.Tanh()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.act = nn.Sigmoid()
+        return self.act(self.features(x)).mean()
+
+
+class ExchangesAParameter(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale = nn.Parameter(self.scale.detach() * 2)
+        return (self.features(x) * self.scale).mean()
+
+
+class AddsABuffer(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.register_buffer("late", torch.ones(8), persistent=False)
+        return super().forward(x)
+
+
 class OwnGenerator(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -306,6 +339,10 @@ class CheckpointsItself(Net):
         (AppendsToAList, ["history"]),
         (KeepsATensor, ["last"]),
         (KeepsATensorInADict, ["log"]),
+        (AddsASubmodule, ["adds", "submodule late", "before memplan.apply"]),
+        (ExchangesASubmodule, ["exchanges", "submodule act"]),
+        (ExchangesAParameter, ["exchanges", "parameter scale"]),
+        (AddsABuffer, ["adds", "buffer late"]),
         (OwnGenerator, ["enerator"]),
         (UsesNumpy, ["numpy", "test_refusals.py"]),
         (ParameterView, ["view of parameter outer.weight", "clone"]),

@@ -34,6 +34,7 @@ CHECKED_ELSEWHERE = frozenset(
         "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
     }
 )  # fmt: skip
+_MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
 _OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: forward itself never sees it
 _NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
 _DEEPEST = 5
@@ -234,14 +235,19 @@ class AddedHook(NamedTuple):
 
 
 class AttributesKept:
-    """Puts attributes and hooks back after a trace, and says which of them forward changed.
+    """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
 
     added_hooks: those that forward added, once the trace is over.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored)]
-        self._unchecked = unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
+        self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
+        self._members = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in _MEMBERS
+        ]
         self._hooks = [
             (name, kind, getattr(m, kind), dict(getattr(m, kind)))
             for name, m in model.named_modules()
@@ -262,6 +268,13 @@ class AttributesKept:
 
         Raises UnsupportedModel where anything else changed: a planned step would not change it.
         """
+        for name, kind, members, before in self._members:
+            for key in {**before, **members}:
+                if members.get(key, _ABSENT) is not before.get(key, _ABSENT):
+                    raise UnsupportedModel(
+                        f"forward {_change(members, before, key)} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a "
+                        "planned step would not. Where only the first forward does so, run it before memplan.apply"
+                    )
         for path, container, before in self._containers.values():
             if not _same(before, container):
                 raise UnsupportedModel(
@@ -291,6 +304,9 @@ class AttributesKept:
         )
         for added in self.added_hooks:
             next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
+        for _, _, members, before in self._members:
+            if any(members.get(key, _ABSENT) is not before.get(key, _ABSENT) for key in {**before, **members}):
+                _restore(members, before)
         for _, table, before in self._tables:
             if isinstance(table, dict):
                 for key in [k for k in table if k not in before]:
@@ -299,6 +315,10 @@ class AttributesKept:
         for _, container, before in self._containers.values():
             if not _same(before, container):
                 _restore(container, before)
+
+
+def _change(members: Table, before: Table, key: str) -> str:
+    return "removes" if key not in members else "exchanges" if key in before else "adds"
 
 
 def _restore(container: Any, before: Any) -> None:

@@ -198,12 +198,15 @@ def trace_step(
         wanted = [leaves[n] for n in differentiated] + [t for t in given[: len(call.tensors)] if t.requires_grad]
 
         def forward_and_backward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
-            buffers_before = dict(model.named_buffers())
+            buffers_before, leaves_before = dict(model.named_buffers()), dict(model.named_parameters())
             with autocast.context():
                 output = run(*args, **kwargs)
+            for name, leaf in model.named_parameters():
+                if leaf is not leaves_before.get(name, leaf):
+                    raise UnsupportedModel(f"forward exchanges the parameter {name}; a planned step would not")
             template = OutputTemplate(output, shared_objects(model))
             for name, tensor in model.named_buffers():
-                if tensor is not buffers_before.get(name):
+                if name in buffers_before and tensor is not buffers_before[name]:
                     session.reassigned[name] = template.add(tensor, f"buffer {name}")
             session.end_forward(template)
             chosen, tangents = _tangents(session, expanded, around)
