@@ -269,12 +269,12 @@ class AttributesKept:
         Raises UnsupportedModel where anything else changed: a planned step would not change it.
         """
         for name, kind, members, before in self._members:
-            for key in {**before, **members}:
-                if members.get(key, _ABSENT) is not before.get(key, _ABSENT):
-                    raise UnsupportedModel(
-                        f"forward {_change(members, before, key)} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a "
-                        "planned step would not. Where only the first forward does so, run it before memplan.apply"
-                    )
+            for key in _exchanged(members, before):
+                change = "removes" if key not in members else "exchanges" if key in before else "adds"
+                raise UnsupportedModel(
+                    f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
+                    "Where only the first forward does so, run it before memplan.apply"
+                )
         for path, container, before in self._containers.values():
             if not _same(before, container):
                 raise UnsupportedModel(
@@ -305,7 +305,7 @@ class AttributesKept:
         for added in self.added_hooks:
             next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
         for _, _, members, before in self._members:
-            if any(members.get(key, _ABSENT) is not before.get(key, _ABSENT) for key in {**before, **members}):
+            if _exchanged(members, before):
                 _restore(members, before)
         for _, table, before in self._tables:
             if isinstance(table, dict):
@@ -317,8 +317,8 @@ class AttributesKept:
                 _restore(container, before)
 
 
-def _change(members: Table, before: Table, key: str) -> str:
-    return "removes" if key not in members else "exchanges" if key in before else "adds"
+def _exchanged(members: Table, before: Table) -> list[str]:
+    return [key for key in {**before, **members} if members.get(key, _ABSENT) is not before.get(key, _ABSENT)]
 
 
 def _restore(container: Any, before: Any) -> None:
