@@ -41,11 +41,15 @@ def built(name: str) -> tuple[nn.Module, Sample]:
     return MODELS[name](0)
 
 
-@cache
 def curve(name: str, autocast: bool, loss: bool) -> tuple[memplan.Plan, ...]:
+    return _curve(name, autocast, loss_inside(built(name)[1]) if loss else None)
+
+
+@cache
+def _curve(name: str, autocast: bool, loss_fn: Callable[..., torch.Tensor] | None) -> tuple[memplan.Plan, ...]:
     net, sample = built(name)
     with under(autocast):
-        return memplan.explore(net, sample, loss_fn=loss_inside(sample) if loss else None)
+        return memplan.explore(net, sample, loss_fn=loss_fn)
 
 
 def spread(points: tuple[memplan.Plan, ...], count: int) -> list[memplan.Plan]:
