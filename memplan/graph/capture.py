@@ -17,6 +17,7 @@ from memplan.graph import private_api as private
 from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.key import StepKey, foreign_hooks
+from memplan.graph.memo import Memo
 from memplan.graph.shards import Shards
 from memplan.graph.trace import Autocast, Layout, Surroundings, input_names, trace_step
 from memplan.graph.traced import Traced
@@ -88,7 +89,9 @@ def _capture(
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else Surroundings(tangents, whole=True)
-    trace = functools.partial(trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards))
+    trace = functools.partial(
+        trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo()
+    )
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes:
         raw = trace(around=around)
         settled = attributes.changes()

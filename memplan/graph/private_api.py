@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import os
 import sys
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
+    _ProxyTensor,
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
@@ -46,6 +48,7 @@ TRACING = threading.RLock()
 
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 READ_SCALAR = aten._local_scalar_dense.default
+READ_DEVICE = torch.ops.prim.device.default
 
 # Ops that write to arguments though their schema does not say so: op -> (argument indices, index of `training`).
 HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
@@ -97,10 +100,16 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
     return True
 
 
+# Nobody reads which torch functions the ops come from, and to note it takes a mode that each of them goes through.
+_LEAN: dict[str, Any] = {
+    name: True for name in ("_disable_torch_fn_metadata_mode",) if name in inspect.signature(make_fx).parameters
+}
+
+
 def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
     """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
     with _grouped_products_of_any_dtype():
-        return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+        return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
 def fakes_on(
@@ -169,6 +178,46 @@ def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
     assert mode is not None, "no trace in progress"
     slot = get_proxy_slot(tensor, mode.tracer, None)
     return None if slot is None else slot.proxy.node
+
+
+class Recording:
+    """The trace in progress, to write to it what `make_fx` would."""
+
+    def __init__(self) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None, "no trace in progress"
+        self._tracer = mode.tracer
+        self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+    @property
+    def length(self) -> int:
+        """The number of nodes so far."""
+        return len(self._tracer.graph.nodes)
+
+    def node(self, tensor: Any) -> torch.fx.Node | None:
+        """The node that made a fake tensor; None for any other, and for one whose data is known."""
+        if type(tensor) is not FakeTensor or tensor.constant is not None:
+            return None
+        slot = get_proxy_slot(tensor, self._tracer, None)
+        return None if slot is None or slot.constant is not None else slot.proxy.node
+
+    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
+        """A new node, under the name that it gets from `make_fx`."""
+        graph = self._tracer.graph
+        named = func.overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else func.__name__
+        return graph.create_node("call_function", func, args, kwargs, name=graph._target_to_str(named))
+
+    def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        """Let `node` stand for the tensor from now on."""
+        set_proxy_slot(tensor, self._tracer, _ProxyTensor(torch.fx.Proxy(node, self._tracer), None))
+
+    def fake(self, contents: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake tensor in the memory, and with the layout, of one on the meta device."""
+        return FakeTensor(self._fake_mode, contents, device)
+
+    def without_modes(self) -> contextlib.AbstractContextManager[Any]:
+        """Where ops on the meta device are no part of the trace."""
+        return torch._C._DisableTorchDispatch()  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

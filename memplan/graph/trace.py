@@ -22,6 +22,7 @@ from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
 from memplan.graph.layout import dense_layout, strides_that_matter
+from memplan.graph.memo import Memo
 from memplan.graph.source_lines import caller_line, first_line, line_of
 
 
@@ -168,12 +169,13 @@ def trace_step(
     expanded: bool = False,
     around: Surroundings | None = None,
     shapes: Mapping[str, torch.Size] | None = None,
+    memo: Memo | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
-    of its input. shapes: of parameters that are empty between uses, by name.
+    of its input. shapes: of parameters that are empty between uses, by name. memo: of other traces under the same switches.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -238,7 +240,7 @@ def trace_step(
         stack.enter_context(_generator_kept(device))
         stack.enter_context(_module_stack(session))
         try:
-            graph_module = private.trace_with_fakes(_under(_Watch(session), step), *args)
+            graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo()), step), *args)
         except UnsupportedModel:
             raise
         except private.DATA_DEPENDENT_ERRORS as error:
@@ -438,24 +440,34 @@ class _Watch(private.TorchDispatchMode):
     alone, noting each for the guards.
     """
 
-    def __init__(self, session: _Session) -> None:
+    def __init__(self, session: _Session, memo: Memo) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
-        self._session = session
+        self._session, self._memo = session, memo
+
+    def __enter__(self) -> _Watch:
+        self._recording = private.Recording()
+        return super().__enter__()  # type: ignore[no-any-return]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = private.tracer_node(args[0]) if func is private.READ_SCALAR else None
-        if func is private.READ_SCALAR and node is None and not isinstance(args[0], private.FakeTensor):
-            return self._read_attribute(args[0])
-        if node is None:
-            outputs = func(*args, **(kwargs or {}))
-            if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
-                raise UnsupportedModel(
-                    f"the shape of a result depends on data: {func} in module "
-                    f"{self._session.where or '(the model itself)'}, at {caller_line()}. Compute it outside of the "
-                    "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
-                )
-            return private.corrected_outputs(func, args, outputs)
-        return self._read(node)
+        if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
+            return args[0].device
+        if func is private.READ_SCALAR:
+            node = private.tracer_node(args[0])
+            if node is not None:
+                return self._read(node)
+            if not isinstance(args[0], private.FakeTensor):
+                return self._read_attribute(args[0])
+        return self._memo.run(self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {}))
+
+    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        outputs = func(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
+            raise UnsupportedModel(
+                f"the shape of a result depends on data: {func} in module "
+                f"{self._session.where or '(the model itself)'}, at {caller_line()}. Compute it outside of the "
+                "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
+            )
+        return private.corrected_outputs(func, args, outputs)
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""
