@@ -1,10 +1,10 @@
-"""Ops that were traced before on tensors that looked the same: written down once more without asking PyTorch.
+"""Plain ops of a trace, written down without asking PyTorch: views, and ops that ran before on tensors of the same looks.
 
 A model of many layers runs few distinct ops, 170 of the 2,100 in a GPT-2 of twelve, and PyTorch takes half a
 millisecond to trace a run of one: proxies, fake kernels, its own cache of what those give. What the first run gave, a
-node and tensors of certain layouts in new memory or in that of arguments, is given here again. What is not that plain
-goes the long way each time: tensors whose data is known, results of unknown shape, views in place, ops that are taken
-apart on the way.
+node and tensors of certain layouts in new memory or in that of arguments, is given here again. Most of the distinct ops
+are views, which run on the meta device in microseconds. What is not that plain goes the long way each time: tensors
+whose data is known, results of unknown shape, views in place, ops that are taken apart on the way.
 """
 
 from __future__ import annotations
@@ -31,6 +31,29 @@ class _Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a tensor lies in its memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Layout:
+        return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+
+    def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the meta device."""
+        empty = torch.empty(0, dtype=self.dtype, device="meta")
+        return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.stride)
+
+    def in_memory_of_its_own(self) -> torch.Tensor:
+        """On the meta device."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
 class _Result:
     """One tensor that an op gives.
 
@@ -40,18 +63,8 @@ class _Result:
 
     argument: int | None
     same: bool
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    dtype: torch.dtype
+    layout: _Layout
     device: torch.device
-
-    def in_memory(self, given: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Such a tensor on the meta device."""
-        if self.argument is None:
-            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
-        storage = given[self.argument].untyped_storage()
-        return torch.empty(0, dtype=self.dtype, device="meta").set_(storage, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,10 +83,12 @@ class _Call:
         self._recording = recording
         self.tensors: list[torch.Tensor] = []
         args_look, self.args = self._apart(args)
-        self.kwargs, looks = {}, [args_look]
+        self.kwargs, looks = dict[str, Any](), [args_look]
         for name, value in kwargs.items():
-            look, self.kwargs[name] = self._apart(value)
+            look, written = self._apart(value)
             looks.append((name, look))
+            if written is not None:  # an undefined tensor, which is what the argument is by default
+                self.kwargs[name] = written
         self.looks = tuple(looks)
 
     def _apart(self, thing: Any) -> tuple[Any, Any]:
@@ -118,6 +133,8 @@ class Memo:
         """What `trace()` gives, which runs the op and writes it to the trace, to the same effect."""
         try:
             call = _Call(recording, args, kwargs)
+            if func in private.VIEWS and _is_plain(call.tensors):
+                return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
             met = key in self._known
         except (_Unfit, TypeError):  # a size that depends on data can't be a key
@@ -130,10 +147,49 @@ class Memo:
         try:
             if _Call(recording, args, kwargs).looks != call.looks:
                 raise _Unfit
-            self._known[key] = _results(recording, func, call.tensors, outputs, before)
+            self._known[key] = _results(recording, func, call, outputs, before)
         except _Unfit:
             self._known[key] = None
         return outputs
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(given: Sequence[torch.Tensor]) -> bool:
+    """Whether it is one tensor whose layout is all that a view depends on."""
+    return len(given) == 1 and given[0].layout is torch.strided and not (given[0].is_complex() or given[0].is_neg())
+
+
+def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _Call) -> Any:
+    """The results of a view, and nodes for them in the trace."""
+    (tensor,) = call.tensors
+    with recording.without_modes():
+        results = func(_Layout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
+    node = recording.write(func, call.args, call.kwargs)
+    if isinstance(results, torch.Tensor):
+        return _bound(recording, node, results, tensor.device)
+    outputs = [
+        _bound(recording, recording.write(operator.getitem, (node, index), {}), result, tensor.device)
+        for index, result in enumerate(results)
+    ]
+    node.meta["val"] = [n.meta["val"] for n in node.users]
+    return outputs
+
+
+def _bound(
+    recording: private.Recording,
+    node: fx.Node,
+    memory: torch.Tensor,
+    device: torch.device,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A result for which `node` stands from now on: a new tensor, or `output`, which was there before."""
+    node.meta["val"] = recording.fake(memory, device)  # what becomes of the result is none of its concern
+    if output is None:
+        output = recording.fake(memory, device)
+    recording.bind(output, node)
+    return output
 
 
 def _repeated(recording: private.Recording, func: Any, call: _Call, known: _Results) -> Any:
@@ -142,40 +198,43 @@ def _repeated(recording: private.Recording, func: Any, call: _Call, known: _Resu
     outputs, seen = list[Any](), list[Any]()
     for index, result in enumerate(known.results):
         place = node if known.kind is None else recording.write(operator.getitem, (node, index), {})
-        if result is None:
-            outputs.append(None)
-            seen.append(None)
-            continue
-        with recording.without_modes():
-            memory = result.in_memory(call.tensors)
-        same = result.argument is not None and result.same
-        output = call.tensors[result.argument] if same else recording.fake(memory, result.device)  # type: ignore[index]
-        place.meta["val"] = recording.fake(memory, result.device)  # what happens to the output later is none of its
-        recording.bind(output, place)
-        outputs.append(output)
-        seen.append(place.meta["val"])
+        outputs.append(None if result is None else _output(recording, place, call.tensors, result))
+        seen.append(place.meta.get("val"))
     if known.kind is None:
         return outputs[0]
     node.meta["val"] = known.kind(seen)
     return known.kind(outputs)
 
 
-def _results(
-    recording: private.Recording, func: Any, given: Sequence[torch.Tensor], outputs: Any, before: int
-) -> _Results:
+def _output(
+    recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
+) -> torch.Tensor:
+    """One of these results."""
+    with recording.without_modes():
+        if result.argument is None:
+            memory = result.layout.in_memory_of_its_own()
+        else:
+            memory = result.layout.in_memory_of(given[result.argument])
+    same = given[result.argument] if result.argument is not None and result.same else None
+    return _bound(recording, node, memory, result.device, same)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _results(recording: private.Recording, func: Any, call: _Call, outputs: Any, before: int) -> _Results:
     """What an op gave that was traced just now, where there were `before` nodes. Raises _Unfit."""
     kind = type(outputs) if type(outputs) in (list, tuple) else None
     several = list(outputs) if kind else [outputs]
-    results = tuple(None if output is None else _result(recording, output, given) for output in several)
+    results = tuple(None if output is None else _result(recording, output, call.tensors) for output in several)
     made = [storage_key(t) for t, result in zip(several, results, strict=True) if result and result.argument is None]
     nodes = [recording.node(output) for output in several if output is not None]
     if not nodes or None in nodes or len(set(made)) < len(made) or any(tag in func.tags for tag in _UNFIT_TAGS):
         raise _Unfit
     node = nodes[0].args[0] if kind else nodes[0]  # type: ignore[union-attr]
-    added = recording.length - before
-    if not isinstance(node, fx.Node) or node.target is not func or added != 1 + (len(several) if kind else 0):
+    if not isinstance(node, fx.Node) or (node.target, node.args, node.kwargs) != (func, call.args, call.kwargs):
         raise _Unfit
-    if kind and type(node.meta["val"]) is not kind:
+    if recording.length - before != 1 + (len(several) if kind else 0) or (kind and type(node.meta["val"]) is not kind):
         raise _Unfit
     return _Results(kind, results)
 
@@ -186,17 +245,14 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         raise _Unfit
     if output.requires_grad or output.is_conj() or output.is_neg() or output.is_inference():
         raise _Unfit
-    layout = (output.shape, output.stride(), output.storage_offset(), output.dtype, output.device)
-    storage = storage_key(output)
-    same = [position for position, tensor in enumerate(given) if tensor is output]
+    layout, storage = _Layout.of(output), storage_key(output)
     around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
     if len(around) > 1:
         raise _Unfit  # in whose memory it would lie were they not in one is not known
     if around:
-        return _Result(around[0], bool(same), *layout)
-    result = _Result(None, False, *layout)
+        return _Result(around[0], given[around[0]] is output, layout, output.device)
     with recording.without_modes():
-        own_bytes = result.in_memory(given).untyped_storage().nbytes()
-    if output.storage_offset() or own_bytes != output.untyped_storage().nbytes():
+        own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
+    if layout.offset or own_bytes != output.untyped_storage().nbytes():
         raise _Unfit
-    return result
+    return _Result(None, False, layout, output.device)

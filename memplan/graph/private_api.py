@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
     _ProxyTensor,
@@ -75,6 +76,18 @@ METADATA_ONLY = frozenset(
     )
 )  # fmt: skip
 
+# Ops that look at a tensor's memory, by the same code on the meta device as anywhere else.
+VIEWS = frozenset(
+    getattr(getattr(aten, name), overload)
+    for name, overload in (
+        ("alias", "default"), ("as_strided", "default"), ("detach", "default"), ("diagonal", "default"),
+        ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"), ("split", "Tensor"),
+        ("split_with_sizes", "default"), ("squeeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"),
+        ("t", "default"), ("transpose", "int"), ("unbind", "int"), ("unfold", "default"), ("unsqueeze", "default"),
+        ("view", "default"),
+    )
+)  # fmt: skip
+
 _DROPOUT_P_ARGUMENT = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
     "aten::_scaled_dot_product_flash_attention": "dropout_p",
@@ -108,8 +121,15 @@ _LEAN: dict[str, Any] = {
 
 def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
     """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
-    with _grouped_products_of_any_dtype():
+    with _grouped_products_of_any_dtype(), _without_code():
         return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
+
+
+@contextlib.contextmanager
+def _without_code() -> Iterator[None]:
+    """Have no Python code made for the graph of a trace, which is read and never run."""
+    with _use_lazy_graph_module(True):
+        yield
 
 
 def fakes_on(
