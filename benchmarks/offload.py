@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from memplan.problem import Link
 from memplan.solvers import solve_front
-from memplan.solvers.offload import offload_bound_s, solve_offload
+from memplan.solvers.offload import solve_offload
+from memplan.solvers.offload_bound import offload_bound_s
 from tests.random_graphs import llama_like
 
 

@@ -53,7 +53,7 @@ from memplan.runtime.gathers import Gathers
 from memplan.schedule import order_of
 from memplan.simulate import simulate, unplanned
 from memplan.solvers import Candidate, Front, candidate, solve_front, textbook
-from memplan.solvers.offload import gather_bound_s, offload_bound_s
+from memplan.solvers.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
 LossFunction = Callable[..., Any]

@@ -38,7 +38,8 @@ from memplan.schedule import (
 from memplan.simulate import simulate
 from memplan.solvers import solve_front
 from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, offload_bound_s, place_copies, solve_offload
+from memplan.solvers.offload import least_bytes, place_copies, solve_offload
+from memplan.solvers.offload_bound import offload_bound_s
 from tests.meter import LiveMeter, storage_bytes
 from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.test_solvers import CALM, SMALL, some_orders

@@ -22,7 +22,8 @@ from memplan.runtime import planned_forward
 from memplan.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.simulate import simulate
 from memplan.solvers.flat import flatten
-from memplan.solvers.offload import gather_bound_s, least_bytes, place_copies
+from memplan.solvers.offload import least_bytes, place_copies
+from memplan.solvers.offload_bound import gather_bound_s
 from tests.fake_shards import FakeShards
 from tests.meter import LiveMeter
 from tests.random_graphs import random_problems

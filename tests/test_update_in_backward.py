@@ -22,7 +22,8 @@ from memplan.runtime import planned_forward
 from memplan.schedule import Compute, SurfaceGrads, schedule_of
 from memplan.simulate import simulate
 from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, offload_bound_s, place_copies
+from memplan.solvers.offload import least_bytes, place_copies
+from memplan.solvers.offload_bound import offload_bound_s
 from tests.meter import storage_bytes
 from tests.random_graphs import random_problems
 from tests.small import net_and_sample
