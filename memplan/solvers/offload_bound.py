@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from memplan.problem import Problem
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.problem import Link, Problem
 from memplan.solvers.bound import backward_bytes, needed_after, needed_bytes
 from memplan.solvers.flat import Flat, flatten
-from memplan.solvers.mincut import saved_sets
+from memplan.solvers.mincut import SavedSet, saved_sets
 
 
 def gather_bound_s(problem: Problem) -> float:
@@ -19,15 +24,15 @@ def gather_bound_s(problem: Problem) -> float:
 def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> float:
     """No schedule with copies takes less.
 
-    At any moment of the backward pass, what the rest of it reads is on the device, is on the host, or is computed
-    later. What is on the host by then was copied out before: so a step of T seconds has at most (T - seconds of what
-    comes after) times the link's speed more room than the budget leaves beside what nothing can free, and each minimum
-    cut is a line that limits T from below. The same holds for copying back. Every parameter that lives on the host is
-    fetched once at least, every gradient of one sent back, and the CPU updates with each: beside the step, or after it.
+    At any moment, what the backward pass still reads is on the device, is on the host, or is computed later. What is on
+    the host by then was copied out before, and has to come back after: so the link's speed times those seconds is room
+    beside what the budget leaves, and each minimum cut says how many seconds of recomputation come after the moment at
+    least (`_least_extra_s`). Every parameter that lives on the host is fetched once at least, every gradient of one
+    sent back, and the CPU updates with each: beside the step, or after it.
     """
     link = problem.link
     assert link is not None
-    graph, values, time_s = problem.graph, problem.graph.values, problem.costs.time_s
+    graph, values = problem.graph, problem.graph.values
     read = {v for op in graph.ops for v in op.inputs}
     fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
     sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
@@ -36,24 +41,132 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     baseline_s = problem.baseline_time_s
     found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     flat = flatten(problem, updates=False)
-    forward_s = sum(t for t, late in zip(time_s, flat.arrays.deferrable) if not late)
-    forward_s -= sum(time_s[graph.boundary :])  # no op of the backward pass is deferrable
-    for first, fixed_bytes in _moments(flat):
-        after_s = sum(time_s[first:])
-        before_s = forward_s + sum(time_s[graph.boundary : first])
-        for cut in saved_sets(flat, needed_after(flat, first), cuts):
-            slope = cut.line_s_per_byte
-            beyond_s = cut.line_s - slope * (budget_bytes - fixed_bytes)
-            for speed, other_s in ((link.to_host_bytes_per_s, after_s), (link.to_device_bytes_per_s, before_s)):
-                found.append((baseline_s + beyond_s + slope * speed * other_s) / (1 + slope * speed))
+    for moment in () if flat.lost_late else _moments(flat, baseline_s, link.to_host_bytes_per_s):
+        room_bytes = budget_bytes - moment.fixed_bytes
+        for cut in saved_sets(flat, moment.needed, cuts, twice=moment.second_runs):
+            found.append(baseline_s + _least_extra_s(cut, room_bytes, moment, link))
     return max(*found, update_s) if beside else max(found) + update_s
 
 
-def _moments(flat: Flat) -> list[tuple[int, int]]:
-    """(backward op, bytes that nothing can free then): the boundary, and where most is held."""
-    boundary = flat.arrays.boundary
+@dataclass(frozen=True, slots=True)
+class _Moment:
+    """An op while it runs for the first time.
+
+    needed: forward values, made before it, that the backward pass still reads. fixed_bytes: held then beside those,
+    whatever is recomputed. most_before_s, most_after_s: seconds of all ops but those that run after it for certain, and
+    but those that run before it. second_runs: of what is needed, or what makes it, some is overwritten, and is there
+    only where its op has run twice.
+    """
+
+    needed: frozenset[int]
+    fixed_bytes: int
+    most_before_s: float
+    most_after_s: float
+    second_runs: bool
+
+
+def _least_extra_s(cut: SavedSet, room_bytes: int, moment: _Moment, link: Link) -> float:
+    """Seconds of recomputation and waiting that the line of a cut leaves nobody without.
+
+    Of E seconds in all let X come before the moment. The cut is about what comes after: E >= X + line - slope * speed *
+    (seconds before + X), which is least at X = 0 while a second of copying saves less than one, and else where nothing
+    is left to be recomputed. Where ops run twice before the moment, the cut is about these as well, and X may be all
+    of E. Copies back have all that comes after the moment, E included.
+    """
+    slope = cut.line_s_per_byte
+    line_s = cut.line_s - slope * room_bytes
+    out, back = slope * link.to_host_bytes_per_s, slope * link.to_device_bytes_per_s
+    going_s = (line_s - out * moment.most_before_s) / (1 + out if moment.second_runs else max(1.0, out))
+    coming_s = (line_s - back * moment.most_after_s) / (1 + back)
+    return max(0.0, going_s, coming_s)
+
+
+def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Iterator[_Moment]:
+    """The boundary, where most is held, and where most is beyond what can be on the host: of the backward pass, and of
+    the forward pass."""
+    a = flat.arrays
+    backward_s = np.append(np.cumsum(a.time_s[a.boundary :][::-1])[::-1], 0.0)
+    certain_s = float(a.time_s[: a.boundary][~a.deferrable[: a.boundary]].sum())
     fixed = backward_bytes(flat)
-    if boundary == flat.op_count:
-        return [(boundary, int(fixed[0]))]
-    fullest = int((fixed[1:] + needed_bytes(flat)).argmax())
-    return [(boundary, int(fixed[0])), (boundary + fullest, int(fixed[1 + fullest]))]
+    chosen = [(a.boundary, int(fixed[0]))]
+    if a.boundary < flat.op_count:
+        held = fixed[1:] + needed_bytes(flat)
+        crowded = held - to_host_bytes_per_s * (baseline_s - backward_s[:-1])
+        chosen += [(a.boundary + int(b), int(fixed[1 + b])) for b in {held.argmax(), crowded.argmax()}]
+    for first, fixed_bytes in chosen:
+        needed, after_s = needed_after(flat, first), float(backward_s[first - a.boundary])
+        before_s = certain_s + float(backward_s[0]) - after_s
+        second_runs = _second_runs(flat, _reach(flat, needed))
+        yield _Moment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
+    forward = _forward_moment(flat, baseline_s, to_host_bytes_per_s)
+    if forward is not None:
+        yield forward
+
+
+def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> _Moment | None:
+    """Where most is beyond what can be on the host, were the forward pass to run in the given order."""
+    a, ops = flat.arrays, range(flat.arrays.boundary)
+    all_needed = needed_after(flat, a.boundary)
+    here = np.zeros(a.boundary, dtype=np.int64)
+    passing = np.zeros(a.boundary + 1, dtype=np.int64)
+    for op in ops:
+        passing[op + 1] = passing[op] + sum(int(a.size_bytes[v]) for v in flat.makes[op] if v in all_needed)
+        here[op] = a.scratch_bytes[op] + sum(int(a.size_bytes[v]) for v in flat.makes[op] if not a.in_place[v])
+        here[op] += sum(int(a.size_bytes[v]) for v in flat.reads[op] if v not in all_needed and not a.held[v])
+    copied = to_host_bytes_per_s * (np.cumsum(a.time_s[: a.boundary]) - a.time_s[: a.boundary])
+    crowded = np.where(a.deferrable[: a.boundary], -np.inf, passing[:-1] + here - copied)
+    if not len(ops) or flat.op_count == a.boundary or np.isneginf(crowded.max()):
+        return None
+    op = int(crowded.argmax())
+    before = _before(flat, op)
+    after_s = float(a.time_s[op] + a.time_s[a.boundary :].sum()) + sum(float(a.time_s[i]) for i in _after(flat, op))
+    needed = all_needed & {v for i in before for v in flat.makes[i]} - {int(a.taken[v]) for v in flat.makes[op]}
+    reach = _reach(flat, needed)
+    held = sum(int(a.size_bytes[v]) for i in before for v in flat.makes[i] if a.held[v])
+    operands = sum(int(a.size_bytes[v]) for v in flat.reads[op] if v not in reach and not a.held[v])
+    new = sum(int(a.size_bytes[v]) for v in flat.makes[op] if not a.in_place[v])
+    resident = int(backward_bytes(flat.alone)[0]) - a.tangent_bytes
+    resident -= sum(int(a.size_bytes[v]) for i in ops for v in flat.makes[i] if a.held[v])
+    fixed_bytes = resident + held + operands + new + int(a.scratch_bytes[op])
+    before_s = sum(float(a.time_s[i]) for i in before)
+    return _Moment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, _second_runs(flat, reach))
+
+
+def _before(flat: Flat, op: int) -> set[int]:
+    """Ops of the forward pass that an op needs, itself left out."""
+    producer = flat.arrays.producer
+    found: set[int] = set()
+    stack = [op]
+    while stack:
+        new = {int(producer[v]) for v in flat.reads[stack.pop()] if producer[v] >= 0} - found
+        found |= new
+        stack += new
+    return found
+
+
+def _after(flat: Flat, op: int) -> set[int]:
+    """Ops of the forward pass that need an op, itself left out."""
+    made, found = set(flat.makes[op]), set[int]()
+    for later in range(op + 1, flat.arrays.boundary):
+        if made & set(flat.reads[later]):
+            found.add(later)
+            made |= set(flat.makes[later])
+    return found
+
+
+def _reach(flat: Flat, needed: Iterable[int]) -> set[int]:
+    """These values, and what recomputing them may ask for."""
+    a = flat.arrays
+    found = set(needed)
+    stack = list(found)
+    while stack:
+        op = int(a.producer[stack.pop()])
+        if a.rerunnable[op]:
+            new = {v for v in flat.reads[op] if not a.held[v]} - found
+            found |= new
+            stack += new
+    return found
+
+
+def _second_runs(flat: Flat, reach: Iterable[int]) -> bool:
+    return any(bool(flat.arrays.overwritten[v]) for v in reach)
