@@ -1,13 +1,16 @@
-"""Where in the slab of pinned host memory each offloaded value goes, decided before the step runs.
+"""Host memory: where in its slab each offloaded value goes, decided before the step runs, and what all of it takes.
 
 Lifetimes are known, so this is two-dimensional packing: first fit, the largest areas (bytes times steps) first.
+
+PyTorch's allocator of pinned memory rounds each block up to a power of two. So it does with the slab, and with each
+parameter that lives on the host and its gradient; a host budget counts what is taken.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memplan.problem import Graph
+from memplan.problem import Graph, Problem
 from memplan.schedule import DropHost, Offload, Schedule
 
 _ALIGNMENT_BYTES = 512
@@ -19,6 +22,26 @@ class HostMemory:
 
     offsets: dict[int, int]
     size_bytes: int
+
+    @property
+    def pinned_bytes(self) -> int:
+        """What the slab takes."""
+        return pinned_bytes(self.size_bytes)
+
+
+def pinned_bytes(size_bytes: int) -> int:
+    """What a block of pinned host memory of this size takes."""
+    return 1 << (size_bytes - 1).bit_length() if size_bytes > 0 else 0
+
+
+def host_bytes_beside(problem: Problem) -> int:
+    """Host memory that the step needs beside the slab: for parameters that live there, their gradients and the declared
+    optimizer's state, which is not pinned."""
+    values = problem.graph.values
+    parameters = sum(pinned_bytes(v.size_bytes) for v in values if v.resident and v.home == "host" and v.reuses is None)
+    gradients = sum(pinned_bytes(v.size_bytes) for v in values if v.role == "gradient" and v.home == "host")
+    gradients *= 2 if problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
+    return parameters + gradients + problem.extra_host_bytes
 
 
 def place_host_copies(graph: Graph, schedule: Schedule) -> HostMemory:

@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from memplan.addresses import place_host_copies
+from memplan.addresses import host_bytes_beside, place_host_copies
 from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.problem import Graph, Op, Problem, Value
 from memplan.problem_file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
@@ -131,12 +131,9 @@ class Plan:
     @property
     def host_bytes(self) -> int:
         """Host memory that the step needs: the slab for offloaded values, and parameters that live there with their
-        gradients and the declared optimizer's state."""
-        graph = self.problem.graph
-        gradients = sum(v.size_bytes for v in graph.values if v.role == "gradient" and v.home == "host")
-        gradients *= 2 if self.problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
-        slab = place_host_copies(graph, self.schedule).size_bytes
-        return slab * self.problem.in_flight + graph.host_resident_bytes + gradients + self.problem.extra_host_bytes
+        gradients and the declared optimizer's state. Pinned blocks count as the powers of two that they take."""
+        slab = place_host_copies(self.problem.graph, self.schedule)
+        return slab.pinned_bytes * self.problem.in_flight + host_bytes_beside(self.problem)
 
     @property
     def recomputed(self) -> tuple[int, ...]:

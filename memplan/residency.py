@@ -14,6 +14,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from memplan.addresses import host_bytes_beside
 from memplan.graph.homes import Movable
 from memplan.problem import Problem
 from memplan.solvers import Front
@@ -77,10 +78,7 @@ def choose(
         if best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s:
             break  # nothing can be faster
         problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
-        values = problem.graph.values
-        gradients = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
-        gradients *= 2 if problem.accumulate else 1  # the earlier ones are still there when the new ones arrive
-        room_bytes = host_budget_bytes - problem.graph.host_resident_bytes - gradients - problem.extra_host_bytes
+        room_bytes = host_budget_bytes - host_bytes_beside(problem)
         if room_bytes < 0:
             continue
         fronts = (front,) if alone is None or host else (alone, front)
@@ -109,5 +107,4 @@ def least_resident_bytes(problem: Problem) -> int:
 
 def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
     """The smallest budget on the device that copies can reach from these orders, with these parameters on the host."""
-    problem = problem_of(host)
-    return min(least_bytes(problem, c.order) for c in front.spread(_ORDERS))
+    return least_bytes(problem_of(host), *(c.order for c in front.spread(_ORDERS)))

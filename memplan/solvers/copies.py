@@ -165,7 +165,7 @@ def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints) -> Gaps:
 
 
 @kernel
-def close(m: Movables, gaps: Gaps, g: int, position: int, held: Ints) -> None:
+def _close(m: Movables, gaps: Gaps, g: int, position: int, held: Ints) -> None:
     """Let a value be away from a position to its next use; from the start of the gap where leaving is free."""
     gaps.gone[g] = position if gaps.copies[g] else gaps.start[g] + 1
     gaps.closed[g] = True
@@ -190,11 +190,19 @@ def evict(m: Movables, gaps: Gaps, budget_bytes: int, held: Ints) -> bool:
         while held[p] > budget_bytes:
             if len(heap) == 0 or -heap[0][0] <= p:
                 return False
-            close(m, gaps, heappop(heap)[3], p, held)
+            _close(m, gaps, heappop(heap)[3], p, held)
     for g in range(len(gaps.value)):
         if gaps.stop[g] == end and not gaps.closed[g]:  # a gradient that nobody had to make room for
-            close(m, gaps, g, end, held)
+            _close(m, gaps, g, end, held)
     return True
+
+
+@kernel
+def close_all(m: Movables, gaps: Gaps, held: Ints) -> None:
+    """Let every value be away between any two uses."""
+    for g in range(len(gaps.value)):
+        if not gaps.closed[g]:
+            _close(m, gaps, g, gaps.start[g] + 1, held)
 
 
 @kernel
@@ -282,10 +290,8 @@ def _last_of_each(m: Movables, gaps: Gaps) -> Flags:
 
 
 @kernel
-def lanes(
-    m: Movables, order: Ints, gaps: Gaps, read_to: Ints, update_s_per_byte: float
-) -> tuple[float, int]:
-    """Seconds of the step with these copies, and the most host memory that they hold.
+def lanes(m: Movables, order: Ints, gaps: Gaps, read_to: Ints, update_s_per_byte: float) -> tuple[float, int]:
+    """Seconds of the step with these copies, and the most host memory that they hold beside gradients.
 
     read_to[v]: where v is a gradient with which a parameter is updated in backward, the position after which nothing
     reads that parameter; -1 elsewhere.
@@ -337,7 +343,7 @@ def lanes(
             v = gaps.value[g]
             if gaps.copies[g]:
                 out_free_s = ready_s[g] = max(now_s, out_free_s) + m.out_s[v]
-                host += m.size_bytes[v]
+                host += 0 if m.leaves[v] else m.size_bytes[v]
                 host_peak = max(host_peak, host)
             sent += 1
     now_s = max(now_s, updated_s)

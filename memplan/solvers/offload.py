@@ -16,11 +16,12 @@ that are the fastest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from memplan.addresses import place_host_copies
 from memplan.problem import Problem
 from memplan.schedule import (
     BOUNDARY,
@@ -39,12 +40,14 @@ from memplan.schedule import (
     update_positions,
 )
 from memplan.simulate import simulate
-from memplan.solvers.copies import Gaps, Movables, close, evict, find_gaps, lanes, movables_of, settle
+from memplan.solvers.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
 from memplan.solvers.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.front import Candidate
 from memplan.solvers.replay import replay
+from memplan.solvers.sketch import thin
 
 _VAST = 1 << 60
+_SPREAD = 24  # orders tried, spread over a front
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
 
 
@@ -62,55 +65,84 @@ def solve_offload(
 ) -> Offloaded | None:
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
-    points: of a front. host_bytes: for values beside the parameters that live on the host.
+    points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
+    copies; then all that are near the best: with less recomputed there is more to be copied, until ops wait for that.
+    host_bytes: of pinned memory for values beside the parameters that live on the host.
     """
-    movables, flat = movables_of(problem), flatten(problem)
-    found: list[tuple[float, int]] = []
-    for index in sorted(range(len(points)), key=lambda i: points[i].time_s):
-        if points[index].time_s >= min([under_s, *(time_s for time_s, _ in found)]):
-            break  # nothing can make these faster
-        places = _Places(problem, points[index].order, budget_bytes, flat, movables)
-        if places.evict():
+    search = _Search(problem, points, budget_bytes, host_bytes, under_s)
+    spread = {id(point) for point in thin(points, _SPREAD)}
+    tried = {index for index, point in enumerate(points) if id(point) in spread}
+    tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
+    search.tries(tried)
+    if search.found:
+        _, best = min(search.found)
+        before = max((i for i in tried if i < best), default=best)
+        after = min((i for i in tried if i > best), default=best)
+        search.tries(set(range(before + 1, after)) - tried)
+    return search.best()
+
+
+class _Search:
+    """Orders that were tried. found: their seconds and their indices, of those that keep both budgets."""
+
+    def __init__(
+        self, problem: Problem, points: Sequence[Candidate], budget_bytes: int, host_bytes: int, under_s: float
+    ) -> None:
+        self.problem, self.points = problem, points
+        self.budget_bytes, self.host_bytes, self.under_s = budget_bytes, host_bytes, under_s
+        self.flat, self.movables = flatten(problem), movables_of(problem)
+        self.found: list[tuple[float, int]] = []
+
+    def tries(self, indices: Collection[int]) -> None:
+        """Try points, the fastest first, as long as one may be better."""
+        for index in sorted(indices, key=lambda i: self.points[i].time_s):
+            if self.points[index].time_s >= min([self.under_s, *(time_s for time_s, _ in self.found)]):
+                break
+            places = self._places(index)
+            if places.evict():
+                places.settle()
+                time_s, host_peak_bytes = places.lanes()
+                if host_peak_bytes <= self.host_bytes:
+                    self.found.append((time_s, index))
+
+    def best(self) -> Offloaded | None:
+        """The fastest of which a schedule keeps what was promised."""
+        for _, index in sorted(self.found):
+            places = self._places(index)
+            places.evict()
             places.settle()
-            time_s, host_peak_bytes = places.lanes()
-            if host_peak_bytes <= host_bytes:
-                found.append((time_s, index))
-    for _, index in sorted(found):
-        schedule = place_copies(problem, points[index].order, budget_bytes, flat, movables)
-        assert schedule is not None
-        timeline = simulate(problem, schedule)
-        assert timeline.peak_bytes <= budget_bytes
-        if timeline.host_peak_bytes <= host_bytes and timeline.time_s < under_s:
-            copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
-            solver = f"{points[index].solver}, with offload" if copies else points[index].solver
-            return Offloaded(solver, schedule, timeline)
-    return None
+            schedule = places.schedule()
+            timeline = simulate(self.problem, schedule)
+            assert timeline.peak_bytes <= self.budget_bytes
+            host = place_host_copies(self.problem.graph, schedule)
+            if host.pinned_bytes <= self.host_bytes and timeline.time_s < self.under_s:
+                copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
+                solver = self.points[index].solver
+                return Offloaded(f"{solver}, with offload" if copies else solver, schedule, timeline)
+        return None
+
+    def _places(self, index: int) -> _Places:
+        return _Places(self.problem, self.points[index].order, self.budget_bytes, self.flat, self.movables)
 
 
-def place_copies(
-    problem: Problem,
-    order: Sequence[int],
-    budget_bytes: int,
-    flat: Flat | None = None,
-    movables: Movables | None = None,
-) -> Schedule | None:
-    """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there.
-
-    flat, movables: the problem, where it was lowered before.
-    """
-    places = _Places(problem, order, budget_bytes, flat or flatten(problem), movables or movables_of(problem))
+def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
+    """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there."""
+    places = _Places(problem, order, budget_bytes, flatten(problem), movables_of(problem))
     if not places.evict():
         return None
     places.settle()
     return places.schedule()
 
 
-def least_bytes(problem: Problem, order: Sequence[int]) -> int:
-    """The smallest budget that copies can bring this order to: everything is away that the op does not touch."""
-    places = _Places(problem, order, 0, flatten(problem), movables_of(problem))
-    for g in np.nonzero(~places.gaps.closed)[0]:
-        close(places.movables, places.gaps, g, places.gaps.start[g] + 1, places.held)
-    return max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max()))
+def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
+    """The smallest budget that copies can bring one of these orders to: all is away that the op does not touch."""
+    flat, movables = flatten(problem), movables_of(problem)
+    found = []
+    for order in orders:
+        places = _Places(problem, order, 0, flat, movables)
+        close_all(movables, places.gaps, places.held)
+        found.append(max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max())))
+    return min(found)
 
 
 @dataclass(slots=True)
