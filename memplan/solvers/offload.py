@@ -18,10 +18,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
-from memplan.addresses import place_host_copies
+from memplan.addresses import pinned_bytes, place_host_copies
 from memplan.problem import Problem
 from memplan.schedule import (
     BOUNDARY,
@@ -43,11 +44,14 @@ from memplan.simulate import simulate
 from memplan.solvers.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
 from memplan.solvers.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.front import Candidate
-from memplan.solvers.replay import replay
+from memplan.solvers.orders import lower
+from memplan.solvers.replay import fill, replay
 from memplan.solvers.sketch import thin
 
 _VAST = 1 << 60
 _SPREAD = 24  # orders tried, spread over a front
+_NEAR, _PARTS = 4, 3  # points from the best on between which others are looked for, and stretches between two
+_LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 12, 6, 8
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
 
 
@@ -66,72 +70,104 @@ def solve_offload(
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
     points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
-    copies; then all that are near the best: with less recomputed there is more to be copied, until ops wait for that.
-    host_bytes: of pinned memory for values beside the parameters that live on the host.
+    copies; then all that are near the best, and orders between those: with less recomputed there is more to be copied,
+    until ops wait for that. host_bytes: of pinned memory for values beside the parameters that live on the host.
     """
-    search = _Search(problem, points, budget_bytes, host_bytes, under_s)
+    search = _Search(problem, budget_bytes, host_bytes, under_s)
     spread = {id(point) for point in thin(points, _SPREAD)}
     tried = {index for index, point in enumerate(points) if id(point) in spread}
     tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
-    search.tries(tried)
-    if search.found:
-        _, best = min(search.found)
+    best = search.tries(points, tried)
+    if best is not None:
         before = max((i for i in tried if i < best), default=best)
         after = min((i for i in tried if i > best), default=best)
-        search.tries(set(range(before + 1, after)) - tried)
+        closer = search.tries(points, set(range(before + 1, after)) - tried)
+        best = best if closer is None else closer
+        search.tries_between(points[max(0, best - 1) : best + _NEAR])
     return search.best()
 
 
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """An order that keeps both budgets with copies. solver: what the order started from."""
+
+    time_s: float
+    solver: str
+    order: Sequence[int]
+
+
 class _Search:
-    """Orders that were tried. found: their seconds and their indices, of those that keep both budgets."""
+    """Orders that were tried. limit_s: of the fastest, or what has to be beaten."""
 
-    def __init__(
-        self, problem: Problem, points: Sequence[Candidate], budget_bytes: int, host_bytes: int, under_s: float
-    ) -> None:
-        self.problem, self.points = problem, points
-        self.budget_bytes, self.host_bytes, self.under_s = budget_bytes, host_bytes, under_s
+    def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float) -> None:
+        self.problem, self.budget_bytes, self.host_bytes = problem, budget_bytes, host_bytes
         self.flat, self.movables = flatten(problem), movables_of(problem)
-        self.found: list[tuple[float, int]] = []
+        self.under_s = self.limit_s = under_s
+        self.found: list[_Tried] = []
 
-    def tries(self, indices: Collection[int]) -> None:
-        """Try points, the fastest first, as long as one may be better."""
-        for index in sorted(indices, key=lambda i: self.points[i].time_s):
-            if self.points[index].time_s >= min([self.under_s, *(time_s for time_s, _ in self.found)]):
+    def tries(self, points: Sequence[Candidate], indices: Collection[int]) -> int | None:
+        """Try these points, those first that are the fastest without copies, as long as one may be better. The index
+        of the best; None where none is better than what was known."""
+        best = None
+        for index in sorted(indices, key=lambda i: points[i].time_s):
+            if points[index].time_s >= self.limit_s:
                 break
-            places = self._places(index)
-            if places.evict():
-                places.settle()
-                time_s, host_peak_bytes = places.lanes()
-                if host_peak_bytes <= self.host_bytes:
-                    self.found.append((time_s, index))
+            best = index if self._try(points[index].solver, points[index].order) else best
+        return best
+
+    def tries_between(self, points: Sequence[Candidate]) -> None:
+        """Try orders that peak between these points: the higher ones brought down, the lower ones filled up."""
+        a = self.flat.arrays
+        for below, above in pairwise(points):
+            for part in range(1, _PARTS):
+                target = below.peak_bytes + (above.peak_bytes - below.peak_bytes) * part // _PARTS
+                lowered = lower(a, np.array(above.order, dtype=np.int64), target, _LOWER_ROUNDS, _WIDTH)
+                for point, order in ((above, lowered), (below, np.array(below.order, dtype=np.int64))):
+                    self._try(point.solver, fill(a, order, target, _FILL_ROUNDS).tolist())
 
     def best(self) -> Offloaded | None:
         """The fastest of which a schedule keeps what was promised."""
-        for _, index in sorted(self.found):
-            places = self._places(index)
-            places.evict()
-            places.settle()
+        for tried in sorted(self.found, key=lambda tried: tried.time_s):
+            places = _settled(self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
+            assert places is not None
             schedule = places.schedule()
             timeline = simulate(self.problem, schedule)
             assert timeline.peak_bytes <= self.budget_bytes
             host = place_host_copies(self.problem.graph, schedule)
             if host.pinned_bytes <= self.host_bytes and timeline.time_s < self.under_s:
                 copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
-                solver = self.points[index].solver
-                return Offloaded(f"{solver}, with offload" if copies else solver, schedule, timeline)
+                return Offloaded(f"{tried.solver}, with offload" if copies else tried.solver, schedule, timeline)
         return None
 
-    def _places(self, index: int) -> _Places:
-        return _Places(self.problem, self.points[index].order, self.budget_bytes, self.flat, self.movables)
+    def _try(self, solver: str, order: Sequence[int]) -> bool:
+        """Whether an order keeps both budgets and is the fastest so far."""
+        places = _settled(self.problem, order, self.budget_bytes, self.flat, self.movables)
+        if places is None:
+            return False
+        time_s, host_peak_bytes = places.lanes()
+        if pinned_bytes(host_peak_bytes) > self.host_bytes:
+            return False
+        self.found.append(_Tried(time_s, solver, order))
+        faster = time_s < self.limit_s
+        self.limit_s = min(self.limit_s, time_s)
+        return faster
 
 
 def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
     """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there."""
-    places = _Places(problem, order, budget_bytes, flatten(problem), movables_of(problem))
+    places = _settled(problem, order, budget_bytes, flatten(problem), movables_of(problem))
+    return None if places is None else places.schedule()
+
+
+def _settled(
+    problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
+) -> _Places | None:
+    """The same before it is written down."""
+    places = _Places(problem, order, budget_bytes, flat, movables)
     if not places.evict():
         return None
     places.settle()
-    return places.schedule()
+    return places
 
 
 def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
