@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import memplan
 from benchmarks.gpu import offload as rivals
-from memplan.addresses import place_host_copies
+from memplan.addresses import pinned_bytes, place_host_copies
 from memplan.errors import IllegalSchedule
 from memplan.problem import Graph, Link, Problem, Value
 from memplan.runtime import planned_forward
@@ -37,8 +37,9 @@ from memplan.schedule import (
 )
 from memplan.simulate import simulate
 from memplan.solvers import solve_front
+from memplan.solvers.copies import movables_of
 from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies, solve_offload
+from memplan.solvers.offload import least_bytes, place_copies, settled, solve_offload
 from memplan.solvers.offload_bound import offload_bound_s
 from tests.meter import LiveMeter, storage_bytes
 from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
@@ -137,6 +138,53 @@ def assert_no_overlap(graph: Graph, schedule: Schedule) -> None:
             standing[step.value] = start, stop
         elif isinstance(step, DropHost):
             del standing[step.value]
+
+
+@CALM
+@given(
+    random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.sampled_from([SLOW, FAST, Link(2.0, 2.0)])
+)
+def test_the_search_counts_what_the_accountant_counts(problem: Problem, picks: list[bool], link: Link) -> None:
+    """Kernels say the seconds and the host memory that `simulate` says; no schedule is faster than the bound."""
+    problem = replace(with_random_homes(problem, picks), link=link, host_update_s_per_byte=0.01)
+    flat, movables = flatten(problem), movables_of(problem)
+    gradients = {i for i, v in enumerate(problem.graph.values) if v.role == "gradient" and v.home == "host"}
+    for order in [tuple(o.tolist()) for o in some_orders(flat)[:8]]:
+        low = least_bytes(problem, order)
+        for budget in (low, low + 24, low + 100, 1 << 60):
+            places = settled(problem, order, budget, flat, movables)
+            assert places is not None
+            schedule = places.schedule()
+            timeline = simulate(problem, schedule)
+            time_s, host_peak_bytes = places.lanes()
+            assert time_s == pytest.approx(timeline.time_s, rel=1e-9)
+            assert host_peak_bytes == most_on_host(problem.graph, schedule, gradients)
+            assert offload_bound_s(problem, budget) <= timeline.time_s * (1 + 1e-9)
+
+
+def most_on_host(graph: Graph, schedule: Schedule, left_out: set[int]) -> int:
+    """The most bytes of offloaded values at any time."""
+    held = most = 0
+    for step in schedule:
+        if isinstance(step, (Offload, DropHost)) and step.value not in left_out:
+            held += graph.values[step.value].size_bytes * (1 if isinstance(step, Offload) else -1)
+            most = max(most, held)
+    return most
+
+
+def test_pinned_blocks_count_as_what_they_take() -> None:
+    """Blocks are rounded up to powers of two, and a host budget holds with that."""
+    assert [pinned_bytes(n) for n in (0, 1, 2, 3, 512, 513, (33 << 30) + 1)] == [0, 1, 2, 4, 512, 1024, 64 << 30]
+    problem = replace(llama_like(2), link=PCIE)
+    front = solve_front(problem, SMALL)
+    budget = front.floor.peak_bytes
+    free = solve_offload(problem, front.points, budget, 1 << 60)
+    assert free is not None
+    slab = place_host_copies(problem.graph, free.schedule)
+    assert slab.size_bytes < slab.pinned_bytes < 2 * slab.size_bytes
+    tight = solve_offload(problem, front.points, budget, slab.pinned_bytes - 1)
+    assert tight is not None and tight.timeline.time_s >= free.timeline.time_s
+    assert place_host_copies(problem.graph, tight.schedule).pinned_bytes < slab.pinned_bytes
 
 
 @CALM
@@ -348,6 +396,8 @@ def test_bytes_on_the_device_are_the_predicted_ones(name: str, share: float) -> 
             output = call(net, sample)
             turn = plan.schedule.index(Boundary())
             assert meter.device_peak_bytes == max(live_peaks(plan)[:turn])
+            slab_bytes = place_host_copies(plan.problem.graph, plan.schedule).pinned_bytes
+            assert streams.host_bytes == slab_bytes <= plan.host_bytes
             if "loss" not in output:
                 continue  # what the loss makes outside of the model is no part of the plan
             output.loss.backward()

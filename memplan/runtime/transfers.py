@@ -1,9 +1,11 @@
 """Copies between device and host memory: the one place with streams, events and pinned memory.
 
 A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
-of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. A copy's
-source and target are kept alive until somebody has waited for it, so no allocator has to know about streams; where a
-step is given up half way, whoever gave it up waits (`Transfers.settle`).
+of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. It is one
+block of PyTorch's allocator for pinned memory, and all of what that rounds it up to, so that plans for other batches may
+find it large enough; where one does not, the allocator keeps the smaller block for others. A copy's source and target
+are kept alive until somebody has waited for it, so no allocator has to know about streams; where a step is given up
+half way, whoever gave it up waits (`Transfers.settle`).
 
 Without a GPU the same program runs on `FakeStreams`: a copy happens when it is waited for, or at random before, and its
 target holds NaN until then, so that a wait or a reference that is missing shows as wrong numbers.
@@ -20,6 +22,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from memplan.addresses import pinned_bytes
 from memplan.graph import private_api as private
 from memplan.problem import Link
 
@@ -172,7 +175,7 @@ class Transfers:
             memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
         else:
             del self.slabs[:]  # too small for this; host memory is for one size at a time
-            memory = self.pinned(size_bytes)
+            memory = self.pinned(pinned_bytes(size_bytes))
             self.allocations += 1
         slab = Slab(self, memory)
         weakref.finalize(slab, self.slabs.append, memory).atexit = False

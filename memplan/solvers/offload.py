@@ -128,7 +128,7 @@ class _Search:
     def best(self) -> Offloaded | None:
         """The fastest of which a schedule keeps what was promised."""
         for tried in sorted(self.found, key=lambda tried: tried.time_s):
-            places = _settled(self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
+            places = settled(self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
             assert places is not None
             schedule = places.schedule()
             timeline = simulate(self.problem, schedule)
@@ -141,7 +141,7 @@ class _Search:
 
     def _try(self, solver: str, order: Sequence[int]) -> bool:
         """Whether an order keeps both budgets and is the fastest so far."""
-        places = _settled(self.problem, order, self.budget_bytes, self.flat, self.movables)
+        places = settled(self.problem, order, self.budget_bytes, self.flat, self.movables)
         if places is None:
             return False
         time_s, host_peak_bytes = places.lanes()
@@ -155,14 +155,14 @@ class _Search:
 
 def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
     """A schedule of this order that peaks within the budget on the device; None where copies can't bring it there."""
-    places = _settled(problem, order, budget_bytes, flatten(problem), movables_of(problem))
+    places = settled(problem, order, budget_bytes, flatten(problem), movables_of(problem))
     return None if places is None else places.schedule()
 
 
-def _settled(
+def settled(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> _Places | None:
-    """The same before it is written down."""
+    """The same before it is written down. flat, movables: the problem, lowered."""
     places = _Places(problem, order, budget_bytes, flat, movables)
     if not places.evict():
         return None
