@@ -2,7 +2,7 @@
 
 A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
 of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. It is one
-block of PyTorch's allocator for pinned memory, and all of what that rounds it up to, so that plans for other batches may
+block of PyTorch's allocator for pinned memory, all of what that rounds it up to, so that plans for other batches may
 find it large enough; where one does not, the allocator keeps the smaller block for others. A copy's source and target
 are kept alive until somebody has waited for it, so no allocator has to know about streams; where a step is given up
 half way, whoever gave it up waits (`Transfers.settle`).
