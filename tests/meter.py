@@ -6,9 +6,12 @@ allocator's own record: kernel scratch and saved generator states are in it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
+import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -82,3 +85,61 @@ def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:
         most_bytes = max(most_bytes, held_bytes)
     del result
     return resident_bytes + most_bytes
+
+
+_COLLECTIVES = (  # of process groups; older releases of PyTorch have the last ones in place of those before
+    "allreduce", "allgather", "allreduce_coalesced", "allgather_coalesced", "reduce_scatter", "reduce", "broadcast",
+    "all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+    "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def gloo_lets_go() -> Iterator[None]:
+    """Waiting for a collective takes until gloo's thread, too, has let go of the tensors.
+
+    It does so a moment after the collective is over. If it is the last one to, the allocator's record does not have
+    what is freed, and everything from there on looks larger.
+    """
+    kind = torch.distributed.ProcessGroup
+    before = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
+
+    def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(collective)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            users = [(t, _users_of(t)) for t in tensors]
+            return _Settling(collective(*args, **kwargs), users)
+
+        return run
+
+    for name in before:
+        setattr(kind, name, settled(getattr(kind, name)))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            setattr(kind, name, original)
+
+
+def _users_of(tensor: torch.Tensor) -> int:
+    """How many have hold of a tensor, or of a view of it: gloo takes such ones."""
+    return int(tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class _Settling(torch.distributed.Work):
+    """The handle of a collective. users: its tensors, and how many had hold of each before."""
+
+    def __init__(self, work: Any, users: list[tuple[torch.Tensor, int]]) -> None:
+        super().__init__()
+        self._work, self._users = work, users
+
+    def wait(self, *args: Any) -> bool:
+        if self._work is not None:
+            self._work.wait(*args)
+            self._work = None  # it has hold of them as well
+        end = time.monotonic() + 1  # somebody else may have taken hold since
+        while any(_users_of(t) > count for t, count in self._users) and time.monotonic() < end:
+            time.sleep(1e-5)
+        self._users.clear()
+        return True

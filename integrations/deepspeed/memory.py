@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,15 +68,24 @@ def needs_of(engine: DeepSpeedEngine) -> Needs:
     if isinstance(wrapped, DeepSpeedZeroOptimizer):
         return _zero_needs(engine, wrapped, counted, held_bytes, several)
     gradients = [p for p in engine.module.parameters() if p.requires_grad]
-    numel = sum(p.numel() for p in gradients)
-    item_bytes = max((p.element_size() for p in gradients), default=0)
     if isinstance(wrapped, BF16_Optimizer):  # it sums gradients in fp32, and keeps those in `.grad` from step to step
-        after_bytes = sum(4 * p.numel() for p in wrapped.fp32_groups_flat_partition)
+        sums = wrapped.fp32_groups_gradients_flat
+        after_bytes = _sent_bytes(engine, sums) if engine.dp_world_size > 1 else 0
+        after_bytes = max(after_bytes, sum(4 * p.numel() for p in wrapped.fp32_groups_flat_partition))
         return Needs(True, counted, memplan.Surroundings(held_bytes, after_bytes, keeps_parameters=True))
-    after_bytes = min(numel, _DENSE_BUCKET_NUMEL + max((p.numel() for p in gradients), default=0)) * item_bytes
+    after_bytes = _sent_bytes(engine, gradients)
     if wrapped is not basic:  # fp32 copies of all gradients, for the fp32 copies of parameters that it steps
-        after_bytes = max(after_bytes, 4 * numel)
+        after_bytes = max(after_bytes, sum(4 * p.numel() for p in gradients))
     return Needs(several, counted, memplan.Surroundings(held_bytes, after_bytes, keeps_parameters=True))
+
+
+def _sent_bytes(engine: DeepSpeedEngine, gradients: Sequence[torch.Tensor]) -> int:
+    """What the engine has of gradients while it reduces them: a bucket in one piece, and once more in the dtype in
+    which it is sent."""
+    sizes = [t.numel() for t in gradients]
+    numel = min(sum(sizes), _DENSE_BUCKET_NUMEL + max(sizes, default=0))
+    sent: torch.dtype = engine.communication_data_type
+    return int(numel * max((t.element_size() + sent.itemsize * (t.dtype != sent) for t in gradients), default=0))
 
 
 def _zero_needs(
