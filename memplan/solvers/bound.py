@@ -24,13 +24,14 @@ nothing. Each order costs a whole search, so the order is the given one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from memplan.problem import Problem
-from memplan.solvers.bound_dual import Line, line_of
-from memplan.solvers.bound_program import Step, program_of, step_of
+from memplan.solvers.bound_dual import Line, Look, look_at
+from memplan.solvers.bound_program import Program, Step, program_of, step_of
 from memplan.solvers.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.mincut import saved_sets
 
@@ -45,25 +46,35 @@ _SPREAD = (
     0.012,
 )  # budgets tried, as shares of the way from the floor to the peak
 _JOINT = 5  # moments of one programme at most
-_LOOK_ROUNDS = 250  # rounds that judge a set of moments, and rounds for the one that is taken
-_LAST_ROUNDS = 800
-_MOST_ROUNDS = 2000  # instead of the latter for short steps
+_LOOK_ROUNDS = 250  # rounds that judge a set of moments
+_LAST_ROUNDS, _MOST_ROUNDS = 300, 1500  # more for the sets that are taken, and for those of short steps
 _LAST_WORK = 400_000  # rounds times ops, where that is more rounds
 _MORE_TRIES = 6000  # moments tried beside those asked for, divided by the number of ops
 _GAIN = 2e-4  # of the baseline: what another moment has to add
+_FAILURES = 3  # moments that add nothing, the most promising first, after which no other one is tried
+_THOROUGH = 2  # lowest budgets, where all are tried
+
+
+class Guide(NamedTuple):
+    """What the programme of a budget's moments comes to: `kept` of each of `values` stands at the first of them."""
+
+    budget_bytes: int
+    moment: int
+    values: Ints
+    kept: Floats
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
     """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline.
 
-    moments: for some budgets the backward ops that count most, in order: a guide to schedules (`bound_seeds`).
+    guides: to schedules, for some budgets (`bound_seeds`).
     """
 
     baseline_s: float
     floor_bytes: int
     lines: tuple[Line, ...]
-    moments: tuple[tuple[int, tuple[int, ...]], ...] = ()
+    guides: tuple[Guide, ...] = field(default=(), compare=False, repr=False)
 
     def time_s(self, budget_bytes: int | None) -> float:
         """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
@@ -92,11 +103,8 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
     tries = moments + _MORE_TRIES // flat.op_count
-    sets = [search.improve(budget_bytes, tries) for budget_bytes in budgets]
-    search.exchange(budgets, sets)
-    guides = tuple(
-        (b, tuple(search.first + m for m in chosen)) for b, chosen in zip(budgets, sets, strict=True) if chosen
-    )
+    sets = [search.improve(b, tries, b in budgets[-_THOROUGH:]) for b in budgets]
+    guides = search.exchange(budgets, sets)
     high = max([high, *(int(line.at_zero_s / line.s_per_byte) for line in waiting if line.s_per_byte > 0.0)])
     lines = _envelope([*search.lines, *waiting], floor_bytes, high, cuts)
     return Bound(baseline_s, floor_bytes, lines, guides)
@@ -125,8 +133,9 @@ def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
 class _Search:
     """Looks for sets of moments; `lines` are all lines found on the way.
 
-    alone: the line of each moment that was tried, from where it was tried first. fixed_bytes: what nothing can free
-    while each backward op runs. whole_bytes: the same with all that the rest of the backward pass reads.
+    alone: the line of each moment that was tried, from where it was tried first. programs, looks: of each set that was
+    tried, and where the last look at it stopped. fixed_bytes: what nothing can free while each backward op runs.
+    whole_bytes: the same with all that the rest of the backward pass reads.
     """
 
     def __init__(self, flat: Flat, fixed_bytes: Ints, baseline_s: float) -> None:
@@ -139,14 +148,17 @@ class _Search:
         self.chosen: tuple[int, ...] = ()
         self.lines: list[Line] = []
         self.alone: dict[int, Line] = {}
+        self.programs: dict[tuple[int, ...], Program] = {}
+        self.looks: dict[tuple[int, ...], Look] = {}
 
-    def improve(self, budget_bytes: int, tries: int) -> tuple[int, ...]:
+    def improve(self, budget_bytes: int, tries: int, thorough: bool) -> tuple[int, ...]:
         """Add moments to those of the last budget as long as that lifts the bound at this one; returns the moments."""
         candidates = self._candidates(budget_bytes, tries)
         for b in candidates:
             if b not in self.alone:
                 self.alone[b] = self._look((b,), budget_bytes)
         best_s = self._look(self.chosen, budget_bytes).at(budget_bytes) if self.chosen else 0.0
+        failures = 0
         for b in sorted(candidates, key=lambda b: (-self.alone[b].at(budget_bytes), b)):
             trial = tuple(sorted({*self.chosen, b}))
             if trial == self.chosen:
@@ -155,15 +167,28 @@ class _Search:
             if found_s > best_s + self.least_gain_s:
                 best_s = found_s
                 self.chosen = self._thinned(trial, budget_bytes)
+                continue
+            failures += 1
+            if failures == _FAILURES and not thorough:
+                break
         return self.chosen
 
-    def exchange(self, budgets: list[int], sets: list[tuple[int, ...]]) -> None:
+    def exchange(self, budgets: list[int], sets: list[tuple[int, ...]]) -> tuple[Guide, ...]:
         """A longer look at each budget at its own moments and those of its neighbours."""
+        guides = []
         rounds = max(_LAST_ROUNDS, min(_MOST_ROUNDS, _LAST_WORK // self.step.flat.op_count))
         for i, budget_bytes in enumerate(budgets):
             for moments in dict.fromkeys(sets[max(0, i - 1) : i + 2]):
                 if moments:
                     self._look(moments, budget_bytes, rounds)
+                if moments and moments == sets[i]:
+                    guides.append(self._guide(moments, budget_bytes))
+        return tuple(guides)
+
+    def _guide(self, moments: tuple[int, ...], budget_bytes: int) -> Guide:
+        program, columns = self.programs[moments], self.looks[moments].columns
+        first = np.nonzero(program.moment == 0)[0]
+        return Guide(budget_bytes, self.first + moments[0], program.value[first], columns[first])
 
     def _thinned(self, moments: tuple[int, ...], budget_bytes: int) -> tuple[int, ...]:
         """The moments without the one that matters least, where there are too many."""
@@ -172,10 +197,13 @@ class _Search:
         fewer = [tuple(m for m in moments if m != b) for b in moments]
         return max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
 
-    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = _LOOK_ROUNDS) -> Line:
-        at = np.array(moments, dtype=np.int64)
-        program = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
-        line = line_of(program, budget_bytes, rounds)
+    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> Line:
+        """A look from nothing, so that looks can be compared; with `rounds` from where the last one stopped."""
+        if moments not in self.programs:
+            at = np.array(moments, dtype=np.int64)
+            self.programs[moments] = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
+        before = self.looks.get(moments) if rounds else None
+        line, self.looks[moments] = look_at(self.programs[moments], budget_bytes, rounds or _LOOK_ROUNDS, before)
         self.lines.append(line)
         return line
 
