@@ -16,6 +16,7 @@ from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
 from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
 from memplan.graph.memo import Memo
 from memplan.graph.shards import Shards
@@ -66,7 +67,7 @@ def capture(
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
     """
-    with contextlib.nullcontext() if shards is None else shards.tracing():
+    with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
         return _capture(model, forward, sample, loss_fn, device, tangents, shards)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,18 +35,24 @@ def storage_of(node: fx.Node) -> object:
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:
     """Argument nodes that the op writes to."""
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return []
     found: list[fx.Node] = []
-    for position, argument in enumerate(schema.arguments):
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+    for position, name in _written_arguments(node.target):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
     hidden = private.HIDDEN_WRITES.get(node.target)
     if hidden is not None and node.args[hidden[1]]:
         found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
     return found
+
+
+@functools.cache
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of each argument that an op's schema says it writes to."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    return tuple((i, a.name) for i, a in enumerate(schema.arguments) if written[i])
 
 
 def evaluate(

@@ -28,8 +28,13 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
     for name, node in raw.gradients.items():
         if node is not None:
             by_value.setdefault(draft.present(node), []).append((name, node))
+    ops = tuple(draft.ops)  # without the copies that are put between them here
+    made = {value: position for position, op in reversed(list(enumerate(ops))) for value in op.outputs}
+    last_read = {value: position for position, op in enumerate(ops) for value in op.reads.values()}
     for value, nodes in by_value.items():
-        kept = _taken_over(draft, value, nodes)
+        by_backward = value in made and ops[made[value]].phase == "backward"
+        read_later = by_backward and last_read.get(value, -1) > made[value]
+        kept = _taken_over(draft, value, nodes) if by_backward and not read_later else []
         for name, node in nodes:
             if (name, node) not in kept:
                 _copy(draft, raw.module.graph, name, node, value)
@@ -40,13 +45,9 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
 
 
 def _taken_over(draft: Draft, value: int, nodes: list[Named]) -> list[Named]:
-    """Those of the gradients in `value`'s memory that become `.grad` without a copy."""
-    producer = next((i for i, op in enumerate(draft.ops) if value in op.outputs), None)
-    if producer is None or draft.ops[producer].phase == "forward":
-        return []
-    read_later = any(value in op.reads.values() for op in draft.ops[producer + 1 :])
+    """Those of the gradients in `value`'s memory, which nobody else reads, that become `.grad` without a copy."""
     foreign = draft.values[value].role != "activation" or draft.values[value].held
-    if foreign or read_later or overlap([n.meta["val"] for _, n in nodes]):
+    if foreign or overlap([n.meta["val"] for _, n in nodes]):
         return []
     return [(name, node) for name, node in nodes if _obeys_layout(node.meta["val"], _leaf(draft, name))]
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from memplan.addresses import place_host_copies
 from memplan.graph import private_api as private
+from memplan.graph.collector import without_collections
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
@@ -92,7 +93,8 @@ def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Progr
     grads: "surface" hands each gradient over in the middle of backward, as soon as it is final; "edges" returns all of
     them from backward.
     """
-    return _Lowering(schedule, traced, grads).program()
+    with without_collections():
+        return _Lowering(schedule, traced, grads).program()
 
 
 class _Side:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,8 +164,11 @@ def _written(traced: Traced) -> Written:
     """What forward writes to of that which is there before it."""
     graph, names = traced.graph, list[str]()
     for_good, versions = bool(traced.reassigned), set[int]()
+    successors: dict[int | None, list[int]] = {}
     for index, value in enumerate(graph.values):
-        if value.resident and value.reuses is None and (later := set(_versions(traced, index))) != {index}:
+        successors.setdefault(value.reuses, []).append(index)
+    for index, value in enumerate(graph.values):
+        if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
             sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
             for_good |= any(s.kind in ("input", "constant") for s in sources)
             names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
@@ -178,9 +181,8 @@ def _written(traced: Traced) -> Written:
     return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
 
 
-def _versions(traced: Traced, value: int) -> Iterator[int]:
-    """A value and those that later take over its memory."""
+def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
+    """A value and those that later take over its memory. successors: the values that take over that of each at once."""
     yield value
-    for index, later in enumerate(traced.graph.values):
-        if later.reuses == value:
-            yield from _versions(traced, index)
+    for later in successors.get(value, ()):
+        yield from _versions(successors, later)
