@@ -370,6 +370,7 @@ class Planner:
         if self.optimizer is not None and not self.accumulate:  # with it, many steps share one update
             update_s = host_update_s_per_byte(self.optimizer, self.costs == "measure")
 
+        @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
             here = state_bytes(on_host(names), captured.traced.device)
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
