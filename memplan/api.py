@@ -189,15 +189,18 @@ def explore(
     accumulate: bool = False,
     grads: Grads = "surface",
     config: ConfigLike = None,
+    host_budget: int | str | None = None,
+    link: Link | None = None,
     in_flight: int = 1,
     surroundings: Surroundings | None = None,
 ) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
-    Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`.
+    Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`. With a host budget, which
+    is the same for all points, they may offload.
     """
     planner = Planner(
-        None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config),
+        None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         in_flight=in_flight, surroundings=surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:

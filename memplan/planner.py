@@ -21,7 +21,7 @@ from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.costs import device_name
-from memplan.graph.homes import movables, with_homes, with_shards
+from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
 from memplan.graph.shards import Shard, Shards
@@ -31,7 +31,7 @@ from memplan.partial import PartialStep, plan_partially
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
 from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
 from memplan.report.progress import ProgressLine
-from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
+from memplan.residency import Residency, all_names, choose, floor_bytes, least_resident_bytes
 from memplan.runtime import (
     EagerStep,
     Grads,
@@ -62,6 +62,8 @@ CostSource = Literal["measure", "estimate"] | Roofline
 Forward = Callable[..., Any]
 
 log = logging.getLogger("memplan")
+
+_HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
 @dataclass
@@ -151,7 +153,10 @@ class Planner:
 
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans from the smallest peak to the unplanned step."""
-        problem = self.problem(model, self.capture(model, forward, sample))
+        captured = self.capture(model, forward, sample)
+        problem = self.problem(model, captured)
+        if self.host_budget is not None:
+            return self._explore_with_host(model, captured, problem)
         front = self._front(problem)
         chosen = front.spread(self.config.points)
         return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in chosen)
@@ -349,8 +354,41 @@ class Planner:
 
     def _plan_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
         """The same where values may be offloaded, and parameters may live on the host."""
-        link = self.link or measure_link(captured.traced.device)
-        problem = dataclasses.replace(problem, link=link)
+        parts, problem_of = self._homes(model, captured, problem)
+        plain, room_for = problem_of(frozenset()), 1 + self.margin
+        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), limit_bytes(self.host_budget or 0, 0)
+        alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
+        front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
+        least = floor_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
+        chosen = search(int(limit / room_for)) or search(limit)
+        if chosen is None:
+            raise self._no_room(least, limit, host_limit)
+        self.host = chosen.host
+        return _plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+
+    def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
+        """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
+        parts, problem_of = self._homes(model, captured, problem)
+        alone, front = (self._front(problem_of(names)) for names in (frozenset[str](), all_names(parts)))
+        least, most = floor_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        host_limit = limit_bytes(self.host_budget or 0, 0)
+        found: list[Plan] = []
+        count = min(self.config.points, _HOST_POINTS)
+        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
+            chosen = choose(parts, front, alone, problem_of, host_limit, self.host, limit)
+            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
+                peak_bytes = chosen.found.timeline.peak_bytes
+                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
+                found.append(_plan_of_residency(chosen, (front, alone), peak_bytes, least))
+        return tuple(found)
+
+    def _homes(
+        self, model: nn.Module, captured: Capture, problem: Problem
+    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
+        """Parameters that may live on the host, and the step's problem where those of these names do."""
+        problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
         parts = () if self.surroundings.keeps_parameters else movables(captured.traced)
         stuck = sorted((self.host or frozenset()) - all_names(parts))
         if stuck:
@@ -384,24 +422,7 @@ class Planner:
                 extra_host_bytes=there[0], host_update_s_per_byte=update_s,
             )  # fmt: skip
 
-        plain, room_for = problem_of(frozenset()), 1 + self.margin
-        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), limit_bytes(self.host_budget or 0, 0)
-        alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
-        free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
-        front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
-        least = floor_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
-        chosen = search(int(limit / room_for)) or search(limit)
-        if chosen is None:
-            raise self._no_room(least, limit, host_limit)
-        self.host = chosen.host
-        found = chosen.found
-        bound_s = min(offload_bound_s(chosen.problem, limit), found.timeline.time_s)
-        return Plan(
-            dataclasses.replace(chosen.problem, budget_bytes=limit), found.schedule, found.timeline,
-            found.solver, bound_s, min(least, found.timeline.peak_bytes), found.timeline.time_s,
-            front.truncated or (alone is not None and alone.truncated),
-        )  # fmt: skip
+        return parts, problem_of
 
     def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
         """The same where sharded parameters are gathered to be read, and values may be offloaded."""
@@ -641,6 +662,16 @@ def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: in
     return Plan(
         problem, chosen.schedule, timeline, chosen.solver, bound_s, floor.peak_bytes, floor.time_s, front.truncated
     )
+
+
+def _plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
+    found = chosen.found
+    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
+    return Plan(
+        dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
+        found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
+        any(front.truncated for front in fronts),
+    )  # fmt: skip
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

@@ -591,6 +591,24 @@ def test_presets_offload_where_that_is_faster(preset: str) -> None:
     assert plan.problem.graph.host_resident_bytes and plan.problem.extra_host_bytes
 
 
+def test_the_curve_goes_on_below_what_recomputation_reaches() -> None:
+    plain, sample = MODELS["handmade"](0)
+    expected = run_steps(plain, sample)
+    net, _ = MODELS["handmade"](0)
+    alone = memplan.explore(net, sample, costs="estimate")
+    points = memplan.explore(net, sample, costs="estimate", host_budget="1GiB", link=PCIE)
+    assert points[0].peak_bytes < alone[0].peak_bytes and points[-1].time_s == alone[-1].time_s
+    assert points[0].offloaded_bytes and points[0].problem.graph.host_resident_bytes
+    peaks, times = [p.peak_bytes for p in points], [p.time_s for p in points]
+    assert peaks == sorted(set(peaks)) and times == sorted(set(times), reverse=True)
+    for point in points:
+        assert point.lower_bound_s <= point.time_s and point.host_bytes <= 1 << 30
+        known = [p.time_s for p in alone if p.peak_bytes <= point.peak_bytes]
+        assert point.time_s <= min(known, default=float("inf"))
+    memplan.apply(net, sample, plan=points[0], costs="estimate")
+    assert_same_bits(expected, run_steps(net, sample))
+
+
 def test_evaluation_fetches_parameters_where_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     plain, sample = MODELS["handmade"](0)
     net, _ = planned("handmade", 0.7, None)
