@@ -26,7 +26,7 @@ OURS: dict[str, set[str]] = {
     "simulate": {"errors", "problem", "schedule"},
     "addresses": {"problem", "schedule"},
     "budgets": {"problem", "units"},
-    "solvers": PLAIN,
+    "solvers": PLAIN | {"addresses"},
     "graph": PLAIN,
     "runtime": PLAIN | {"addresses", "graph"},
     "report": PLAIN,
