@@ -23,7 +23,7 @@ from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
 from memplan.solvers.options import cut_orders
-from memplan.solvers.orders import demand_order, lower, split
+from memplan.solvers.orders import demand_order, events_of, lower, split
 from memplan.solvers.replay import fill, prune, replay
 from memplan.solvers.rotor import ChainTable, distinct_slots, solve_chain
 from tests.random_graphs import (
@@ -241,7 +241,7 @@ def test_split_recomputes_just_before_the_next_use() -> None:
     value = next(v for op in flat.reads[problem.graph.boundary + 20 :] for v in op
                  if flat.arrays.producer[v] < problem.graph.boundary)  # fmt: skip
     at = next(p for p in range(problem.graph.boundary + 1, len(order)) if value in flat.reads[order[p]])
-    longer = split(flat.arrays, order, value, at)
+    longer, _idle = split(flat.arrays, order, events_of(flat.arrays, order), value, at)
     assert len(longer) > len(order) and longer[-1] == order[-1]
     assert fast(flat, longer)[1] > problem.baseline_time_s
 

@@ -6,6 +6,8 @@ computes it again before its next use. `lower` uses splits to bring an order's p
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from memplan.schedule import BOUNDARY
@@ -77,100 +79,197 @@ def demand_order(a: Arrays, saved: Flags, window: int, limit_ops: int) -> Ints:
     return order[:length].copy()
 
 
-@kernel
-def split(a: Arrays, order: Ints, value: int, before: int) -> Ints:
-    """The order with `value` computed again just before position `before`, with what that needs and is not there.
+_READ, _GONE, _MADE = 0, 1, 2  # what happens to a value
 
-    Returns an empty order where that is impossible. The result may still be illegal where ops write in place; `replay`
-    says so.
-    """
-    n = len(order)
-    values = len(a.size_bytes)
-    later = np.zeros(values, dtype=np.bool_)
-    for p in range(n - 1, before - 1, -1):
+
+class Events(NamedTuple):
+    """What happens to each value in an order, in turn: value v has events[start[v]:start[v + 1]], each 4 * position +
+    what. ran, ran_start: positions at which each op runs, likewise."""
+
+    start: Ints
+    events: Ints
+    ran_start: Ints
+    ran: Ints
+
+
+@kernel
+def events_of(a: Arrays, order: Ints) -> Events:
+    start = np.zeros(len(a.size_bytes) + 1, dtype=np.int64)
+    ran_start = np.zeros(len(a.time_s) + 1, dtype=np.int64)
+    for op in order:
+        if op >= 0:
+            ran_start[op + 1] += 1
+            for e in range(a.read_start[op], a.read_start[op + 1]):
+                start[a.read[e] + 1] += 1
+            for e in range(a.made_start[op], a.made_start[op + 1]):
+                start[a.made[e] + 1] += 1
+                if a.taken[a.made[e]] >= 0:
+                    start[a.taken[a.made[e]] + 1] += 1
+    for v in range(len(a.size_bytes)):
+        start[v + 1] += start[v]
+    for op in range(len(a.time_s)):
+        ran_start[op + 1] += ran_start[op]
+    events = np.empty(start[-1], dtype=np.int64)
+    ran = np.empty(ran_start[-1], dtype=np.int64)
+    next_event, next_run = start[:-1].copy(), ran_start[:-1].copy()
+    for p in range(len(order)):
         op = order[p]
         if op < 0:
             continue
-        for e in range(a.made_start[op], a.made_start[op + 1]):
-            later[a.made[e]] = False
+        ran[next_run[op]] = p
+        next_run[op] += 1
         for e in range(a.read_start[op], a.read_start[op + 1]):
-            later[a.read[e]] = True
-    alive = np.zeros(values, dtype=np.bool_)
-    for p in range(before):
-        op = order[p]
-        if op < 0:
-            continue
+            events[next_event[a.read[e]]] = 4 * p + _READ
+            next_event[a.read[e]] += 1
         for e in range(a.made_start[op], a.made_start[op + 1]):
             v = a.made[e]
             if a.taken[v] >= 0:
-                alive[a.taken[v]] = False
-            alive[v] = True
-    marked = np.zeros(a.boundary, dtype=np.bool_)
+                events[next_event[a.taken[v]]] = 4 * p + _GONE
+                next_event[a.taken[v]] += 1
+            events[next_event[v]] = 4 * p + _MADE
+            next_event[v] += 1
+    return Events(start, events, ran_start, ran)
+
+
+@kernel
+def _around(events: Events, value: int, position: int) -> tuple[int, int]:
+    """The last event of a value before a position and the first one from there on, as in `Events`; -1 for none."""
+    low, high = events.start[value], events.start[value + 1]
+    end = high
+    while low < high:
+        middle = (low + high) // 2
+        if events.events[middle] < 4 * position:
+            low = middle + 1
+        else:
+            high = middle
+    before = events.events[low - 1] if low > events.start[value] else -1
+    return before, events.events[low] if low < end else -1
+
+
+@kernel
+def _alive(before: int) -> bool:
+    """Whether a value is there, by its last event."""
+    return before >= 0 and before % 4 != _GONE
+
+
+@kernel
+def _read_next(after: int) -> bool:
+    """Whether a value is read before it is made anew, by its next event."""
+    return after >= 0 and after % 4 == _READ
+
+
+@kernel
+def _closure(a: Arrays, events: Events, value: int, before: int, marked: Flags) -> tuple[int, bool]:
+    """Marks the ops that compute a value again before a position, with what that needs and is not there. Returns their
+    number, 0 where that is impossible, and whether there may then be runs that nobody reads."""
     stack = np.empty(a.boundary + 1, dtype=np.int64)
     if a.producer[value] < 0 or a.producer[value] >= a.boundary:
-        return order[:0]
+        return 0, False
     stack[0] = a.producer[value]
     marked[stack[0]] = True
     top = 1
     count = 0
+    idle = False
     while top > 0:
         top -= 1
         op = stack[top]
         count += 1
         if not a.rerunnable[op]:
-            return order[:0]
+            return 0, False
+        idle = idle or _idle(a, events, op, before)
         for e in range(a.read_start[op], a.read_start[op + 1]):
             v = a.read[e]
-            there = alive[v] and (later[v] or a.held[v]) and v != value
+            last, following = _around(events, v, before)
+            there = _alive(last) and (_read_next(following) or a.held[v]) and v != value
             for f in range(a.made_start[op], a.made_start[op + 1]):
                 there = there and a.taken[a.made[f]] != v
             if not there and not marked[a.producer[v]]:
                 marked[a.producer[v]] = True
                 stack[top] = a.producer[v]
                 top += 1
-    result = np.empty(n + count, dtype=np.int64)
-    result[:before] = order[:before]
-    length = before
-    for op in range(a.boundary):
-        if marked[op]:
-            result[length] = op
-            length += 1
-    result[length:] = order[before:]
-    return result
+    return count, idle
 
 
 @kernel
-def _live_through(a: Arrays, order: Ints, at: int) -> tuple[Ints, Ints]:
-    """Values that are live at a position though its op does not touch them, largest first, and their next reads."""
-    n = len(order)
-    values = len(a.size_bytes)
-    next_read = np.full(values, -1, dtype=np.int64)
-    for p in range(n - 1, at, -1):
-        op = order[p]
-        if op < 0:
-            continue
+def split(a: Arrays, order: Ints, events: Events, value: int, before: int) -> tuple[Ints, bool]:
+    """The order with `value` computed again just before position `before`, with what that needs and is not there, and
+    whether there may now be runs that nobody reads.
+
+    Returns an empty order where that is impossible. The result may still be illegal where ops write in place; `replay`
+    says so.
+    """
+    marked = np.zeros(a.boundary, dtype=np.bool_)
+    count, idle = _closure(a, events, value, before, marked)
+    if count == 0:
+        return order[:0], False
+    result = np.empty(len(order) + count, dtype=np.int64)
+    result[:before] = order[:before]
+    result[before : before + count] = np.nonzero(marked)[0]
+    result[before + count :] = order[before:]
+    return result, idle
+
+
+@kernel
+def _promise(a: Arrays, events: Events, during: Ints, target_bytes: int, value: int, before: int) -> float:
+    """At least the seconds that a split pays per byte of excess that it removes, where all runs are read. Infinite
+    where it removes none, minus infinite where this can't be told."""
+    marked = np.zeros(a.boundary, dtype=np.bool_)
+    count, idle = _closure(a, events, value, before, marked)
+    if count == 0:
+        return np.inf
+    if idle or a.others > 0:
+        return -np.inf
+    added_s = 0.0
+    gain = 0.0
+    for op in np.nonzero(marked)[0]:
+        added_s += a.time_s[op]
         for e in range(a.made_start[op], a.made_start[op + 1]):
-            next_read[a.made[e]] = -1
-        for e in range(a.read_start[op], a.read_start[op + 1]):
-            next_read[a.read[e]] = p
-    made = np.zeros(values, dtype=np.bool_)
-    for p in range(at):
-        op = order[p]
-        if op >= 0:
-            for e in range(a.made_start[op], a.made_start[op + 1]):
-                made[a.made[e]] = True
-    if order[at] >= 0:
-        op = order[at]
-        for e in range(a.made_start[op], a.made_start[op + 1]):
-            made[a.made[e]] = False
-        for e in range(a.read_start[op], a.read_start[op + 1]):
-            made[a.read[e]] = False
-    chosen = np.zeros(values, dtype=np.bool_)
-    for v in range(values):
-        chosen[v] = made[v] and next_read[v] >= 0 and not a.held[v] and a.producer[v] < a.boundary
-    found = np.nonzero(chosen)[0]
-    ranked = found[np.argsort(-a.size_bytes[found], kind="mergesort")]
-    return ranked, next_read[ranked]
+            v = a.made[e]
+            last, following = _around(events, v, before)
+            if _alive(last) and _read_next(following) and not a.held[v]:
+                for p in range(last // 4 + 1, before):
+                    gain += float(max(0, min(during[p] - target_bytes, a.size_bytes[v])))
+    return added_s / gain if gain > 0.0 else np.inf
+
+
+@kernel
+def _idle(a: Arrays, events: Events, op: int, before: int) -> bool:
+    """Whether nobody reads, before a position where an op is to run again, what its last run there has made."""
+    last = -1
+    for e in range(events.ran_start[op], events.ran_start[op + 1]):
+        if events.ran[e] < before:
+            last = e
+    if last < 0:
+        return False
+    if last == events.ran_start[op] and (a.random[op] or not a.deferrable[op]):
+        return False
+    for e in range(a.made_start[op], a.made_start[op + 1]):
+        _before, following = _around(events, a.made[e], events.ran[last] + 1)
+        if _read_next(following) and following < 4 * before and not a.held[a.made[e]]:
+            return False
+    return True
+
+
+@kernel
+def _by_size(a: Arrays) -> Ints:
+    """Forward values that can be freed, largest first."""
+    found = np.nonzero(~a.held & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
+    return found[np.argsort(-a.size_bytes[found], kind="mergesort")]
+
+
+@kernel
+def _live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[Ints, Ints]:
+    """The first of these values that are live at a position though its op does not touch them, and their next reads."""
+    found, reads = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
+    count = 0
+    for v in by_size:
+        if count == most:
+            break
+        last, following = _around(events, v, at)
+        if last >= 0 and _read_next(following) and following // 4 > at:
+            found[count], reads[count] = v, following // 4
+            count += 1
+    return found[:count], reads[:count]
 
 
 @kernel
@@ -190,45 +289,49 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
     per byte of excess removed. Stops at the target, at `rounds`, or where no split helps. Where microbatches wait, as
     many that are live at the boundary are tried as well: they weigh on every position.
     """
-    n = len(order)
-    during = np.zeros(n, dtype=np.int64)
+    during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)
     excess = _excess(during, target_bytes)
+    by_size = _by_size(a)
+    tidy = False  # whether it is certain that all runs are read
     for _ in range(rounds):
         if peak <= target_bytes:
             break
-        ranked, reads = _live_through(a, order, at)
+        events = events_of(a, order)
+        values, reads = _live_through(events, by_size, at, width)
         if a.others > 0:
             turn = 0
             while order[turn] >= 0:
                 turn += 1
-            saved, later = _live_through(a, order, turn)
-            ranked = np.concatenate((saved[:width], ranked[:width]))
-            reads = np.concatenate((later[:width], reads[:width]))
-        best = order
+            saved, later = _live_through(events, by_size, turn, width)
+            values, reads = np.concatenate((saved, values)), np.concatenate((later, reads))
+        promise = np.empty(len(values), dtype=np.float64)
+        for i in range(len(values)):
+            promise[i] = _promise(a, events, during, target_bytes, values[i], reads[i]) if tidy else -np.inf
+        best, best_during, best_at, best_peak, best_s = order, during, at, peak, time_s
         best_score = np.inf
-        for i in range(min(width, len(ranked)) if a.others == 0 else len(ranked)):
-            if a.size_bytes[ranked[i]] == 0:
-                continue
-            trial = split(a, order, ranked[i], reads[i])
+        for i in np.argsort(promise, kind="mergesort"):
+            if promise[i] >= best_score:
+                break
+            trial, idle = split(a, order, events, values[i], reads[i])
             if len(trial) == 0 or len(trial) > 16 * len(a.time_s):
                 continue
-            trial = prune(a, trial)
-            during = np.zeros(len(trial), dtype=np.int64)
-            trial_peak, _at, trial_s = replay(a, trial, during)
+            if idle or not tidy:
+                trial = prune(a, trial)
+            trial_during = np.zeros(len(trial), dtype=np.int64)
+            trial_peak, trial_at, trial_s = replay(a, trial, trial_during)
             if trial_peak < 0 or trial_peak > peak:
                 continue
-            gain = excess - _excess(during, target_bytes)
+            gain = excess - _excess(trial_during, target_bytes)
             if gain <= 0.0:
                 continue
             score = (trial_s - time_s) / gain
             if score < best_score:
-                best = trial
+                best, best_during, best_at, best_peak, best_s = trial, trial_during, trial_at, trial_peak, trial_s
                 best_score = score
         if best_score == np.inf:
             break
-        order = best
-        during = np.zeros(len(order), dtype=np.int64)
-        peak, at, time_s = replay(a, order, during)
+        order, during, at, peak, time_s = best, best_during, best_at, best_peak, best_s
         excess = _excess(during, target_bytes)
+        tidy = True
     return order
