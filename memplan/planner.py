@@ -20,6 +20,7 @@ from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, Unsuppo
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
+from memplan.graph.collector import without_collections
 from memplan.graph.costs import device_name
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.margin import remember_margin
@@ -174,19 +175,34 @@ class Planner:
         known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
         share: where ranks of a group get plans from one another.
         """
-        try:
-            captured = self.capture(model, forward, sample)
-        except UnsupportedModel as error:
-            return self._uncaptured(model, forward, sample, known, error, share is not None)
+        refusal: UnsupportedModel | None = None
+        with without_collections():
+            try:
+                captured = self.capture(model, forward, sample)
+            except UnsupportedModel as error:
+                refusal = error
+            else:
+                found = self._unsearched(model, captured, known, share is not None)
+        if refusal is not None:
+            return self._uncaptured(model, forward, sample, known, refusal, share is not None)
+        if found is not None:
+            return found
+        if share is None:
+            return self._whole(model, captured, self._plan(model, captured))
+        return self._whole(model, captured, *self._shared(model, captured, known, share))
+
+    def _unsearched(
+        self, model: nn.Module, captured: Capture, known: Sequence[Step], in_group: bool
+    ) -> WholeStep | None:
+        """A step whose plan is at hand, or what can be had without a search."""
         for other in known:  # what changed may be of no concern to the step
             if (
                 isinstance(other, WholeStep)
                 and first_difference(other.plan.problem.graph, self._homed(captured, model).traced.graph) is None
             ):
                 return self._whole(model, captured, other.plan, other.provisional)
-        if share is None:
-            return self._whole(model, captured, *self._soon(model, captured, known))
-        return self._whole(model, captured, *self._shared(model, captured, known, share))
+        plan = self._hurried(model, captured, known) if known and not in_group else None
+        return None if plan is None else self._whole(model, captured, plan, plan.overhead > 0)
 
     def _soon(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""

@@ -1,4 +1,4 @@
-"""Plain ops of a trace, written down without asking PyTorch: views, and ops that ran before on tensors of the same looks.
+"""Plain ops, written to a trace without asking PyTorch: views, and ops that ran before on tensors that looked the same.
 
 A model of many layers runs few distinct ops, 170 of the 2,100 in a GPT-2 of twelve, and PyTorch takes half a
 millisecond to trace a run of one: proxies, fake kernels, its own cache of what those give. What the first run gave, a
@@ -41,7 +41,7 @@ class _Layout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _Layout:
-        return _Layout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return _Layout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the meta device."""
@@ -131,9 +131,11 @@ class Memo:
         trace: Callable[[], Any],
     ) -> Any:
         """What `trace()` gives, which runs the op and writes it to the trace, to the same effect."""
+        if torch.is_inference_mode_enabled():
+            return trace()
         try:
             call = _Call(recording, args, kwargs)
-            if func in private.VIEWS and _is_plain(call.tensors):
+            if func in private.VIEWS and _is_plain(call.tensors, args[0]):
                 return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
             met = key in self._known
@@ -156,9 +158,11 @@ class Memo:
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def _is_plain(given: Sequence[torch.Tensor]) -> bool:
-    """Whether it is one tensor whose layout is all that a view depends on."""
-    return len(given) == 1 and given[0].layout is torch.strided and not (given[0].is_complex() or given[0].is_neg())
+def _is_plain(given: Sequence[torch.Tensor], first: Any) -> bool:
+    """Whether the first argument is the only tensor, and its layout all that a view depends on."""
+    if len(given) != 1 or given[0] is not first or first.is_inference():
+        return False
+    return first.layout is torch.strided and not (first.is_complex() or first.is_neg())
 
 
 def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _Call) -> Any:
@@ -234,6 +238,8 @@ def _results(recording: private.Recording, func: Any, call: _Call, outputs: Any,
     node = nodes[0].args[0] if kind else nodes[0]  # type: ignore[union-attr]
     if not isinstance(node, fx.Node) or (node.target, node.args, node.kwargs) != (func, call.args, call.kwargs):
         raise _Unfit
+    if func.namespace != "aten":
+        raise _Unfit  # of a user's own op nobody knows what its results depend on
     if recording.length - before != 1 + (len(several) if kind else 0) or (kind and type(node.meta["val"]) is not kind):
         raise _Unfit
     return _Results(kind, results)

@@ -237,7 +237,7 @@ class Recording:
 
     def without_modes(self) -> contextlib.AbstractContextManager[Any]:
         """Where ops on the meta device are no part of the trace."""
-        return torch._C._DisableTorchDispatch()  # type: ignore[no-any-return]
+        return torch._C._DisableTorchDispatch()
 
 
 @contextlib.contextmanager

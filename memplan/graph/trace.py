@@ -175,7 +175,8 @@ def trace_step(
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
-    of its input. shapes: of parameters that are empty between uses, by name. memo: of other traces under the same switches.
+    of its input. shapes: of parameters that are empty between uses, by name. memo: that of other
+    traces under the same switches.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -446,7 +447,7 @@ class _Watch(private.TorchDispatchMode):
 
     def __enter__(self) -> _Watch:
         self._recording = private.Recording()
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
