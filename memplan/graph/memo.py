@@ -249,14 +249,17 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
     """One result of an op in terms of the tensors that it was given. Raises _Unfit."""
     if type(output) is not private.FakeTensor or output.layout is not torch.strided:
         raise _Unfit
-    if output.requires_grad or output.is_conj() or output.is_neg() or output.is_inference():
+    if output.is_conj() or output.is_neg() or output.is_inference():
         raise _Unfit
     layout, storage = _Layout.of(output), storage_key(output)
     around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
     if len(around) > 1:
         raise _Unfit  # in whose memory it would lie were they not in one is not known
+    same = bool(around) and given[around[0]] is output
+    if output.requires_grad and not same:
+        raise _Unfit
     if around:
-        return _Result(around[0], given[around[0]] is output, layout, output.device)
+        return _Result(around[0], same, layout, output.device)
     with recording.without_modes():
         own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
     if layout.offset or own_bytes != output.untyped_storage().nbytes():
