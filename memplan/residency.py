@@ -2,8 +2,9 @@
 
 Every parameter that lives there has to be fetched for the forward and for the backward pass, and its gradient sent
 back; what that frees on the device (the parameter, its gradient, its optimizer state) is free all the time. So a few
-shares are tried, from none to all of them, each with every order of one front of recomputations, and the fastest is
-taken. A share is spread evenly over the step, so that copies of what lives on the host have computing to hide behind.
+shares are tried, from none to all of them, each with orders of one front of recomputations, then shares around the
+best, and the fastest is taken. A share is spread evenly over the step, so that copies of what lives on the host have
+computing to hide behind.
 
 The best schedule without any copies is the one to beat, so a host budget never makes a step slower.
 """
@@ -19,8 +20,10 @@ from memplan.graph.homes import Movable
 from memplan.problem import Problem
 from memplan.solvers import Front
 from memplan.solvers.offload import Offloaded, least_bytes, solve_offload
+from memplan.solvers.offload_bound import residency_bound_s
 
 _SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+_ROUNDS = 5  # of shares halfway to the next ones, around the best
 _ORDERS = 24
 _WORTH = 1e-3  # of a step: for less, no further parameters move to the host
 
@@ -69,24 +72,58 @@ def choose(
     because of another call; more go there only where nothing fits without.
     """
     best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
-    shares = [spread_share(movables, share) for share in _SHARES]
+    search = _Search(front, alone, problem_of, host_budget_bytes, budget_bytes, best)
     if fixed is not None:
-        shares = [fixed, *(fixed | share for share in shares)]
-    for host in dict.fromkeys(shares):
-        if best is not None and fixed not in (None, host):
-            break
-        if best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s:
-            break  # nothing can be faster
-        problem = dataclasses.replace(problem_of(host), budget_bytes=budget_bytes)
-        room_bytes = host_budget_bytes - host_bytes_beside(problem)
-        if room_bytes < 0:
-            continue
-        fronts = (front,) if alone is None or host else (alone, front)
-        for points in (f.points for f in fronts):
-            under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
-            found = solve_offload(problem, points, budget_bytes, room_bytes, under_s)
-            best = best if found is None else Residency(host, problem, found)
-    return best
+        for host in (fixed, *(fixed | spread_share(movables, share) for share in _SHARES)):
+            if search.best is not None and host != fixed:
+                break
+            search.tries(host)
+        return search.best
+    chosen = 0.0
+    for share in _SHARES:
+        chosen = share if search.tries(spread_share(movables, share)) else chosen
+    known = set(_SHARES)
+    for _ in range(_ROUNDS if chosen else 0):  # what lives there is slow to update, so a little less may be best
+        below, above = max(s for s in known if s < chosen), min((s for s in known if s > chosen), default=chosen)
+        for share in sorted({(below + chosen) / 2, (chosen + above) / 2} - known):
+            known.add(share)
+            chosen = share if search.tries(spread_share(movables, share)) else chosen
+    return search.best
+
+
+class _Search:
+    """The best residency so far."""
+
+    def __init__(
+        self,
+        front: Front,
+        alone: Front | None,
+        problem_of: ProblemOf,
+        host_budget_bytes: int,
+        budget_bytes: int,
+        best: Residency | None,
+    ) -> None:
+        self.front, self.alone, self.problem_of = front, alone, problem_of
+        self.host_budget_bytes, self.budget_bytes, self.best = host_budget_bytes, budget_bytes, best
+        self.seen: set[frozenset[str]] = set()
+
+    def tries(self, host: frozenset[str]) -> bool:
+        """Whether the step is the fastest so far with these parameters on the host."""
+        best = self.best
+        if host in self.seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
+            return False  # nothing can be faster
+        self.seen.add(host)
+        problem = dataclasses.replace(self.problem_of(host), budget_bytes=self.budget_bytes)
+        room_bytes = self.host_budget_bytes - host_bytes_beside(problem)
+        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
+        if room_bytes < 0 or residency_bound_s(problem) >= under_s:
+            return False
+        for front in (self.front,) if self.alone is None or host else (self.alone, self.front):
+            found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s)
+            if found is not None:
+                self.best = Residency(host, problem, found)
+                under_s = found.timeline.time_s * (1 - _WORTH)
+        return self.best is not best
 
 
 def _without_copies(alone: Front, problem_of: ProblemOf, budget_bytes: int) -> Residency | None:

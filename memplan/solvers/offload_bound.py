@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from memplan.problem import Link, Problem
+from memplan.problem import Link, Problem, Value
 from memplan.solvers.bound import backward_bytes, needed_after, needed_bytes
 from memplan.solvers.flat import Flat, flatten
 from memplan.solvers.mincut import SavedSet, saved_sets
@@ -27,25 +27,51 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     At any moment, what the backward pass still reads is on the device, is on the host, or is computed later. What is on
     the host by then was copied out before, and has to come back after: so the link's speed times those seconds is room
     beside what the budget leaves, and each minimum cut says how many seconds of recomputation come after the moment at
-    least (`_least_extra_s`). Every parameter that lives on the host is fetched once at least, every gradient of one
-    sent back, and the CPU updates with each: beside the step, or after it.
+    least (`_least_extra_s`).
     """
-    link = problem.link
+    link, baseline_s = problem.link, problem.baseline_time_s
     assert link is not None
-    graph, values = problem.graph, problem.graph.values
-    read = {v for op in graph.ops for v in op.inputs}
-    fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
-    sent = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
-    update_s = sent * problem.host_update_s_per_byte
-    beside = any(v.updates for v in values if v.role == "gradient" and v.home == "host")
-    baseline_s = problem.baseline_time_s
-    found = [baseline_s, fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
+    extra_s = 0.0
     flat = flatten(problem, updates=False)
     for moment in () if flat.lost_late else _moments(flat, baseline_s, link.to_host_bytes_per_s):
         room_bytes = budget_bytes - moment.fixed_bytes
         for cut in saved_sets(flat, moment.needed, cuts, twice=moment.second_runs):
-            found.append(baseline_s + _least_extra_s(cut, room_bytes, moment, link))
-    return max(*found, update_s) if beside else max(found) + update_s
+            extra_s = max(extra_s, _least_extra_s(cut, room_bytes, moment, link))
+    return residency_bound_s(problem, extra_s)
+
+
+def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
+    """No schedule takes less, whatever the budget, because of what lives on the host. extra_s: of recomputation and
+    waiting, that none is without.
+
+    Every parameter that lives there is fetched once at least, every gradient of one sent back, and the CPU updates with
+    each: beside the step, from when the first gradient is there, or after it.
+    """
+    link, values = problem.link, problem.graph.values
+    found = [problem.baseline_time_s + extra_s]
+    sent = sum(v.size_bytes for v in values if _sent(v))
+    if link is not None:
+        read = {v for op in problem.graph.ops for v in op.inputs}
+        fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
+        found += [fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
+    update_s = sent * problem.host_update_s_per_byte
+    if any(v.updates for v in values if _sent(v)):
+        return max(*found, update_s + _first_sent_s(problem))
+    return max(found) + update_s
+
+
+def _first_sent_s(problem: Problem) -> float:
+    """No gradient of a parameter that lives on the host is there before so many seconds of a step."""
+    graph, time_s = problem.graph, problem.costs.time_s
+    deferrable = flatten(problem, updates=False).arrays.deferrable
+    made = (i for i, op in enumerate(graph.ops) if any(_sent(graph.values[v]) for v in op.outputs))
+    first = next((i for i in made if i >= graph.boundary), graph.boundary)
+    forward_s = sum(time_s[i] for i in range(graph.boundary) if not deferrable[i])
+    return forward_s + sum(time_s[graph.boundary : first + 1]) if first < len(graph.ops) else forward_s
+
+
+def _sent(value: Value) -> bool:
+    return value.role == "gradient" and value.home == "host"
 
 
 @dataclass(frozen=True, slots=True)
