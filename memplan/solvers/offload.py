@@ -89,7 +89,7 @@ def solve_offload(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An order that keeps both budgets with copies. solver: what the order started from."""
+    """An order that keeps both budgets with copies, and beats what has to be beaten. solver: what it started from."""
 
     time_s: float
     solver: str
@@ -145,7 +145,7 @@ class _Search:
         if places is None:
             return False
         time_s, host_peak_bytes = places.lanes()
-        if pinned_bytes(host_peak_bytes) > self.host_bytes:
+        if time_s >= self.under_s or pinned_bytes(host_peak_bytes) > self.host_bytes:
             return False
         self.found.append(_Tried(time_s, solver, order))
         faster = time_s < self.limit_s
