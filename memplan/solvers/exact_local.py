@@ -6,7 +6,7 @@ scratch that they reach the limit of the backward peak exactly where they reach 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -57,18 +57,28 @@ def limited(block: LocalBlock, budget: BlockBudget) -> tuple[Arrays, int]:
     return a._replace(scratch_bytes=scratch), limit
 
 
-def improved(block: LocalBlock, budget: BlockBudget, starts: Iterable[Sequence[int]], tries: int) -> list[Ints]:
-    """Orders that keep the budget, from the most promising `tries` of the starts; the best of them comes last."""
+def improved(
+    block: LocalBlock, budget: BlockBudget, starts: Mapping[tuple[int, ...], Option], tries: int
+) -> list[Ints]:
+    """Orders that keep the budget, from the most promising `tries` of the starts; the best of them comes last.
+
+    starts: orders and what they come to.
+    """
     a, limit = limited(block, budget)
     total_s = float(a.time_s.sum())
-    ranked: list[tuple[float, int, Ints]] = []
-    for start in starts:
-        order = np.array(start, dtype=np.int64)
-        peak, time_s = _figures(a, order)
-        over = max(0, peak - limit) / max(1, abs(limit))
-        ranked.append((time_s + 3 * over * total_s, len(ranked), order))
+
+    def score(option: Option) -> float:
+        over = max(
+            0,
+            option.saved_bytes - budget.saved_bytes,
+            option.forward_peak_bytes - budget.forward_peak_bytes,
+            option.backward_peak_bytes - limit,
+        )
+        return option.recompute_s + 3 * over / max(1, abs(limit)) * total_s
+
     found: list[tuple[float, Ints]] = []
-    for _score, _index, order in sorted(ranked, key=lambda entry: entry[:2])[:tries]:
+    for start in sorted(starts, key=lambda start: score(starts[start]))[:tries]:
+        order = np.array(start, dtype=np.int64)
         trial = fill(a, lower(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
         peak, time_s = _figures(a, trial)
         if peak <= limit and _forward_once(a, trial):

@@ -15,61 +15,13 @@ import numpy as np
 from memplan.schedule import BOUNDARY
 from memplan.solvers.flat import Arrays, Flags, Floats, Ints
 from memplan.solvers.jit import kernel
-from memplan.solvers.options import BlockOptions, LocalBlock, Option, kept_whole
+from memplan.solvers.options import BlockOptions, LocalBlock, Option, closure_s, cut_flags, figures_of, kept_whole
 from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill, replay
 
 _SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
 _LEVELS = 12  # limits told apart in each direction of the grid
 _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 60, 6, 8
-
-
-@kernel
-def _forward_s(a: Arrays, wanted: Flags) -> float:
-    """Seconds of the forward ops that making these values takes; changes `wanted`."""
-    total = 0.0
-    for op in range(a.boundary - 1, -1, -1):
-        needed = False
-        for e in range(a.made_start[op], a.made_start[op + 1]):
-            needed = needed or (wanted[a.made[e]] and not a.held[a.made[e]])
-        if needed and a.rerunnable[op]:
-            total += a.time_s[op]
-            for e in range(a.read_start[op], a.read_start[op + 1]):
-                wanted[a.read[e]] = True
-    return total
-
-
-@kernel
-def _figures(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
-    """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
-    during = np.zeros(len(order), dtype=np.int64)
-    peak, _position, time_s = replay(a, order, during)
-    if peak < 0:
-        return False
-    at = a.boundary
-    while order[at] != a.boundary:
-        at += 1
-    wanted = cut.copy()
-    made = np.zeros(len(a.size_bytes), dtype=np.bool_)
-    for p in range(at + 1, len(order)):
-        op = order[p]
-        for e in range(a.read_start[op], a.read_start[op + 1]):
-            if not made[a.read[e]] and a.producer[a.read[e]] < a.boundary:
-                wanted[a.read[e]] = True
-        for e in range(a.made_start[op], a.made_start[op + 1]):
-            made[a.made[e]] = True
-    ahead = back = 0
-    for p in range(a.boundary):
-        ahead = max(ahead, during[p])
-    for p in range(at + 1, len(order)):
-        back = max(back, during[p])
-    repeated_s = max(0.0, time_s - a.time_s.sum())
-    figures[0] = during[at] - incoming_bytes
-    figures[1] = ahead
-    figures[2] = back
-    figures[3] = repeated_s
-    figures[4] = repeated_s + _forward_s(a, wanted)
-    return True
 
 
 def plain_forward(a: Arrays, order: Ints) -> Ints:
@@ -89,7 +41,7 @@ def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: In
     count = 0
     start = 0
     for i in range(len(ends)):
-        legal = _figures(a, cut, incoming_bytes, orders[start : ends[i]], figures[i])
+        legal = figures_of(a, cut, incoming_bytes, orders[start : ends[i]], figures[i])
         start = ends[i]
         left = 0
         for k in range(count):
@@ -112,8 +64,7 @@ def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: In
 def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> BlockOptions:
     """At most about `limit` options of those that these orders come to, the cheapest for many pairs of limits."""
     a = block.flat.arrays
-    cut = np.zeros(len(a.size_bytes), dtype=np.bool_)
-    cut[list(block.cut)] = True
+    cut = cut_flags(block)
     plain = list({order.tobytes(): order for order in [plain_forward(a, order) for order in orders]}.values())
     ends = np.cumsum([len(order) for order in plain])
     figures, which = _measured(a, cut, block.incoming_bytes, np.concatenate(plain), ends)
@@ -123,7 +74,7 @@ def best_options(block: LocalBlock, orders: Sequence[Ints], limit: int) -> Block
     leaf = np.arange(a.boundary + 1)
     during = np.zeros(len(leaf), dtype=np.int64)
     replay(a, leaf, during)
-    leaf_s = min(float(_forward_s(a, cut.copy())), float(a.time_s[: a.boundary].sum()))
+    leaf_s = min(float(closure_s(a, cut.copy())), float(a.time_s[: a.boundary].sum()))
     return BlockOptions(options, int(during[: a.boundary].max(initial=0)), leaf_s)
 
 

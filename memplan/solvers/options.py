@@ -18,7 +18,8 @@ import numpy as np
 
 from memplan.schedule import BOUNDARY
 from memplan.solvers.chain import Block
-from memplan.solvers.flat import Arrays, Flat, Ints, compressed
+from memplan.solvers.flat import Arrays, Flags, Flat, Floats, Ints, compressed
+from memplan.solvers.jit import kernel
 from memplan.solvers.mincut import saved_sets
 from memplan.solvers.orders import demand_order
 from memplan.solvers.replay import fill, prune, replay
@@ -216,9 +217,8 @@ def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> Bloc
     leaf = np.array([*range(a.boundary), a.boundary], dtype=np.int64)
     during = np.zeros(len(leaf), dtype=np.int64)
     replay(a, leaf, during)
-    leaf_s = _closure_s(block.flat, set(block.cut))
-    leaf_peak = int(during[: a.boundary].max(initial=0))
-    return BlockOptions(_thin(options, limit), leaf_peak, min(leaf_s, forward_s))
+    leaf_s = min(float(closure_s(a, cut_flags(block))), forward_s)
+    return BlockOptions(_thin(options, limit), int(during[: a.boundary].max(initial=0)), leaf_s)
 
 
 def kept_whole(block: LocalBlock) -> Ints:
@@ -255,39 +255,70 @@ def _peak(a: Arrays, order: Ints) -> int:
     return int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
 
 
-def measured(block: LocalBlock, order: Ints) -> Option:
-    """What an order of a block comes to."""
-    a = block.flat.arrays
-    during = np.zeros(len(order), dtype=np.int64)
-    peak, _position, time_s = replay(a, order, during)
-    assert peak >= 0, "a block's order reads what is not there"
-    stand_in = int(np.nonzero(order == a.boundary)[0][0])
-    backward = tuple(int(op) for op in order[stand_in + 1 :])
-    once_s = float(a.time_s.sum())
-    wanted = set(block.cut)
-    made: set[int] = set()
-    for op in backward:
-        wanted |= {v for v in block.flat.reads[op] if v not in made and a.producer[v] < a.boundary}
-        made.update(block.flat.makes[op])
-    return Option(
-        saved_bytes=int(during[stand_in]) - block.incoming_bytes,
-        forward_peak_bytes=int(during[: a.boundary].max(initial=0)),
-        backward_peak_bytes=int(during[stand_in + 1 :].max(initial=0)),
-        recompute_s=max(0.0, float(time_s) - once_s),
-        forward_s=_closure_s(block.flat, wanted),
-        backward=backward,
-    )
-
-
-def _closure_s(flat: Flat, wanted: set[int]) -> float:
-    """Seconds of the forward ops that making these values takes."""
-    a = flat.arrays
+@kernel
+def closure_s(a: Arrays, wanted: Flags) -> float:
+    """Seconds of the forward ops that making these values takes; changes `wanted`."""
     total = 0.0
     for op in range(a.boundary - 1, -1, -1):
-        if a.rerunnable[op] and any(v in wanted and not a.held[v] for v in flat.makes[op]):
-            total += float(a.time_s[op])
-            wanted = wanted | set(flat.reads[op])
+        needed = False
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            needed = needed or (wanted[a.made[e]] and not a.held[a.made[e]])
+        if needed and a.rerunnable[op]:
+            total += a.time_s[op]
+            for e in range(a.read_start[op], a.read_start[op + 1]):
+                wanted[a.read[e]] = True
     return total
+
+
+@kernel
+def figures_of(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
+    """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
+    during = np.zeros(len(order), dtype=np.int64)
+    peak, _position, time_s = replay(a, order, during)
+    if peak < 0:
+        return False
+    at = a.boundary
+    while order[at] != a.boundary:
+        at += 1
+    wanted = cut.copy()
+    made = np.zeros(len(a.size_bytes), dtype=np.bool_)
+    for p in range(at + 1, len(order)):
+        op = order[p]
+        for e in range(a.read_start[op], a.read_start[op + 1]):
+            if not made[a.read[e]] and a.producer[a.read[e]] < a.boundary:
+                wanted[a.read[e]] = True
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            made[a.made[e]] = True
+    ahead = back = 0
+    for p in range(a.boundary):
+        ahead = max(ahead, during[p])
+    for p in range(at + 1, len(order)):
+        back = max(back, during[p])
+    repeated_s = max(0.0, time_s - a.time_s.sum())
+    figures[0] = during[at] - incoming_bytes
+    figures[1] = ahead
+    figures[2] = back
+    figures[3] = repeated_s
+    figures[4] = repeated_s + closure_s(a, wanted)
+    return True
+
+
+def cut_flags(block: LocalBlock) -> Flags:
+    """Which values cross right after a block."""
+    cut = np.zeros(len(block.flat.arrays.size_bytes), dtype=np.bool_)
+    cut[list(block.cut)] = True
+    return cut
+
+
+def measured(block: LocalBlock, order: Ints) -> Option:
+    """What an order of a block comes to."""
+    figures = np.empty(5)
+    legal = figures_of(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
+    assert legal, "a block's order reads what is not there"
+    saved, ahead, back, recompute_s, again_s = figures.tolist()
+    stand_in = int(np.nonzero(order == block.flat.arrays.boundary)[0][0])
+    backward = tuple(order[stand_in + 1 :].tolist())
+    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, backward)
 
 
 def _pareto(options: list[Option]) -> list[Option]:

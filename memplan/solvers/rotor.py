@@ -141,9 +141,8 @@ def solve_chain(t: ChainTable, slots: int) -> ChainFront:
     segment, rows = _shared_rows(t)
     opt = np.full((rows, slots + 1), np.inf, dtype=np.float32)
     least = np.full(rows, -1, dtype=np.int64)  # the least memory of a row, -1 where it is not made yet
-    for length in range(count):
-        for i in range(count - length):
-            j = i + length
+    for i in range(count - 1, -1, -1):  # in this order half of what is read was made just now
+        for j in range(i, count):
             if least[segment[i, j]] >= 0:
                 continue
             row = opt[segment[i, j]]
