@@ -122,11 +122,13 @@ class Hierarchy:
     def orders(self, flat: Flat, keys: Keys, most_bytes: int, several: Sequence[Partition]) -> Iterator[Ints]:
         """Legal orders of a whole step, from chains between these cuts."""
         beyond = max(1, most_bytes - flat.arrays.base_bytes)
-        slots, sizes = self.config.coarse_slots, 3 * self.config.sizes
+        config, known = self.config, set[bytes]()
         for cuts, leaves in several:
+            slots = config.coarse_slots if len(cuts) < config.coarse_blocks else config.fine_slots
             solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
-            for order in _expanded(flat, solved, sizes):
-                found = _filled(flat.arrays, order)
+            for order in _expanded(flat, solved, 3 * config.sizes):
+                found = _filled(flat.arrays, order) if order.tobytes() not in known else None
+                known.add(order.tobytes())
                 if found is not None:
                     yield found
 
