@@ -80,8 +80,8 @@ METADATA_ONLY = frozenset(
 VIEWS = frozenset(
     getattr(getattr(aten, name), overload)
     for name, overload in (
-        ("alias", "default"), ("as_strided", "default"), ("detach", "default"), ("diagonal", "default"),
-        ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"), ("split", "Tensor"),
+        ("_unsafe_view", "default"), ("alias", "default"), ("as_strided", "default"), ("detach", "default"),
+        ("diagonal", "default"), ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"), ("split", "Tensor"),
         ("split_with_sizes", "default"), ("squeeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"),
         ("t", "default"), ("transpose", "int"), ("unbind", "int"), ("unfold", "default"), ("unsqueeze", "default"),
         ("view", "default"),
@@ -403,7 +403,7 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     rule = _LAYOUTS.get(func)
     if rule is None or all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)):
         return outputs
-    with disable_proxy_modes_tracing():
+    with torch._C._DisableTorchDispatch():
         layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
 
     def fixed(result: Any) -> Any:
