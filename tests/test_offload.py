@@ -17,7 +17,9 @@ from hypothesis import strategies as st
 
 import memplan
 from benchmarks.gpu import offload as rivals
+from benchmarks.offload import step_of
 from memplan.addresses import pinned_bytes, place_host_copies
+from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.problem import Graph, Link, Problem, Value
 from memplan.runtime import planned_forward
@@ -252,6 +254,19 @@ def test_offload_is_never_worse_than_recomputation_alone(build: object) -> None:
         nothing = solve_offload(linked, front.points, budget, 0)
         assert nothing is not None and nothing.timeline.time_s <= alone.time_s * (1 + 1e-12)
         assert nothing.timeline.host_peak_bytes == 0
+
+
+@pytest.mark.slow
+def test_a_long_step_is_planned_from_few_orders() -> None:
+    """96 layers from a coarse front: near the bound at 25 GB/s, which no link of that speed beats."""
+    problem = step_of(96)
+    front = solve_front(problem, Config(("blocks",), polish=False, moments=1))
+    base_s, resident = problem.baseline_time_s, problem.resident_bytes
+    budget = resident + (front.keep_all.peak_bytes - resident) // 4
+    linked = replace(problem, link=PCIE)
+    found, bound_s = solve_offload(linked, front.points, budget, 1 << 60), offload_bound_s(linked, budget)
+    assert found is not None and bound_s <= found.timeline.time_s <= 1.05 * bound_s
+    assert bound_s / base_s - 1 > 0.05
 
 
 # -- running ----------------------------------------------------------------------------------------------------------
