@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 import memplan
 from benchmarks.gpu import offload as rivals
 from benchmarks.offload import step_of
+from memplan import residency
 from memplan.addresses import pinned_bytes, place_host_copies
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
@@ -664,6 +665,20 @@ def test_a_larger_batch_moves_more_parameters_to_the_host() -> None:
     after = memplan.plan_of(net)
     assert after is not None and after.problem.graph.host_resident_bytes > before
     assert after.peak_bytes <= int(1.6 * resident)
+
+
+def test_no_more_lives_on_the_host_than_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares between the coarse ones are tried: what lives on the host is slow to fetch and to update."""
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(12)))
+    optimizer = torch.optim.AdamW(net.parameters())
+    found = []
+    for rounds in (residency._ROUNDS, 0):
+        monkeypatch.setattr(residency, "_ROUNDS", rounds)
+        options = {"costs": "estimate", "optimizer": optimizer, "host_budget": "1GiB", "link": PCIE}
+        found.append(memplan.plan(net, torch.randn(8, 64), 0.7, **options))  # type: ignore[arg-type]
+    finer, coarse = found
+    assert finer.time_s < coarse.time_s
+    assert 0 < finer.problem.graph.host_resident_bytes < coarse.problem.graph.host_resident_bytes
 
 
 def test_a_copy_counts_the_state_of_its_own_parameters() -> None:
