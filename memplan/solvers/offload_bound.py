@@ -1,7 +1,7 @@
 """Lower bounds on the seconds of a step that copies values to host memory, or gathers sharded parameters.
 
-Programmes of several moments (`bound`), each with the room that the link makes by then, were tried as well: on Llamas of
-16 layers at half and a quarter of the memory none says more than the best moment by itself.
+Programmes of several moments (`bound`), each with the room that the link makes by then, were tried as well: on a Llama
+of 16 layers, at half and at a quarter of the memory, none says more than the best moment by itself.
 """
 
 from __future__ import annotations
