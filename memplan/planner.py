@@ -300,8 +300,8 @@ class Planner:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
         limit = self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
         traced = captured.traced
-        needs = (0, 0)  # with a host budget it depends on where parameters live
-        if self.optimizer is not None and self.host_budget is None:
+        needs = (0, 0)  # with a host budget it depends on where parameters live, unless they are sharded
+        if self.optimizer is not None and (self.host_budget is None or self.shards is not None):
             needs = self._optimizer_needs(traced.device)
         costs = self._costs(model, captured, limit, quick)
         held, later = self._around(traced)

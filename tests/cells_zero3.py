@@ -13,6 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.schedule import Drop, Prefetch
+from tests.meter import LiveMeter, gloo_lets_go
 from tests.ranks import Cell
 from tests.zoo import copied, first_difference
 
@@ -94,8 +95,8 @@ def apply_it(engine: Any, sample: Any, budget: Any = BUDGET, **keywords: Any) ->
     apply_sharded(engine, sample, budget, **keywords)
 
 
-def plan_it(engine: Any, budget: Any = BUDGET, **keywords: Any) -> memplan.Plan:
-    apply_it(engine, batches(1)[0], budget, **keywords)
+def plan_it(engine: Any, budget: Any = BUDGET, sample: Any = None, **keywords: Any) -> memplan.Plan:
+    apply_it(engine, batches(1)[0] if sample is None else sample, budget, **keywords)
     plan = memplan.plan_of(engine.module)
     assert plan is not None
     return plan
@@ -135,6 +136,35 @@ def train(dtype: str, accumulation: int, style: str, planned: bool, **zero: Any)
 def compare_training(dtype: str, accumulation: int, style: str = "engine", **zero: Any) -> str | None:
     plain, planned = (train(dtype, accumulation, style, planned, **zero) for planned in (False, True))
     return first_difference(plain, planned, "result")
+
+
+# -- what is held -----------------------------------------------------------------------------------------------------
+
+
+def check_whole_step(dtype: str, accumulation: int, length: int = LENGTH, most: float = 1.1, **zero: Any) -> str | None:
+    """All that a step holds, gathered parameters, buckets and the optimizer's part included, is what was predicted.
+
+    The engine is planned before its optimizer has any state. With few words the optimizer's part is the peak.
+    """
+    from memplan.integrations.deepspeed.memory import held_by
+
+    engine = engine_of(dtype, accumulation, **zero)
+    try:
+        data = [x[:, :length] for x in batches(3 * accumulation)]
+        plan = plan_it(engine, BUDGET if length == LENGTH else 1 << 30, sample=data[0])
+        for x in data[: 2 * accumulation]:
+            step(engine, x)
+        meter = LiveMeter()
+        meter.register(held_by(engine, data[0]))
+        with gloo_lets_go(), meter:
+            for x in data[2 * accumulation :]:
+                step(engine, x)
+        assert memplan.plan_of(engine.module) is plan
+    finally:
+        engine.destroy()
+    if not meter.peak_bytes <= plan.peak_bytes <= min(1.1 * meter.peak_bytes, plan.problem.budget_bytes or 0):
+        return f"held {meter.peak_bytes} bytes, predicted {plan.peak_bytes} of {plan.problem.budget_bytes}"
+    return None
 
 
 # -- what is gathered when --------------------------------------------------------------------------------------------
@@ -367,6 +397,23 @@ OPTIONS: dict[str, dict[str, Any]] = {
 CELLS |= {
     name: Cell(functools.partial(compare_training, "bf16", 2, **zero), full=True, needs=NEEDS)
     for name, zero in OPTIONS.items()
+}
+CELLS |= {
+    f"whole step of {dtype} accumulation {n}{words}": Cell(
+        functools.partial(check_whole_step, dtype, n, length),
+        full=(dtype, n, length) != ("bf16", 1, LENGTH),
+        needs=NEEDS,
+    )
+    for dtype, n in CASES
+    for length, words in ((LENGTH, ""), (8, ", few words"))
+}
+CELLS |= {
+    f"whole step, {name}{words}": Cell(
+        functools.partial(check_whole_step, "bf16", 2, length, **zero), full=True, needs=NEEDS
+    )
+    for name, zero in OPTIONS.items()
+    if name != "optimizer on the CPU"  # where the engine itself is
+    for length, words in ((LENGTH, ""), (8, ", few words"))
 }
 CELLS |= {
     "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),

@@ -96,7 +96,7 @@ _COLLECTIVES = (  # of process groups; older releases of PyTorch have the last o
 
 @contextlib.contextmanager
 def gloo_lets_go() -> Iterator[None]:
-    """Waiting for a collective takes until gloo's thread, too, has let go of the tensors.
+    """Each collective is waited for at once, and until gloo's thread, too, has let go of its tensors.
 
     It does so a moment after the collective is over. If it is the last one to, the allocator's record does not have
     what is freed, and everything from there on looks larger.
@@ -108,8 +108,12 @@ def gloo_lets_go() -> Iterator[None]:
         @functools.wraps(collective)
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-            users = [(t, _users_of(t)) for t in tensors]
-            return _Settling(collective(*args, **kwargs), users)
+            users = [_users_of(t) for t in tensors]
+            collective(*args, **kwargs).wait()
+            end = time.monotonic() + 5
+            while any(_users_of(t) > n for t, n in zip(tensors, users, strict=True)) and time.monotonic() < end:
+                time.sleep(1e-5)
+            return _Over()
 
         return run
 
@@ -127,19 +131,11 @@ def _users_of(tensor: torch.Tensor) -> int:
     return int(tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-class _Settling(torch.distributed.Work):
-    """The handle of a collective. users: its tensors, and how many had hold of each before."""
-
-    def __init__(self, work: Any, users: list[tuple[torch.Tensor, int]]) -> None:
-        super().__init__()
-        self._work, self._users = work, users
+class _Over(torch.distributed.Work):
+    """The handle of a collective that is over."""
 
     def wait(self, *args: Any) -> bool:
-        if self._work is not None:
-            self._work.wait(*args)
-            self._work = None  # it has hold of them as well
-        end = time.monotonic() + 1  # somebody else may have taken hold since
-        while any(_users_of(t) > count for t, count in self._users) and time.monotonic() < end:
-            time.sleep(1e-5)
-        self._users.clear()
+        return True
+
+    def is_completed(self) -> bool:
         return True

@@ -13,7 +13,7 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 import memplan
 
 from .config import Budget, MemplanConfig
-from .memory import DeviceMemory, beside_shards, memory_of, needs_of
+from .memory import DeviceMemory, memory_of, needs_of
 from .pipeline import apply_to_stage
 from .refusals import refuse, strip_checkpointing
 from .watch import Watch
@@ -75,7 +75,7 @@ def plan_engine(
 def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any) -> None:
     """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
     if engine.zero_optimization_partition_weights():
-        apply_sharded(engine, sample, budget, surroundings=beside_shards(engine), **apply_keywords)
+        apply_sharded(engine, sample, budget, **apply_keywords)
         return
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None

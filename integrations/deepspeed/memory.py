@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -62,8 +64,8 @@ def needs_of(engine: DeepSpeedEngine) -> Needs:
     counted = basic if _steps_foreseeably(basic, engine.device) else None
     held_bytes = storage_bytes(_tensors_of(wrapped), engine.device, without=_model_tensors(engine))
     if counted is None:
-        held_bytes += _state_bytes(basic, engine.device)
-    held_bytes += _SCALARS * (512 if engine.device.type == "cuda" else 8)  # the smallest block of the allocator
+        held_bytes += 0 if basic is None else _state_bytes(basic, engine.device, _parameters_of(basic))
+    held_bytes += _SCALARS * _scalar_bytes(engine.device)
     several = engine.gradient_accumulation_steps() > 1 or not engine.managed_gradient_accumulation()
     if isinstance(wrapped, DeepSpeedZeroOptimizer):
         return _zero_needs(engine, wrapped, counted, held_bytes, several)
@@ -133,25 +135,71 @@ def _zero_needs(
     )
 
 
-def beside_shards(engine: DeepSpeedEngine) -> memplan.Surroundings:
-    """What an engine of ZeRO 3 holds beside its parts of parameters and gradients: other copies of them, and the
-    optimizer's state."""
-    counted = [engine.optimizer.grad_partitions_flat_buffer, *(p.ds_tensor for p in engine.module.parameters())]
-    tensors = _tensors_of(engine.optimizer)
-    held_bytes = storage_bytes(tensors, engine.device, without=[*counted, *_model_tensors(engine)])
-    return memplan.Surroundings(held_bytes + _state_bytes(engine.basic_optimizer, engine.device))
+def needs_beside_shards(engine: DeepSpeedEngine, reducing_bytes: int) -> Needs:
+    """What an engine of ZeRO 3 holds beside its parts of parameters and gradients: other copies of them, the
+    optimizer's state, and what the optimizer's step takes. It steps one group of parameters after the other.
+
+    reducing_bytes: of what is counted already, that which is free again once gradients are reduced.
+    """
+    zero, basic, device = engine.optimizer, engine.basic_optimizer, engine.device
+    counted = [zero.grad_partitions_flat_buffer, *_model_tensors(engine)]
+    counted += [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
+    held_bytes = storage_bytes(_tensors_of(zero), device, without=counted)
+    held_bytes += (_SCALARS + sum(map(len, zero.fp16_groups))) * _scalar_bytes(device)
+    groups = [p for p in zero.fp32_partitioned_groups_flat if p.device.type == device.type]
+    largest = max(groups, key=lambda p: p.numel(), default=None)
+    staying_bytes = sum(p.ds_numel * p.element_size() for p in zero.persistent_parameters)
+    if largest is None:
+        return Needs(True, None, memplan.Surroundings(held_bytes, max(0, staying_bytes - reducing_bytes)))
+    group_bytes = 4 * largest.numel()
+    taken_bytes = 0 if _steps_in_place(basic) else group_bytes  # by the step at least, and counted with it
+    stepping_bytes = 0 if zero.offload_optimizer else group_bytes  # its gradients in one piece
+    if zero.gradient_accumulation_dtype != torch.float32:  # and before that in 16 bits
+        stepping_bytes = max(stepping_bytes, stepping_bytes * 3 // 2 - taken_bytes)
+    # While it steps, parameters that otherwise stay are not whole; then they are gathered in one piece.
+    after_bytes = max(stepping_bytes - staying_bytes, staying_bytes - taken_bytes) - reducing_bytes
+    after_bytes = max(0, after_bytes)
+    stepped = _with_group(basic, zero.sub_group_to_group_id[_index_of(zero, largest)], largest)
+    rest = [p for p in groups if stepped is None or p is not largest]
+    held_bytes += _state_bytes(basic, device, rest)
+    return Needs(True, stepped, memplan.Surroundings(held_bytes, after_bytes))
+
+
+def _index_of(zero: Any, group: torch.Tensor) -> int:
+    return next(i for i, p in enumerate(zero.fp32_partitioned_groups_flat) if p is group)
+
+
+def _steps_in_place(optimizer: Any) -> bool:
+    """Whether an optimizer's step makes no tensors as large as parameters."""
+    fused = any(group.get("fused") for group in optimizer.param_groups)
+    return fused or isinstance(optimizer, torch.optim.SGD) or not _is_of_pytorch(optimizer)
+
+
+def _with_group(optimizer: Any, index: int, parameter: torch.Tensor) -> torch.optim.Optimizer | None:
+    """An optimizer of PyTorch as it is when ZeRO 3 steps it; between steps it has no parameters."""
+    if not _is_of_pytorch(optimizer):
+        return None
+    stepped = copy.copy(optimizer)
+    stepped.param_groups = [{**optimizer.param_groups[index], "params": [parameter]}]
+    known = {parameter: optimizer.state[parameter]} if parameter in optimizer.state else {}
+    stepped.state = defaultdict(dict, known)
+    return stepped  # type: ignore[no-any-return]
 
 
 def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:
     """Bytes on the device that a rank holds now: parameters, gradients, the optimizer and these inputs."""
-    tensors = [
+    return storage_bytes(held_by(engine, inputs), engine.device)
+
+
+def held_by(engine: DeepSpeedEngine, inputs: object = ()) -> list[torch.Tensor]:
+    """The tensors of which `held_bytes_of` tells."""
+    return [
         *_model_tensors(engine),
         *(p.grad for p in engine.module.parameters() if p.grad is not None),
         *_tensors_of(engine.optimizer),
         *_tensors_of(engine.basic_optimizer.state if engine.basic_optimizer is not None else {}),
         *_tensors_of(inputs),
     ]
-    return storage_bytes(tensors, engine.device)
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, without: Iterable[torch.Tensor] = ()) -> int:
@@ -166,7 +214,15 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, without
 
 
 def _model_tensors(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    return [*engine.module.parameters(), *engine.module.buffers()]
+    """Parameters, this rank's parts of those that are sharded, and buffers."""
+    parameters = list(engine.module.parameters())
+    parts = [part for p in parameters if (part := getattr(p, "ds_tensor", None)) is not None]
+    return [*parameters, *parts, *engine.module.buffers()]
+
+
+def _scalar_bytes(device: torch.device) -> int:
+    """The smallest block of the allocator."""
+    return 512 if device.type == "cuda" else 8
 
 
 def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
@@ -192,16 +248,23 @@ def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
 
 def _steps_foreseeably(optimizer: object, device: torch.device) -> bool:
     """Whether `memplan.apply` can count it: an optimizer of PyTorch itself, with parameters on the engine's device."""
-    if not isinstance(optimizer, torch.optim.Optimizer) or not type(optimizer).__module__.startswith("torch.optim"):
+    if not _is_of_pytorch(optimizer):
         return False
-    return all(p.device.type == device.type for group in optimizer.param_groups for p in group["params"])
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    return all(p.device.type == device.type for p in _parameters_of(optimizer))
 
 
-def _state_bytes(optimizer: Any, device: torch.device) -> int:
-    """Bytes of the state of an optimizer that can't be run ahead; before it has any, two values for each parameter."""
-    if optimizer is None:
-        return 0
-    if optimizer.state:
-        return storage_bytes(_tensors_of(optimizer.state), device)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return 2 * storage_bytes(parameters, device)
+def _is_of_pytorch(optimizer: object) -> bool:
+    return isinstance(optimizer, torch.optim.Optimizer) and type(optimizer).__module__.startswith("torch.optim")
+
+
+def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_bytes(optimizer: Any, device: torch.device, parameters: Iterable[torch.Tensor]) -> int:
+    """Bytes of the state of parameters, for an optimizer that can't be run ahead; two values for each that has none."""
+    known, fresh = [], []
+    for p in parameters:
+        known.append(optimizer.state[p]) if p in optimizer.state else fresh.append(p)
+    return storage_bytes(_tensors_of(known), device) + 2 * storage_bytes(fresh, device)

@@ -20,6 +20,8 @@ from torch import nn
 
 import memplan
 
+from .memory import needs_beside_shards
+
 # Attributes of modules in which DeepSpeed keeps its books.
 _ATTRIBUTES = frozenset(
     {
@@ -42,8 +44,8 @@ def apply_sharded(
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. To be called by all of its ranks, in train mode.
 
     All ranks run one plan, for all must gather in one order: that of the rank with the smallest budget. In the budget
-    are, beside what `memplan.apply` counts: this rank's part of parameters and gradients, the buffer in which gradients
-    are reduced, and one more of its size that reducing takes.
+    are, beside what `memplan.apply` counts: this rank's part of parameters, gradients and optimizer state, what the
+    optimizer's step takes, the buffer in which gradients are reduced, and one more of its size that reducing takes.
 
     sample: None plans the first call when it comes. gather_speed: of one parameter after the other; None measures it.
     apply_keywords: as for `memplan.apply`.
@@ -54,7 +56,8 @@ def apply_sharded(
     _refuse(engine)
     shards = ZeroShards(engine, gather_speed)
     _refuse_other_budgets(budget, shards.group)
-    memplan.apply(engine.module, sample, budget, shards=shards, group=shards.group, **apply_keywords)
+    keywords = {**needs_beside_shards(engine, shards.reducing_bytes).apply_keywords(), **apply_keywords}
+    memplan.apply(engine.module, sample, budget, shards=shards, group=shards.group, **keywords)
     shards.let_hooks_rest()
 
 
@@ -88,12 +91,17 @@ class ZeroShards:
         optimizer, device = self._optimizer, self._parameters[0].device.type
         held = [p.ds_tensor for p in self._parameters]
         held.append(optimizer.grad_partitions_flat_buffer)
-        trainable = sum(p.ds_numel for p in self._parameters if p.requires_grad)
-        in_bucket = min(optimizer.reduce_bucket_size, trainable)
-        item_bytes = max(dtype.itemsize for dtype in optimizer.ipg_buckets)
-        bucket = optimizer.reduce_bucket_size if optimizer.contiguous_gradients else in_bucket
+        held += [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]
         parts_bytes = sum(t.numel() * t.element_size() for t in held if t.device.type == device)
-        return int(parts_bytes + (bucket + in_bucket) * item_bytes)
+        waiting_bytes = 0 if optimizer.contiguous_gradients else self.reducing_bytes  # gradients, as they are
+        return int(parts_bytes + waiting_bytes + self.reducing_bytes)
+
+    @property
+    def reducing_bytes(self) -> int:
+        """What reducing a bucket of gradients takes for as long."""
+        trainable = sum(p.ds_numel for p in self._parameters if p.requires_grad)
+        item_bytes = max(dtype.itemsize for dtype in self._optimizer.ipg_buckets)
+        return int(min(self._optimizer.reduce_bucket_size, trainable) * item_bytes)
 
     def shard(self, parameter: Any) -> memplan.Shard | None:
         if not hasattr(parameter, "ds_id"):
