@@ -41,6 +41,7 @@ class Progress(NamedTuple):
 
 Tell = Callable[[Progress], None]
 _LONG_OPS = 2000
+_LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,8 @@ class _Search:
         """Run the methods, and look for the lower bound, of which moments are made."""
         self._report("bounds", 0.0)
         first = "moments" if "moments" in self.config.methods else "bounds"
-        searches = {method: METHODS[method](self.task) for method in self.config.methods if method != first}
+        methods = sorted(self.config.methods, key=lambda method: method not in _LONGEST)
+        searches = {method: METHODS[method](self.task) for method in methods if method != first}
         self._side_by_side({first: self._bounds(), **searches}, self._report)
         if self.problem.in_flight > 1:
             self._search_alone()
