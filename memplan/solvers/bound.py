@@ -47,7 +47,7 @@ _SPREAD = (
 )  # budgets tried, as shares of the way from the floor to the peak
 _JOINT = 5  # moments of one programme at most
 _LOOK_ROUNDS = 250  # rounds that judge a set of moments
-_LAST_ROUNDS, _MOST_ROUNDS = 300, 1500  # more for the sets that are taken, and for those of short steps
+_LAST_ROUNDS, _MOST_ROUNDS = 300, 2000  # more for the sets that are taken, and for those of short steps
 _LAST_WORK = 400_000  # rounds times ops, where that is more rounds
 _MORE_TRIES = 6000  # moments tried beside those asked for, divided by the number of ops
 _GAIN = 2e-4  # of the baseline: what another moment has to add
