@@ -35,28 +35,38 @@ class Chain:
 
 def crossing_bytes(flat: Flat) -> Ints:
     """For positions 0..boundary the bytes that the rest of the forward pass reads; -1 where a cut can't stand."""
+    if "crossing" not in flat.blocks:
+        flat.blocks["crossing"] = _crossing_bytes(flat)
+    found: Ints = flat.blocks["crossing"]
+    return found
+
+
+def _crossing_bytes(flat: Flat) -> Ints:
     a = flat.arrays
     n = a.boundary
-    weight = np.zeros(n + 2, dtype=np.int64)
-    barred = np.zeros(n + 2, dtype=np.int64)
-    last_read: dict[int, int] = {}
-    for op in range(n):
-        for v in flat.reads[op]:
-            last_read[v] = op
-    for v, read in last_read.items():
-        made = int(a.producer[v])
-        if a.held[v] or made < 0:
-            continue
-        pinned = not a.rerunnable[made] and not a.overwritten[v]
-        if not pinned:
-            weight[made + 1] += a.size_bytes[v]
-            weight[read + 1] -= a.size_bytes[v]
-        if a.overwritten[v]:
-            barred[made + 1] += 1
-            barred[read + 1] -= 1
+    last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
+    reader, read = _readings(flat)
+    early = reader < n
+    last_read[read[early]] = reader[early]  # the last one stands
+    chosen = np.nonzero((last_read >= 0) & ~a.held & (a.producer >= 0))[0]
+    made = a.producer[chosen]
+    weight, barred = (np.zeros(n + 2, dtype=np.int64) for _ in range(2))
+    free = chosen[a.rerunnable[made] | a.overwritten[chosen]]
+    for values, amount, total in (
+        (free, a.size_bytes[free], weight),
+        (chosen, a.overwritten[chosen].astype(np.int64), barred),
+    ):
+        np.add.at(total, a.producer[values] + 1, amount)
+        np.subtract.at(total, last_read[values] + 1, amount)
     crossing = np.cumsum(weight)[: n + 1]
     crossing[np.cumsum(barred)[: n + 1] > 0] = -1
     return crossing
+
+
+def _readings(flat: Flat) -> tuple[Ints, Ints]:
+    """Pairs of an op and a value that it reads, ops in turn."""
+    a = flat.arrays
+    return np.repeat(np.arange(flat.op_count), np.diff(a.read_start)), a.read
 
 
 def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
@@ -126,30 +136,29 @@ def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
 def _backward_ends(flat: Flat, block_of_op: Ints, count: int) -> list[int]:
     """ends[b]: one past the last backward op that reads a forward value made in block b or later."""
     a = flat.arrays
-    ends = [a.boundary] * count
-    for op in range(a.boundary, flat.op_count):
-        for v in flat.reads[op]:
-            if 0 <= a.producer[v] < a.boundary and not a.held[v]:
-                block = block_of_op[a.producer[v]]
-                ends[block] = op + 1
-    for index in range(count - 2, -1, -1):
-        ends[index] = max(ends[index], ends[index + 1])
+    reader, read = _readings(flat)
+    made = a.producer[read]
+    chosen = (reader >= a.boundary) & (made >= 0) & (made < a.boundary) & ~a.held[read]
+    ends = np.full(count, a.boundary, dtype=np.int64)
+    np.maximum.at(ends, block_of_op[made[chosen]], reader[chosen] + 1)
+    ends = np.maximum.accumulate(ends[::-1])[::-1]
     ends[0] = flat.op_count
-    return ends
+    found: list[int] = ends.tolist()
+    return found
 
 
 def _last_readers(flat: Flat, block_of_op: Ints, ends: list[int]) -> dict[int, int]:
     """For each forward value that can cross: the last block in which it is read."""
     a = flat.arrays
-    found: dict[int, int] = {}
     # The backward segment of block b is [ends[b + 1], ends[b]).
     positions = np.arange(a.boundary, flat.op_count)
     in_backward = len(ends) - 1 - np.searchsorted(np.array(ends[::-1]), positions, side="right")
-    block_of = [*block_of_op.tolist(), *in_backward.tolist()]
-    for op in range(flat.op_count):
-        for v in flat.reads[op]:
-            made = int(a.producer[v])
-            if not 0 <= made < a.boundary or a.held[v] or (not a.rerunnable[made] and not a.overwritten[v]):
-                continue
-            found[v] = max(found.get(v, 0), block_of[op])
-    return found
+    block_of = np.concatenate((block_of_op, in_backward))
+    reader, read = _readings(flat)
+    made = a.producer[read]
+    chosen = (made >= 0) & (made < a.boundary) & ~a.held[read]
+    chosen[chosen] &= a.rerunnable[made[chosen]] | a.overwritten[read[chosen]]
+    last = np.full(len(a.size_bytes), -1, dtype=np.int64)
+    np.maximum.at(last, read[chosen], np.maximum(block_of[reader[chosen]], 0))
+    values = np.nonzero(last >= 0)[0]
+    return dict(zip(values.tolist(), last[values].tolist(), strict=True))

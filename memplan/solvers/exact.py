@@ -63,13 +63,14 @@ class BlockSearch:
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._arrays.ticks.sum()))
         self._spaces: dict[bool, Space] = {}
+        self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
 
     def solve(self, budget: BlockBudget, known: Iterable[Sequence[int]] = (), bound_s: float = 0.0) -> Answer:
         """known: orders that keep the budget; the best of them is where the search starts from. bound_s: known to hold
         for this budget."""
         upper, incumbent = self._most_ticks, None
         for order in known:
-            ticks = self._ticks(order)
+            ticks = self._ticks(tuple(order))
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
         if self.most_nodes == 0:
@@ -126,10 +127,12 @@ class BlockSearch:
         limits = (budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes)
         return Cell(np.array(limits, dtype=np.int64), room_bytes, before, price)
 
-    def _ticks(self, order: Sequence[int]) -> int:
-        n = self.block.flat.arrays.boundary
-        runs = np.bincount([op for op in order if 0 <= op < n], minlength=n)
-        return int(((runs - 1) * self._arrays.ticks).sum())
+    def _ticks(self, order: tuple[int, ...]) -> int:
+        if order not in self._ticks_of:
+            n = self.block.flat.arrays.boundary
+            runs = np.bincount([op for op in order if 0 <= op < n], minlength=n)
+            self._ticks_of[order] = int(((runs - 1) * self._arrays.ticks).sum())
+        return self._ticks_of[order]
 
     def _order(self, path: Ints) -> tuple[int, ...]:
         n = self.block.flat.arrays.boundary

@@ -98,5 +98,4 @@ def _figures(a: Arrays, order: Ints) -> tuple[int, float]:
 def _forward_once(a: Arrays, order: Ints) -> bool:
     """Whether the forward part runs every op once, in order: a block's options have nothing else."""
     n = a.boundary
-    head = (*range(n), BOUNDARY, n)
-    return len(order) > n + 1 and bool((order[: n + 2] == np.array(head)).all())
+    return len(order) > n + 1 and order[n] == BOUNDARY and order[n + 1] == n and bool((order[:n] == np.arange(n)).all())
