@@ -81,10 +81,10 @@ VIEWS = frozenset(
     getattr(getattr(aten, name), overload)
     for name, overload in (
         ("_unsafe_view", "default"), ("alias", "default"), ("as_strided", "default"), ("detach", "default"),
-        ("diagonal", "default"), ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"), ("split", "Tensor"),
-        ("split_with_sizes", "default"), ("squeeze", "default"), ("squeeze", "dim"), ("squeeze", "dims"),
-        ("t", "default"), ("transpose", "int"), ("unbind", "int"), ("unfold", "default"), ("unsqueeze", "default"),
-        ("view", "default"),
+        ("diagonal", "default"), ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"),
+        ("split", "Tensor"), ("split_with_sizes", "default"), ("squeeze", "default"), ("squeeze", "dim"),
+        ("squeeze", "dims"), ("t", "default"), ("transpose", "int"), ("unbind", "int"), ("unfold", "default"),
+        ("unsqueeze", "default"), ("view", "default"),
     )
 )  # fmt: skip
 
@@ -208,6 +208,7 @@ class Recording:
         assert mode is not None, "no trace in progress"
         self._tracer = mode.tracer
         self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._fake_mode.cache_enabled = False  # whoever remembers ops himself asks for each of them once
 
     @property
     def length(self) -> int:
