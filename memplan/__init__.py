@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from memplan.api import explore as explore
     from memplan.api import from_config as from_config
     from memplan.api import grown_bytes as grown_bytes
+    from memplan.api import on_remove as on_remove
     from memplan.api import plan as plan
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
@@ -44,7 +45,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "apply": "api", "explore": "api", "plan": "api", "plan_of": "api",
-    "grown_bytes": "api", "prepare": "api", "remove": "api", "from_config": "api",
+    "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api", "from_config": "api",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",

@@ -146,6 +146,7 @@ def apply(
     before = planned_forward(model)
     if before is not None:
         before.uninstall()
+        planned.undo = before.undo
     planned.install()
     return model
 
@@ -215,8 +216,11 @@ def from_config(model: nn.Module, sample: Sample, budget: BudgetLike, config: Co
 def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan, ...]:
     """Plan a planned model for further kinds of calls ahead of time, the largest first. Gives their plans in order.
 
+    Where ranks train the model together (`group=` of `apply`), each calls this with as many samples: they agree on the
+    plans, sample by sample, as they do before steps.
+
     Raises BudgetInfeasible where one can't fit the budget: better now than in the middle of training. ValueError where
-    the model has no plan yet.
+    the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
     """
     planned = planned_forward(model)
     if planned is None:
@@ -254,8 +258,21 @@ def remove(model: nn.Module) -> nn.Module:
     planned = planned_forward(model)
     if planned is not None:
         planned.uninstall()
+        for undo in reversed(planned.undo):
+            undo()
         planned.warn_of_host()
     return model
+
+
+def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
+    """Have `remove` call this once the plan is off: what an integration has put around a planned model goes with it.
+
+    Raises ValueError where the model has no plan.
+    """
+    planned = planned_forward(model)
+    if planned is None:
+        raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
+    planned.undo.append(undo)
 
 
 @contextlib.contextmanager

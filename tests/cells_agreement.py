@@ -254,6 +254,39 @@ def gathers() -> str | None:
     return first_difference(expected, found, "losses")
 
 
+def prepared() -> str | None:
+    """Plans for further samples are agreed on like those for steps: ranks with equal ones search once for each, ranks
+    with others each for its own, and what one can't meet is raised on both."""
+    net, ladder = planned(stack(), batch()), [batch(32), batch(48 if rank() == 0 else 40)]
+    with counted_plans() as searched:
+        plans = memplan.prepare(net, ladder)
+        counts = told_by_all(len(searched))
+        results = losses(net, [*ladder, batch()])
+        again = told_by_all(len(searched))
+    if counts != [2, 1] or again != counts:
+        return f"searches: {counts}, then {again}"
+    if any(plan is None or plan.peak_bytes > (plan.problem.budget_bytes or 0) for plan in plans):
+        return f"not within the budget: {plans}"
+    found = refused(
+        lambda: memplan.prepare(net, [batch(4096 if rank() else 64)]), memplan.BudgetInfeasible, "no schedule"
+    )
+    return found or first_difference(losses(stack(), [*ladder, batch()]), results, "result")
+
+
+def prepared_gathers() -> str | None:
+    """With sharded parameters all ranks run the one plan."""
+    net, whole = stack(), stack()
+    planned(net, batch(), 1 << 30, shards=FakeShards(net))
+    with counted_plans() as searched:
+        plan, *_ = memplan.prepare(net, [batch(32)])
+    loss = net(batch(32))
+    loss.backward()
+    plans, counts = told_by_all(plan.schedule), told_by_all(len(searched))
+    if counts != [1, 0] or plans[0] != plans[1] or memplan.plan_of(net) is not plan:
+        return f"searches: {counts}; one plan: {plans[0] == plans[1]}"
+    return first_difference(copied(whole(batch(32))), copied(loss), "loss")
+
+
 def looks_on() -> str | None:
     """A rank without a sample waits while others plan theirs, and evaluates in between without them."""
     net = planned(stack(), batch() if rank() == 0 else None)
@@ -343,6 +376,8 @@ CELLS = {
     "other budgets": Cell(other_budgets),
     "two plan": Cell(two_plan, world=4),
     "gathers": Cell(gathers),
+    "prepared": Cell(prepared),
+    "prepared, with gathers": Cell(prepared_gathers),
     "looks on": Cell(looks_on),
     "out of memory": Cell(out_of_memory),
     "out of memory with gathers": Cell(alone_with_gathers),

@@ -389,6 +389,35 @@ def deepspeed_equals_plain(stages: int, kind: str = "plain") -> str | None:
     return first_difference(plain, found, "step")
 
 
+def deepspeed_removed() -> str | None:
+    """Without its plan a stage is as it was, and trains on as if it had never had one; also after a refusal."""
+    from memplan.integrations.deepspeed.pipeline import apply_to_stage
+
+    def put_on(engine: Any) -> list[Any]:
+        """What a plan changes."""
+        module = engine.module
+        hooks = len(module._forward_pre_hooks), len(module._forward_hooks)
+        return [hooks, "forward" in vars(module), module.activation_checkpoint_interval,
+                dict(engine._INSTRUCTION_MAP), "_INSTRUCTION_MAP" in vars(engine)]  # fmt: skip
+
+    plain, engine = (deepspeed_engine(2, "plain", 1) for _ in range(2))
+    before = put_on(engine)
+    for _ in range(2):  # the second plan takes the place of the first
+        apply_to_stage(engine, None, 1.0, costs="estimate")
+    found = first_difference(deepspeed_steps(plain, 1), deepspeed_steps(engine, 1), "step")
+    if put_on(engine) == before or memplan.plan_of(engine.module) is None:
+        return "there was no plan"
+    memplan.remove(engine.module)
+    if put_on(engine) != before:
+        return f"left {put_on(engine)}, was {before}"
+    found = found or first_difference(deepspeed_steps(plain, 1), deepspeed_steps(engine, 1), "step without")
+    try:
+        apply_to_stage(engine, None, "no budget", costs="estimate")
+    except ValueError:
+        return found if put_on(engine) == before else f"a refusal left {put_on(engine)}, was {before}"
+    return "a budget that is none was not refused"
+
+
 class Two(nn.Module):
     """Hands two tensors on."""
 
@@ -428,7 +457,10 @@ def deepspeed_refuses() -> str | None:
 
 
 def deepspeed_cells() -> dict[str, Cell]:
-    found = {"deepspeed-refuses": Cell(deepspeed_refuses, needs=("deepspeed",))}
+    found = {
+        "deepspeed-refuses": Cell(deepspeed_refuses, needs=("deepspeed",)),
+        "deepspeed-removed": Cell(deepspeed_removed, needs=("deepspeed",)),
+    }
     for world, stages, kind in ((2, 2, "plain"), (2, 2, "zero1"), (2, 2, "bf16"), (4, 4, "plain"), (4, 2, "plain"),
                                 (4, 2, "zero1"), (4, 2, "bf16"), (2, 2, "tied")):  # fmt: skip
         run = functools.partial(deepspeed_equals_plain, stages, kind)

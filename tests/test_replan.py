@@ -421,3 +421,17 @@ def test_out_of_memory_comes_with_advice(part: float) -> None:
     planned.zero_grad()
     net.zero_grad()
     assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1))
+
+
+def test_what_goes_with_the_plan_is_undone_once() -> None:
+    net, sample = MODELS["gpt2"](0)
+    undone: list[str] = []
+    with pytest.raises(ValueError, match="not planned"):
+        memplan.on_remove(net, lambda: undone.append("never"))
+    memplan.apply(net, sample, 0.7, costs="estimate")
+    memplan.on_remove(net, lambda: undone.append("first"))
+    memplan.apply(net, sample, 0.6, costs="estimate")  # takes the place of the other plan, which is not removed
+    memplan.on_remove(net, lambda: undone.append("second"))
+    assert not undone
+    memplan.remove(memplan.remove(net))
+    assert undone == ["second", "first"]

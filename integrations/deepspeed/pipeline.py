@@ -30,19 +30,21 @@ def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_key
     """
     _refuse(engine)
     module: PipelineModule = engine.module
-    if module.activation_checkpoint_interval:
-        log.info("memplan: activation checkpointing of the pipeline is off: the plan decides what is recomputed")
-        module.activation_checkpoint_interval = 0
     memplan.remove(module)
     stage = _Stage(engine)
     count = in_flight(engine)
-    module.forward = stage.forward
     if sample is not None:
         sample = tuple(sample) if stage.has_loss else (sample,)
     around = apply_keywords.pop("surroundings", memplan.Surroundings())
     around = dataclasses.replace(around, buffers=_buffers(engine, count))
-    memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, surroundings=around)
+    stage.begin()
+    try:
+        memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, surroundings=around)
+    except BaseException:
+        stage.remove()
+        raise
     stage.install()
+    memplan.on_remove(module, stage.remove)
 
 
 def in_flight(engine: PipelineEngine) -> int:
@@ -83,6 +85,8 @@ class _Stage:
         self._engine, self._layers = engine, tuple(engine.module.forward_funcs)
         self._loss_fn = engine.module.loss_fn if engine.is_last_stage() else None
         self._labels: Any = None
+        self._interval: int = engine.module.activation_checkpoint_interval
+        self._hook: Any = None  # that hands labels over, once it is there
 
     @property
     def has_loss(self) -> bool:
@@ -103,6 +107,13 @@ class _Stage:
             )
         return x
 
+    def begin(self) -> None:
+        """Have the module run these layers, all of them without checkpoints."""
+        if self._interval:
+            log.info("memplan: activation checkpointing of the pipeline is off: the plan decides what is recomputed")
+        self._engine.module.activation_checkpoint_interval = 0
+        self._engine.module.forward = self.forward
+
     def install(self) -> None:
         """Let the engine call the last stage's module with labels, and take the loss from it; nothing elsewhere."""
         if not self.has_loss:
@@ -111,8 +122,17 @@ class _Stage:
             **self._engine._INSTRUCTION_MAP,
             schedule.ForwardPass: lambda engine, buffer_id: self._forward_pass(buffer_id),
         }
-        self._engine.module.register_forward_pre_hook(lambda _, args, kwargs: self._with_labels(args, kwargs),
-                                                      with_kwargs=True)  # fmt: skip
+        self._hook = self._engine.module.register_forward_pre_hook(
+            lambda _, args, kwargs: self._with_labels(args, kwargs), with_kwargs=True
+        )
+
+    def remove(self) -> None:
+        """Leave engine and module as they were."""
+        self._engine.module.activation_checkpoint_interval = self._interval
+        del self._engine.module.forward
+        if self._hook is not None:
+            self._hook.remove()
+            del self._engine._INSTRUCTION_MAP
 
     def _trains(self) -> bool:
         return bool(self._engine.module.training and torch.is_grad_enabled())

@@ -89,6 +89,7 @@ class PlannedForward:
         self._hooked = False  # parameters had hooks when that step was planned
         self._absent_bytes = 0  # of gradients that were not there when that step began
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
+        self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
 
     @property
@@ -199,16 +200,21 @@ class PlannedForward:
         return step
 
     def prepare(self, sample: Sample) -> Any:
-        """Plan such calls in full now. Gives the plan."""
-        if not self._alone:
+        """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
+        if not self._alone and self._agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
-        for step in [s for s in self.steps if s.mismatch(call) is None]:
-            if not step.provisional:
-                return step.plan
-            self.steps.remove(step)
-        with self.stepping_aside():
-            return self.add(self._planner.step(self.model, self.original, call)).plan
+        self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
+
+        def planned(share: Share | None = None) -> Step:
+            with self.stepping_aside():
+                return self.add(self._planner.step(self.model, self.original, call, share=share))
+
+        if self._agreement is None:
+            return (self._at_hand(call) or planned()).plan
+        step = self._agreement.step(lambda: self._at_hand(call), planned)
+        assert step is not None
+        return step.plan
 
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
 
