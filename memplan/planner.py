@@ -206,6 +206,8 @@ class Planner:
 
     def _soon(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""
+        if self.shards is not None:
+            return self._in_known_order(model, captured, known) or self._plan(model, captured), False
         plan = self._hurried(model, captured, known) if known else None
         return plan or self._plan(model, captured), plan is not None and plan.overhead > 0
 
@@ -440,13 +442,40 @@ class Planner:
 
         return parts, problem_of
 
-    def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
-        """The same where sharded parameters are gathered to be read, and values may be offloaded."""
+    def _in_known_order(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
+        """The schedule of another step for one that differs by sizes alone, where that fits.
+
+        All ranks gather in the order of the steps that they have. A plan of its own would have another one, while the
+        batches of other ranks may well be as before.
+        """
+        steps = [step for step in known if isinstance(step, WholeStep)]
+        if not steps or self.shards is None or self.budget_bytes is None or self.host_budget is not None:
+            return None
+        problem = self._problem_with_shards(model, self._homed(captured, model), self.shards)
+        limit, values = self.budget_bytes, problem.graph.values
+        for plan in (step.plan for step in steps):
+            others = plan.problem.graph.values
+            same = same_structure(plan.problem.graph, problem.graph)
+            if not same or any((v.name, v.home) != (o.name, o.home) for v, o in zip(values, others, strict=True)):
+                continue
+            timeline = simulate(problem, plan.schedule)
+            if timeline.peak_bytes <= int(limit / (1 + self.margin)):
+                return Plan(
+                    dataclasses.replace(problem, budget_bytes=limit), plan.schedule, timeline, plan.solver,
+                    min(gather_bound_s(problem), timeline.time_s), timeline.peak_bytes, timeline.time_s,
+                )  # fmt: skip
+        return None
+
+    def _problem_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Problem:
         problem = self.problem(model, captured)
-        problem = dataclasses.replace(
+        return dataclasses.replace(
             problem, gather=shards.speed, accumulate=True,
             extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
         )  # fmt: skip
+
+    def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
+        """The same where sharded parameters are gathered to be read, and values may be offloaded."""
+        problem = self._problem_with_shards(model, captured, shards)
         if self.host_budget is not None:
             problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
         front = self._front(problem)  # of the step without what is gathered

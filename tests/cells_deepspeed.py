@@ -87,6 +87,19 @@ def compare_life(stage: int, section: dict[str, Any] | None = None) -> str | Non
     return first_difference(*outcomes, "result")
 
 
+def compare_uneven(setting: Setting) -> str | None:
+    """Ranks whose batches are of other sizes, as a sampler's last ones are: first on one rank, then on both."""
+
+    def run(section: dict[str, Any] | None) -> Any:
+        short = (False, torch.distributed.get_rank() == 1, True, torch.distributed.get_rank() == 0, False)
+        with engine_for(setting, section) as engine:
+            losses = [copied(step(engine, batch(setting.dtype, 40 if less else BATCH))) for less in short]
+            assert section is None or memplan.plan_of(engine.module) is not None
+            return losses, {n: copied(p) for n, p in engine.module.named_parameters()}, torch.get_rng_state()
+
+    return first_difference(run(None), run(setting.section), "result")
+
+
 def measured_peak(engine: Any, x: torch.Tensor) -> int:
     """What the engine's next step, which must be its first one with a plan, is measured to hold."""
     from memplan.integrations.deepspeed.memory import held_bytes_of
@@ -262,6 +275,10 @@ CELLS = {
 CELLS |= {f"whole step of {s}": cell(check_whole_step, s, full=s != Setting(2)) for s in [*MATRIX, *VARIED]}
 CELLS |= {f"whole step of {s}, few rows": cell(check_whole_step, s, 8, full=True) for s in [*MATRIX, *VARIED]}
 CELLS |= {f"life of ZeRO {stage}": cell(compare_life, stage, full=stage == 1) for stage in (1, 2)}
+CELLS |= {
+    f"uneven batches, ZeRO {stage}": cell(compare_uneven, Setting(stage, dtype), full=stage < 2)
+    for stage, dtype in ((0, "float32"), (1, "bfloat16"), (2, "float32"))
+}
 CELLS |= {f"budgets of ZeRO {stage}": cell(check_budgets, stage, full=stage < 2) for stage in (0, 1, 2)}
 CELLS |= {
     "from a file": cell(compare_from_file, full=True),

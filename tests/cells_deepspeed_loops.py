@@ -40,7 +40,7 @@ def fresh_accelerate() -> Iterator[None]:
         GradientState._reset_state()
 
 
-def compare_trainers(stage: int, **planned: Any) -> str | None:
+def compare_trainers(stage: int, bf16: bool = False, **planned: Any) -> str | None:
     """The Trainer with a DeepSpeed config in a file, in which much is left to it.
 
     planned: further arguments for the run with a plan.
@@ -62,6 +62,7 @@ def compare_trainers(stage: int, **planned: Any) -> str | None:
             options = {
                 "deepspeed": str(path), "per_device_train_batch_size": 4, "save_strategy": "no", "use_cpu": False,
                 "accelerator_config": {"use_configured_state": True}, "num_train_epochs": 1,
+                "bf16": bf16,
             }  # fmt: skip
             options |= {} if section is None else planned
             trainer = trainer_for(language_model(), arguments(Path(folder), **options))
@@ -116,6 +117,12 @@ HUGGING_FACE = (*NEEDS, "transformers", "accelerate")
 CELLS = {
     f"{name} ZeRO {stage}": Cell(functools.partial(run, stage), full=stage < 2, needs=HUGGING_FACE)
     for name, run in (("Trainer", compare_trainers), ("Accelerate", compare_accelerate))
+    for stage in (0, 1, 2)
+}
+CELLS |= {
+    f"Trainer ZeRO {stage} bfloat16": Cell(
+        functools.partial(compare_trainers, stage, True), full=True, needs=HUGGING_FACE
+    )
     for stage in (0, 1, 2)
 }
 CELLS["Trainer, checkpointing left on"] = Cell(

@@ -320,6 +320,23 @@ def compare_other_lengths() -> str | None:
     return first_difference(train_other_lengths(False), train_other_lengths(True), "result")
 
 
+def train_uneven(planned: bool) -> Any:
+    """Batches of other lengths on each rank, as a sampler's last ones are."""
+    engine, rank = engine_of(), torch.distributed.get_rank()
+    try:
+        if planned:
+            apply_it(engine, batches(1)[0])
+        short = (False, rank == 1, True, rank == 0, False)
+        losses = [step(engine, x[:1, : 9 if less else LENGTH]) for x, less in zip(batches(5), short, strict=True)]
+        return losses, weights(engine), torch.get_rng_state()
+    finally:
+        engine.destroy()
+
+
+def compare_uneven() -> str | None:
+    return first_difference(train_uneven(False), train_uneven(True), "result")
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +435,7 @@ CELLS |= {
 CELLS |= {
     "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),
     "evaluation and checkpoints between steps": Cell(compare_lives, needs=NEEDS),
+    "uneven batches": Cell(compare_uneven, needs=NEEDS),
     "batches of several lengths": Cell(compare_other_lengths, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
 }
