@@ -23,6 +23,8 @@ from memplan.solvers.replay import prune
 from memplan.solvers.rotor import distinct_slots
 from memplan.solvers.sketch import Sketch, sketch_of
 
+_EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
+
 
 @dataclass(frozen=True, slots=True)
 class Task:
@@ -82,7 +84,7 @@ def blocks(task: Task) -> Iterator[Sketch]:
 def exact(task: Task) -> Iterator[Sketch]:
     """Rotor over blocks with options from an exact search as well, at three granularities."""
     config = task.config
-    work = [config.exact_work]
+    work = [min(config.exact_work, _EXACT_WORK // task.flat.op_count)]
 
     def orders(block: LocalBlock) -> list[Ints]:
         cut = cut_orders(block, config.block_cuts)
