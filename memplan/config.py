@@ -43,7 +43,8 @@ class Config:
     cuts, block_cuts: minimum cuts for the whole step and for a block. options: most options of a block.
     exact_nodes: nodes that an exact search may expand for one budget of one block. exact_parts: limits tried on the
         bytes that a block saves, and as many on its peak. exact_ops: most forward ops of the largest blocks.
-        exact_work: ops of blocks that are searched at all; beyond that a block's options are not proven to be best.
+        exact_work: ops of blocks that are searched at all, fewer in long steps; beyond that a block's options are not
+        proven to be best.
     flat_nodes, flat_parts: the same for the whole step. flat_work: cap on its budgets for long steps, times ops.
     sizes: plans expanded for each chain. points: most points that are kept of the curve of peak against time.
     grid, passes: peaks to which plans are lowered and filled, up to three times as many for short steps, and how often.

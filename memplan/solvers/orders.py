@@ -253,7 +253,7 @@ def _idle(a: Arrays, events: Events, op: int, before: int) -> bool:
 @kernel
 def _by_size(a: Arrays) -> Ints:
     """Forward values that can be freed, largest first."""
-    found = np.nonzero(~a.held & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
+    found = np.nonzero(~a.held & (a.producer >= 0) & (a.producer < a.boundary) & (a.size_bytes > 0))[0]
     return found[np.argsort(-a.size_bytes[found], kind="mergesort")]
 
 
@@ -285,9 +285,10 @@ def _excess(during: Ints, target_bytes: int) -> float:
 def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) -> Ints:
     """Bring the peak of an order down towards a target, one split at the highest position a round.
 
-    A round tries the `width` largest values live through the peak and takes the split that pays the fewest seconds
-    per byte of excess removed. Stops at the target, at `rounds`, or where no split helps. Where microbatches wait, as
-    many that are live at the boundary are tried as well: they weigh on every position.
+    A round looks at the `width` largest values live through the peak and takes the split that pays the fewest seconds
+    per byte of excess removed: splits are tried that promise the most, until none that is left can do better. Stops at
+    the target, at `rounds`, or where no split helps. Where microbatches wait, it looks at as many that are live at the
+    boundary as well: they weigh on every position.
     """
     during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)
