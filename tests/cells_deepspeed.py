@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -98,6 +99,36 @@ def compare_uneven(setting: Setting) -> str | None:
             return losses, {n: copied(p) for n, p in engine.module.named_parameters()}, torch.get_rng_state()
 
     return first_difference(run(None), run(setting.section), "result")
+
+
+def compare_scaled(stage: int) -> str | None:
+    """Float16 with a loss scale that is too large at first, so that steps are skipped. DeepSpeed has float16 on GPUs
+    alone, and goes by what the accelerator says of itself."""
+    from deepspeed.accelerator import get_accelerator
+
+    from memplan.integrations.deepspeed import initialize
+
+    def run(section: dict[str, Any] | None) -> Any:
+        torch.manual_seed(0)
+        net = Net().train()
+        fp16 = {"enabled": True, "initial_scale_power": 17, "hysteresis": 1, "loss_scale_window": 2}
+        config = Setting(stage).config(section) | {"bf16": {"enabled": False}, "fp16": fp16}
+        with mock.patch.object(type(get_accelerator()), "is_fp16_supported", return_value=True):
+            engine, *_ = initialize(model=net, model_parameters=net.parameters(), config=config)
+        torch.manual_seed(10 + torch.distributed.get_rank())
+        found: list[Any] = []
+        for _ in range(7):
+            found.append(copied(step(engine, batch().half())))
+            found.append((engine.skipped_steps, float(engine.optimizer.cur_scale)))
+            found.append([copied(p) for p in engine.optimizer.fp32_partitioned_groups_flat] if stage == 3 else
+                         [copied(p) for p in net.parameters()])  # fmt: skip
+        assert 2 < engine.skipped_steps < 6, f"{engine.skipped_steps} steps were skipped"
+        plan = memplan.plan_of(net)
+        assert section is None or (isinstance(plan, memplan.Plan) and plan.recomputed)
+        engine.destroy()
+        return found
+
+    return first_difference(run(None), run(Setting(stage).section | {"budget": 0.75}), "result")
 
 
 def measured_peak(engine: Any, x: torch.Tensor) -> int:
@@ -279,6 +310,7 @@ CELLS |= {
     f"uneven batches, ZeRO {stage}": cell(compare_uneven, Setting(stage, dtype), full=stage < 2)
     for stage, dtype in ((0, "float32"), (1, "bfloat16"), (2, "float32"))
 }
+CELLS |= {f"skipped steps, ZeRO {stage} float16": cell(compare_scaled, stage, full=stage != 2) for stage in (1, 2, 3)}
 CELLS |= {f"budgets of ZeRO {stage}": cell(check_budgets, stage, full=stage < 2) for stage in (0, 1, 2)}
 CELLS |= {
     "from a file": cell(compare_from_file, full=True),
