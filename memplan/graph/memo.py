@@ -5,6 +5,9 @@ millisecond to trace a run of one: proxies, fake kernels, its own cache of what 
 node and tensors of certain layouts in new memory or in that of arguments, is given here again. Most of the distinct ops
 are views, which run on the meta device in microseconds. What is not that plain goes the long way each time: tensors
 whose data is known, results of unknown shape, views in place, ops that are taken apart on the way.
+
+PyTorch's cache is off meanwhile: it makes a trace of new shapes a sixth slower. The other way to views, the fake
+kernels written in Python, gives some dimensions of one element strides that real tensors do not have.
 """
 
 from __future__ import annotations
