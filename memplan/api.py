@@ -16,7 +16,8 @@ from memplan.config import Config, ConfigLike, config_of
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.graph.shards import Shards
-from memplan.planner import CostSource, LossFunction, Planner, Update
+from memplan.planner import Planner
+from memplan.planning import CostSource, LossFunction, Update
 from memplan.plans import Plan
 from memplan.problem import Link, Surroundings
 from memplan.runtime import (

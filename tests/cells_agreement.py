@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan import planner as planner_module
+from memplan import planning as planning_module
 from memplan.errors import MemplanError
 from memplan.planner import Planner
 from tests.fake_shards import FakeShards
@@ -71,13 +72,13 @@ def told_by_all(found: Any) -> list[Any]:
 def counted_plans() -> Iterator[list[int]]:
     """The number of plans that this rank looks for itself, as the list's length."""
     searched: list[int] = []
-    original = planner_module.solve_front
+    original = planning_module.solve_front
 
     def solve(*args: Any, **kwargs: Any) -> Any:
         searched.append(1)
         return original(*args, **kwargs)
 
-    with mock.patch.object(planner_module, "solve_front", solve):
+    with mock.patch.object(planning_module, "solve_front", solve):
         yield searched
 
 

@@ -1,0 +1,441 @@
+"""From a model and a call to a plan: capture, costs, problem, schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from memplan.budgets import BudgetLike, budget_bytes_of, device_bytes, limit_bytes
+from memplan.config import Config
+from memplan.errors import BudgetInfeasible, UnsupportedModel
+from memplan.graph import Capture, capture, estimate, measure
+from memplan.graph.call import Call, Sample
+from memplan.graph.homes import Movable, movables, with_homes, with_shards
+from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
+from memplan.graph.shards import Shard, Shards
+from memplan.graph.traced import Traced
+from memplan.graph.updates import with_updates
+from memplan.plans import Plan
+from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
+from memplan.report.progress import ProgressLine
+from memplan.residency import Residency, all_names, choose, floor_bytes, least_resident_bytes
+from memplan.runtime import (
+    Grads,
+    Init,
+    TangentLayout,
+    Transfers,
+    UpdatesInBackward,
+    measure_link,
+    refuse_update_in_backward,
+)
+from memplan.runtime.gathers import Gathers
+from memplan.simulate import simulate, unplanned
+from memplan.solvers import Candidate, Front, solve_front
+from memplan.solvers.offload_bound import gather_bound_s, offload_bound_s
+from memplan.units import format_bytes
+
+LossFunction = Callable[..., Any]
+Update = Literal["step", "backward"]
+CostSource = Literal["measure", "estimate"] | Roofline
+Forward = Callable[..., Any]
+
+log = logging.getLogger("memplan")
+
+_HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
+
+
+@dataclass
+class Planning:
+    """Plans of one model's steps under one budget.
+
+    budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
+    than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
+    of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
+    copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
+    parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows. counted: parameters
+    that the optimizer knows, by name: a copy of the model has others.
+    The other fields are arguments of `memplan.apply`.
+    """
+
+    budget: BudgetLike | None
+    loss_fn: LossFunction | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | None = None
+    costs: CostSource = "measure"
+    accumulate: bool = False
+    grads: Grads = "surface"
+    config: Config = field(default_factory=Config)
+    host_budget: int | str | None = None
+    link: Link | None = None
+    update: Update = "step"
+    in_flight: int = 1
+    shards: Shards | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    init: Init | None = None
+    budget_bytes: int | None = None
+    margin: float = 0.0
+    host: frozenset[str] | None = None
+    transfers: Transfers | None = None
+    updates: UpdatesInBackward | None = None
+    gathers: Gathers | None = None
+    counted: dict[str, nn.Parameter] | None = None
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            device_bytes(self.budget)  # a bad one is refused before anything runs
+        if self.host_budget is None and isinstance(self.budget, Budget):
+            self.host_budget = self.budget.host
+        if self.host_budget is not None:
+            if isinstance(self.host_budget, float):
+                raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.host_budget!r}")
+            limit_bytes(self.host_budget, 0)
+            if self.surroundings.keeps_parameters:
+                self.host = frozenset()
+        self._check_flight()
+        if self.update not in ("step", "backward"):
+            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
+        if self.update == "backward":
+            refuse_update_in_backward(self.optimizer, self.accumulate or self.in_flight > 1, self.grads)
+        if self.shards is not None:
+            self._check_shards(self.shards)
+
+    def _check_flight(self) -> None:
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
+        if self.in_flight == 1:
+            return
+        # The first backward's gradients are there while the others run.
+        self.accumulate = not self.surroundings.takes_gradients
+        if self.host_budget is not None:
+            raise ValueError(
+                f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
+                "host_budget out for stages of a pipeline"
+            )
+
+    def _check_shards(self, shards: Shards) -> None:
+        if self.grads == "edges":
+            raise ValueError(
+                'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
+                'grads="surface" with shards='
+            )
+        for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
+            if given:
+                raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
+        self.gathers = Gathers(shards)
+
+    def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
+        """A plan, from the best schedule that fits the budget."""
+        return self._plan(model, self.capture(model, forward, sample))
+
+    def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
+        """Plans from the smallest peak to the unplanned step."""
+        captured = self.capture(model, forward, sample)
+        problem = self.problem(model, captured)
+        if self.host_budget is not None:
+            return self._explore_with_host(model, captured, problem)
+        front = self._front(problem)
+        chosen = front.spread(self.config.points)
+        return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in chosen)
+
+    def capture(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        tangents: dict[int, TangentLayout] | None = None,
+    ) -> Capture:
+        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents, self.shards)
+        if self.update == "step":
+            return captured
+        assert self.optimizer is not None
+        needs = update_needs(self.optimizer, captured.traced.device)
+        if self.updates is not None:  # a later one of their plans
+            needs = {p: needs.get(p, 0) for p in self.updates.parameters}
+        update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured,
+            traced=with_updates(captured.traced, update_bytes),
+            expanded=None if expanded is None else with_updates(expanded, update_bytes),
+        )
+
+    def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
+        """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
+        limit = self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
+        traced = captured.traced
+        needs = (0, 0)  # with a host budget it depends on where parameters live, unless they are sharded
+        if self.optimizer is not None and (self.host_budget is None or self.shards is not None):
+            needs = self._optimizer_needs(traced.device)
+        costs = self._costs(model, captured, limit, quick)
+        held, later = self._around(traced)
+        problem = Problem(
+            traced.graph, costs, None, needs[0] + held, self.accumulate, needs[1] + later, in_flight=self.in_flight,
+            takes_gradients=self.surroundings.takes_gradients and self.grads == "surface",
+        )  # fmt: skip
+        if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
+            problem = dataclasses.replace(
+                problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
+            )
+        return problem
+
+    def _around(self, traced: Traced) -> tuple[int, int]:
+        """Bytes that an engine holds beside the step: throughout, and for a while after it."""
+        held, later = _buffer_bytes(self.surroundings.buffers, self.in_flight, traced)
+        return held + self.surroundings.held_bytes, later + self.surroundings.after_bytes
+
+    def _optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:
+        """Bytes of its state, and what its step allocates after backward."""
+        if self.optimizer is None:
+            return 0, 0
+        state_bytes, step_bytes = optimizer_needs(self.optimizer, device, without)
+        return state_bytes, step_bytes if self.update == "step" else 0
+
+    def _costs(self, model: nn.Module, captured: Capture, limit: int | None, quick: bool) -> Costs:
+        if isinstance(self.costs, Roofline):
+            return estimate(captured.traced, self.costs)
+        if self.costs == "estimate":
+            return estimate(captured.traced)
+        if self.costs != "measure":
+            raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        sharded = self._sharded(model)
+        if self.init is None and any(t.is_meta for t in tensors.values()):
+            raise ValueError(
+                "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
+                'known speed, or costs="estimate"'
+            )
+        inputs = captured.call.tensors
+
+        def resident(kind: str, name: str, position: int) -> torch.Tensor | None:
+            if name in sharded and kind == "parameter":
+                return None
+            tensor = inputs[position] if kind == "input" else tensors[name]
+            if tensor.is_meta and self.init is not None:
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                self.init(name, tensor)
+            return tensor.to(captured.traced.device)
+
+        return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
+
+    def _plan(self, model: nn.Module, captured: Capture) -> Plan:
+        """The fastest known schedule within the budget."""
+        if self.shards is not None:
+            return self._plan_with_shards(model, self._homed(captured, model), self.shards)
+        problem = self.problem(model, captured)
+        if self.host_budget is not None:
+            return self._plan_with_host(model, captured, problem)
+        front = self._front(problem)
+        limit = self._limit(problem, unplanned(problem).peak_bytes)
+        chosen = front.best(int(limit / (1 + self.margin))) or front.floor
+        if chosen.peak_bytes > limit:
+            raise self._infeasible(problem, front.floor, limit)
+        return _plan_of(problem, front, chosen, limit)
+
+    def _plan_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
+        """The same where values may be offloaded, and parameters may live on the host."""
+        parts, problem_of = self._homes(model, captured, problem)
+        plain, room_for = problem_of(frozenset()), 1 + self.margin
+        limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), limit_bytes(self.host_budget or 0, 0)
+        alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
+        front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
+        least = floor_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
+        chosen = search(int(limit / room_for)) or search(limit)
+        if chosen is None:
+            raise self._no_room(least, limit, host_limit)
+        self.host = chosen.host
+        return _plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+
+    def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
+        """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
+        parts, problem_of = self._homes(model, captured, problem)
+        alone, front = (self._front(problem_of(names)) for names in (frozenset[str](), all_names(parts)))
+        least, most = floor_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        host_limit = limit_bytes(self.host_budget or 0, 0)
+        found: list[Plan] = []
+        count = min(self.config.points, _HOST_POINTS)
+        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
+            chosen = choose(parts, front, alone, problem_of, host_limit, self.host, limit)
+            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
+                peak_bytes = chosen.found.timeline.peak_bytes
+                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
+                found.append(_plan_of_residency(chosen, (front, alone), peak_bytes, least))
+        return tuple(found)
+
+    def _homes(
+        self, model: nn.Module, captured: Capture, problem: Problem
+    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
+        """Parameters that may live on the host, and the step's problem where those of these names do."""
+        problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
+        parts = () if self.surroundings.keeps_parameters else movables(captured.traced)
+        stuck = sorted((self.host or frozenset()) - all_names(parts))
+        if stuck:
+            raise UnsupportedModel(
+                f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
+                "this call as the sample"
+            )
+        counted = self.counted = self.counted or dict(model.named_parameters())
+
+        def on_host(names: frozenset[str]) -> list[torch.Tensor]:
+            return [counted[name] for name in names if name in counted]
+
+        def state_bytes(left_out: list[torch.Tensor], device: torch.device) -> tuple[int, int]:
+            return self._optimizer_needs(device, left_out)
+
+        update_s = 0.0
+        if self.optimizer is not None and not self.accumulate:  # with it, many steps share one update
+            update_s = host_update_s_per_byte(self.optimizer, self.costs == "measure")
+
+        @functools.cache  # the optimizer's step takes a second to run on fakes
+        def problem_of(names: frozenset[str]) -> Problem:
+            here = state_bytes(on_host(names), captured.traced.device)
+            others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
+            there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
+            graph = with_homes(captured.traced, names).graph
+            held, later = self._around(captured.traced)
+            if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
+                held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
+            return dataclasses.replace(
+                problem, graph=graph, extra_resident_bytes=here[0] + held, update_bytes=here[1] + later,
+                extra_host_bytes=there[0], host_update_s_per_byte=update_s,
+            )  # fmt: skip
+
+        return parts, problem_of
+
+    def _problem_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Problem:
+        problem = self.problem(model, captured)
+        return dataclasses.replace(
+            problem, gather=shards.speed, accumulate=True,
+            extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
+        )  # fmt: skip
+
+    def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
+        """The same where sharded parameters are gathered to be read, and values may be offloaded."""
+        problem = self._problem_with_shards(model, captured, shards)
+        if self.host_budget is not None:
+            problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
+        front = self._front(problem)  # of the step without what is gathered
+        gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
+        limit = self._limit(problem, front.keep_all.peak_bytes + gathered_bytes)
+        host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
+        nowhere = frozenset[str]()  # no parameter moves to the host
+        least = floor_bytes(nowhere, front, lambda _: problem)
+        search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
+        chosen = search(int(limit / (1 + self.margin))) or search(limit)
+        if chosen is None:
+            raise self._no_room(least, limit, host_limit)
+        found = chosen.found
+        bound_s = max(front.bound.time_s(limit) if problem.link is None else 0.0, gather_bound_s(problem))
+        if problem.link is not None:
+            bound_s = max(bound_s, offload_bound_s(problem, limit))
+        return Plan(
+            dataclasses.replace(problem, budget_bytes=limit), found.schedule, found.timeline,
+            f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
+            min(least, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
+        )  # fmt: skip
+
+    def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
+        if self.host_budget is None:
+            return BudgetInfeasible(
+                f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise "
+                "the budget, or use a smaller batch",
+                floor,
+                float("inf"),
+            )
+        return BudgetInfeasible(
+            f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
+            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least. Raise one "
+            "of the budgets, or use a smaller batch",
+            floor,
+            float("inf"),
+        )
+
+    def _infeasible(self, problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
+        overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
+        return BudgetInfeasible(
+            f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
+            f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
+            f"{format_bytes(problem.resident_bytes)} are resident. Raise the budget, or use a smaller batch",
+            floor.peak_bytes,
+            overhead,
+        )
+
+    def _homed(self, captured: Capture, model: nn.Module) -> Capture:
+        """The capture with the parameters where they live."""
+        if not self.host and self.shards is None:
+            return captured
+        sharded = self._sharded(model)
+
+        def homed(traced: Traced) -> Traced:
+            return with_homes(traced, self.host or ()) if self.shards is None else with_shards(traced, sharded)
+
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured, traced=homed(captured.traced), expanded=None if expanded is None else homed(expanded)
+        )
+
+    def _sharded(self, model: nn.Module) -> dict[str, Shard]:
+        """What is known of sharded parameters, by name."""
+        if self.shards is None:
+            return {}
+        return {n: shard for n, p in model.named_parameters() if (shard := self.shards.shard(p)) is not None}
+
+    def _front(self, problem: Problem) -> Front:
+        """The best schedules that the configured search finds, told about on a terminal where that takes long."""
+        with ProgressLine(sys.stderr) as line:
+            front = solve_front(dataclasses.replace(problem, budget_bytes=self.budget_bytes), self.config, line.show)
+        if front.truncated:
+            log.warning("memplan: the search was stopped before it was done; the best schedule so far is taken")
+        return front
+
+    def _limit(self, problem: Problem, unplanned_bytes: int) -> int:
+        if self.budget_bytes is None:
+            assert self.budget is not None
+            self.budget_bytes = budget_bytes_of(self.budget, unplanned_bytes, problem.resident_bytes)
+        return self.budget_bytes
+
+
+def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:
+    problem = dataclasses.replace(problem, budget_bytes=budget_bytes)
+    timeline = simulate(problem, chosen.schedule)
+    assert timeline.peak_bytes <= budget_bytes
+    bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
+    floor = front.floor
+    return Plan(
+        problem, chosen.schedule, timeline, chosen.solver, bound_s, floor.peak_bytes, floor.time_s, front.truncated
+    )
+
+
+def _plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
+    found = chosen.found
+    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
+    return Plan(
+        dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
+        found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
+        any(front.truncated for front in fronts),
+    )  # fmt: skip
+
+
+def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
+    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves: throughout,
+    and once nothing is in flight."""
+    values = traced.graph.values
+    output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
+    ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
+    of_kind = (
+        (buffers.inputs, in_flight, traced.graph.input_bytes),
+        (buffers.outputs, in_flight, output_bytes),
+        (buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
+        (buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
+    )
+    held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+    return held_bytes, buffers.later_outputs * output_bytes
