@@ -117,10 +117,12 @@ def _rehearsed(
         on_host = device is not None and storage.device.type != device.type
         return on_host or (leaves_out is not None and leaves_out(storage))
 
+    held_bytes, update_bytes = _held_beside(model, optimizer, accumulate, device)
     parts = measured_parts(functools.partial(Rehearsal, model, model, call, leaves_out=elsewhere), units, {})
+    parts = parts.updated(update_bytes)
     resident = [t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage())]
     resident_bytes = resident_bytes_of(resident)
-    beside_bytes = reserved_bytes() + _held_beside(model, optimizer, accumulate, device)
+    beside_bytes = reserved_bytes() + held_bytes
     everything = appraise(parts.problem, [(0, (len(s[0].units[0]) - 1,)) for s in parts.problem.stages])
     least = smallest(parts.problem)
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
@@ -171,13 +173,15 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, 
 
 def _held_beside(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, accumulate: bool, device: torch.device | None
-) -> int:
-    """Optimizer state, and gradients of earlier micro-batches, where they are on the device that runs the blocks."""
+) -> tuple[int, int]:
+    """Bytes of optimizer state and gradients of earlier micro-batches, and what the optimizer's step allocates, where
+    they are on the device that runs the blocks."""
     parts = [part_here(p) for p in model.parameters() if p.requires_grad]
     if device is None or any(part.device.type != device.type for part in parts):
-        return 0
-    state_bytes = 0 if optimizer is None else optimizer_needs(optimizer, device)[0]
-    return state_bytes + (sum(part.numel() * part.element_size() for part in parts) if accumulate else 0)
+        return 0, 0
+    state_bytes, update_bytes = (0, 0) if optimizer is None else optimizer_needs(optimizer, device)
+    earlier_bytes = sum(part.numel() * part.element_size() for part in parts) if accumulate else 0
+    return state_bytes + earlier_bytes, update_bytes
 
 
 def _summary(

@@ -178,19 +178,21 @@ def plan_partially(
     costs: str = "measure",
     config: Config | None = None,
     extra_resident_bytes: int = 0,
+    update_bytes: int = 0,
 ) -> PartialStep:
     """Plan a call of a model that can't be captured whole.
 
     forward: the model's own. budget: bytes, or what gives them from the unplanned peak and what is resident. reason:
     why the whole can't be captured. costs: "measure" or "estimate". config: how units
     are planned. extra_resident_bytes: held throughout beside the
-    model (optimizer state, gradients of earlier micro-batches).
+    model (optimizer state, gradients of earlier micro-batches). update_bytes: what the optimizer's step allocates for a
+    while, after backward.
 
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.
     """
     call = without_graph(call)
-    parts = parts_of(model, forward, call, reason, costs, config)
+    parts = parts_of(model, forward, call, reason, costs, config).updated(update_bytes)
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
     least = smallest(problem)

@@ -90,10 +90,16 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A step in stages, in the order of forward, and the choice that it poses."""
+    """A step in stages, in the order of forward, and the choice that it poses. left_bytes: held once it is over."""
 
     stages: tuple[Stage, ...]
     problem: UnitProblem
+    left_bytes: int
+
+    def updated(self, update_bytes: int) -> Parts:
+        """The same followed by an optimizer's step, which allocates so much for a while."""
+        end_bytes = max(self.problem.end_bytes, self.left_bytes + update_bytes)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, end_bytes=end_bytes))
 
 
 def parts_of(
@@ -236,7 +242,8 @@ def measured_parts(rehearse: Callable[..., Rehearsal], units: Sequence[Part], bl
         for unit, around in zip(units, split.units, strict=True):
             _set_options(unit, around, 0)
         chains = tuple((Chain((tuple(u.options),)),) for u in units)
-        return Parts(tuple(Stage((u,)) for u in units), UnitProblem(chains, split.turn_bytes, split.end_bytes))
+        problem = UnitProblem(chains, split.turn_bytes, split.end_bytes)
+        return Parts(tuple(Stage((u,)) for u in units), problem, split.left_bytes)
     inside = {units[i].module for p in passages for i in range(p.first, p.end)}
     outside = {units[what].module for _, what in _in_order(units, passages) if isinstance(what, int)}
     if inside & outside:
@@ -301,7 +308,8 @@ def _in_stages(
         stages.append(Stage(inner, block))
         one = Chain((tuple(block.options),))
         alternatives.append((Chain(tuple(tuple(u.options) for u in inner), exit_bytes), one) if inner else (one,))
-    return Parts(tuple(stages), UnitProblem(tuple(alternatives), whole.turn_bytes, whole.end_bytes))
+    problem = UnitProblem(tuple(alternatives), whole.turn_bytes, whole.end_bytes)
+    return Parts(tuple(stages), problem, whole.left_bytes)
 
 
 def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:

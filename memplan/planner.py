@@ -283,11 +283,10 @@ class Planner(Planning):
         self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
     ) -> PartialStep:
         """A step of which only parts are planned."""
-        state_bytes = self.surroundings.held_bytes
-        if self.optimizer is not None:
-            state_bytes += optimizer_needs(self.optimizer, device)[0]
+        state_bytes, update_bytes = self._optimizer_needs(device)
+        held_bytes = state_bytes + self.surroundings.held_bytes
         if self.accumulate:
-            state_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 
         def limit(unplanned_bytes: int, resident_bytes: int) -> int:
             if self.budget_bytes is None:
@@ -303,7 +302,8 @@ class Planner(Planning):
                 limit,
                 reason=str(error),
                 costs="measure" if self.costs == "measure" else "estimate",
-                extra_resident_bytes=state_bytes,
+                extra_resident_bytes=held_bytes,
+                update_bytes=update_bytes + self.surroundings.after_bytes,
                 config=self.config,
             )
         except MemplanError:

@@ -363,6 +363,26 @@ def test_nothing_of_the_model_changes_where_it_does_not_fit() -> None:
     assert all("forward" not in vars(m) for m in net.modules())
 
 
+def test_the_optimizers_step_is_in_the_peak() -> None:
+    net, _plain = twins(Branching)
+    sample = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
+    optimizer = torch.optim.AdamW(net.parameters(), foreach=True)
+    memplan.apply(net, sample, 1.0, optimizer=optimizer, costs="estimate")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    net(sample).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    state = [t for held in optimizer.state.values() for t in held.values()]
+    meter = LiveMeter()
+    meter.register([*net.parameters(), *state, sample])
+    with meter:
+        net(sample).backward()
+        before_bytes = meter.peak_bytes
+        optimizer.step()
+    assert before_bytes < meter.peak_bytes <= plan.peak_bytes
+
+
 def test_a_copy_of_the_model_runs_the_same_plan_on_its_own_parameters() -> None:
     net, plain = twins(Branching)
     sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))

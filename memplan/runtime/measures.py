@@ -45,15 +45,16 @@ class UnitMeasure:
 @dataclass(frozen=True, slots=True)
 class StepMeasure:
     """units: in the order of forward. turn_bytes: the most held between the last forward and the loss's gradient.
-    end_bytes: the most held after the last unit's backward."""
+    end_bytes: the most held after the last unit's backward. left_bytes: held once backward is over."""
 
     units: tuple[UnitMeasure, ...]
     turn_bytes: int
     end_bytes: int
+    left_bytes: int
 
 
-def step_measure(events: Sequence[Event], unit_count: int, last_bytes: int) -> StepMeasure:
-    """Sort what was held by unit. last_bytes: the most held after the last event."""
+def step_measure(events: Sequence[Event], unit_count: int, last_bytes: int, left_bytes: int) -> StepMeasure:
+    """Sort what was held by unit. last_bytes: the most held after the last event. left_bytes: held in the end."""
     units = [UnitMeasure() for _ in range(unit_count)]
     turn_bytes = end_bytes = 0
     running = -1  # the unit whose backward has begun and not ended
@@ -92,4 +93,4 @@ def step_measure(events: Sequence[Event], unit_count: int, last_bytes: int) -> S
     if running >= 0:
         units[running].backward_peak_bytes = max(units[running].backward_peak_bytes, last_bytes)
     end_bytes = max(last_bytes, events[-1].peak_bytes if events and events[-1].phase == "turn" else 0)
-    return StepMeasure(tuple(units), turn_bytes, end_bytes)
+    return StepMeasure(tuple(units), turn_bytes, end_bytes, left_bytes)

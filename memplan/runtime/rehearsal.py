@@ -121,14 +121,14 @@ class Rehearsal(UnitObserver):
         self.visits: list[Visit] = []
         self.passages: list[Passage] = []
         self._metered = metered
-        self.last_bytes = 0
+        self.last_bytes = self.left_bytes = 0
         self._model, self._original, self._call = model, forward, call
         self._meter = LiveMeter(leaves_out)
 
     @property
     def measure(self) -> StepMeasure:
         """What the step held, by unit."""
-        return step_measure(self.events, len(self.visits), self.last_bytes)
+        return step_measure(self.events, len(self.visits), self.last_bytes, self.left_bytes)
 
     def run(self, ways: Mapping[nn.Module, Sequence[UnitStep | None]], blocks: Collection[nn.Module] = ()) -> None:
         """Run forward and backward.
@@ -152,7 +152,7 @@ class Rehearsal(UnitObserver):
                 self._look_at_edges(Edges(starts))
                 self.begin(-1, "turn")
                 torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-            self.last_bytes = self._meter.reset_peak()
+            self.last_bytes, self.left_bytes = self._meter.reset_peak(), self._meter.live_bytes
         del starts
 
     # -- units ------------------------------------------------------------------------------------------------------
