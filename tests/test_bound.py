@@ -20,7 +20,7 @@ from memplan.schedule import schedule_of
 from memplan.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.bound import backward_bytes, bound_of
-from memplan.solvers.bound_dual import line_of
+from memplan.solvers.bound_dual import line_of, look_at
 from memplan.solvers.bound_program import Program, program_of, step_of
 from memplan.solvers.bound_seeds import saved_of_moments
 from memplan.solvers.flat import Flat, flatten
@@ -129,6 +129,16 @@ def test_no_held_output_still_makes_the_forward_pass_run_first() -> None:
     least = holds_for_short_orders(problem)
     assert lower_bound(problem).time_s(41) > problem.baseline_time_s + 0.5
     assert min(least) < 60
+
+
+def test_a_look_that_goes_on_and_on_where_nothing_fits_stays_finite() -> None:
+    problem = resnet_like((1, 1))
+    first = flatten(problem).arrays.boundary
+    found, look = program(problem, (first, first + 2)), None
+    for _ in range(100):
+        line, look = look_at(found, 1, 100, look)
+        assert np.isfinite([line.at_zero_s, line.s_per_byte]).all()
+    assert line.at(1) > 1e3 * problem.baseline_time_s
 
 
 def test_memory_of_an_input_that_is_overwritten_is_given_back() -> None:

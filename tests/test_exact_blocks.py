@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.problem import Problem
+from memplan.problem import Costs, Graph, Problem
 from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exact import Answer, BlockSearch, measured, solve_block, solve_grid
 from memplan.solvers.exact_block import Unsuited
@@ -23,7 +23,7 @@ from memplan.solvers.flat import flatten
 from memplan.solvers.options import LocalBlock, localise
 from memplan.solvers.sketch import sketch_of
 from tests.milp_oracle import checkmate, facts_of, shortest
-from tests.random_graphs import llama_like, random_problems, resnet_like, unet_like
+from tests.random_graphs import StepBuilder, llama_like, random_problems, resnet_like, unet_like
 
 CALM = settings(max_examples=60, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
@@ -195,6 +195,26 @@ def test_a_whole_step_keeps_its_budget(problem: Problem) -> None:
         assert sketch.time_s == pytest.approx(problem.baseline_time_s + found.answer.recompute_s, rel=1e-9, abs=1e-9)
         if not problem.frees_gradients and not problem.update_bytes:
             assert 0 <= sketch.peak_bytes <= found.budget_bytes
+
+
+def test_an_output_in_memory_that_it_took_over_is_held() -> None:
+    """Two outputs of the model, one of them written over an activation: all eight values are there in the end."""
+    step = StepBuilder()
+    x, made = step.value(8, "input"), step.value(8)
+    written, other, loss = step.value(8, reuses=made, held=True), step.value(8), step.value(8, held=True)
+    step.op("make", (x,), (made,), random=True, recomputable=False)
+    step.op("write", (made,), (written, other), random=True, recomputable=False)
+    step.op("loss", (written, other), (loss,))
+    grads = [step.value(8) for _ in range(4)]
+    step.op("ones", (), (grads[0],), phase="backward")
+    step.op("left", (grads[0], other), (grads[1],), phase="backward")
+    step.op("right", (grads[0], other), (grads[2],), phase="backward")
+    step.op("sum", (grads[1], grads[2]), (grads[3],), phase="backward")
+    problem = Problem(Graph(tuple(step.values), tuple(step.ops), 3), Costs(tuple(step.time_s), (0,) * 7))
+    flat = flatten(problem)
+    for found in solve_step(flat, 3, 4, 2000):
+        assert found.order is not None
+        assert sketch_of(flat, "", found.order).peak_bytes <= found.budget_bytes
 
 
 @pytest.mark.parametrize("build", [lambda: resnet_like((1, 1)), lambda: unet_like(1)])

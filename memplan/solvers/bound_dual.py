@@ -19,6 +19,7 @@ from memplan.solvers.flat import Floats, Ints
 from memplan.solvers.jit import kernel
 
 _CHECK = 25  # rounds between two looks at the bound
+_HOPELESS = 1e6  # times what all columns cost: the room can't be kept, and multipliers would grow for ever
 
 
 class Line(NamedTuple):
@@ -166,6 +167,7 @@ def _multipliers(
     best_y, best_l = before.rows.copy(), before.prices.copy()
     best = _bound(p, weight, best_y, best_l)[0] - (best_l * room).sum()
     mean_x, mean_y, mean_l = x.copy(), y.copy(), prices.copy()
+    hopeless = _HOPELESS * max(1.0, (p.cost * p.most).sum())
     ratio = before.ratio
     count = 0
     paid = np.zeros(n)  # what rows and prices pay for each column
@@ -212,6 +214,8 @@ def _multipliers(
             if mean > best:
                 best = mean
                 best_y[:], best_l[:] = mean_y, mean_l
+            if best > hopeless:
+                return best_y, best_l, mean_x, np.zeros(m), np.zeros(moments), 1.0
             if count >= length:
                 x, y, prices = mean_x.copy(), mean_y.copy(), mean_l.copy()
                 moved_x = np.sqrt(((x - start_x) ** 2).sum())

@@ -32,7 +32,8 @@ class StepAnswer:
 def whole_step(flat: Flat) -> LocalBlock:
     """The step as a block that nothing follows; its peaks are those of the step, residents included."""
     a, n = flat.arrays, flat.arrays.boundary
-    held = [v for op in range(n) for v in flat.makes[op] if a.held[v] and not a.in_place[v]]
+    stays = a.in_place & ((a.taken < 0) | a.held[a.taken])  # in memory that is there throughout
+    held = [v for op in range(n) for v in flat.makes[op] if a.held[v] and not stays[v]]
     incoming = a.base_bytes + a.tangent_bytes + int(a.size_bytes[held].sum())
     tangents = len(a.size_bytes)
     reads = (*flat.reads[:n], (), *flat.reads[n:])
