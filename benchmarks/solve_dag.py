@@ -21,7 +21,8 @@ import numpy as np
 
 from benchmarks.environment import environment
 from memplan.errors import BudgetInfeasible
-from memplan.solvers.dag import DagLimits, DagNode, DagProblem, account, solve_dag
+from memplan.solvers.dag import DagLimits, solve_dag
+from memplan.solvers.dag_problem import DagNode, DagProblem, account
 
 HERE = Path(__file__).resolve().parent
 INSTANCES = HERE / "dag_instances"

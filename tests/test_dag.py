@@ -17,11 +17,12 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from benchmarks.solve_dag import INSTANCES, chain, instances, layered, sqrt_segments, unet
 from memplan.errors import BudgetInfeasible, IllegalSchedule
 from memplan.schedule import Compute, Drop
-from memplan.solvers import dag_search as search
 from memplan.solvers import solve_dag
-from memplan.solvers.dag import DagLimits, DagNode, DagPlan, DagProblem, account, dag_as_problem
+from memplan.solvers.dag import DagLimits
 from memplan.solvers.dag_bound import floor_bytes, lower_bound_s, relations_of
 from memplan.solvers.dag_exact import best_order
+from memplan.solvers.dag_order import DagArrays, dag_arrays, measure, needed_runs
+from memplan.solvers.dag_problem import DagNode, DagPlan, DagProblem, account, dag_as_problem
 from memplan.solvers.flat import Flat, flatten
 
 SMALL = DagLimits(trials=3000, moments=3, cuts=6)
@@ -188,8 +189,8 @@ def flat_of(problem: DagProblem) -> Flat:
     return flatten(dag_as_problem(problem))
 
 
-def arrays_of(problem: DagProblem) -> search.DagArrays:
-    return search.dag_arrays(flat_of(problem))
+def arrays_of(problem: DagProblem) -> DagArrays:
+    return dag_arrays(flat_of(problem))
 
 
 @CALM
@@ -273,9 +274,9 @@ def test_fast_accountant_equals_simulate(problem: DagProblem, seed: int) -> None
     for _ in range(6):
         order.insert(int(rng.integers(0, len(order) + 1)), int(rng.integers(0, len(problem.nodes))))
     given_order = np.array(order, dtype=np.int64)
-    for tried in (given_order, search.needed_runs(arrays, given_order)):
+    for tried in (given_order, needed_runs(arrays, given_order)):
         end, during = np.empty(len(tried), dtype=np.int64), np.empty(len(tried), dtype=np.int64)
-        peak, time_s = search.measure(arrays, tried, end, during)
+        peak, time_s = measure(arrays, tried, end, during)
         again = [v for v in tried.tolist() if problem.nodes[v].held]
         if len(set(again)) < len(again):
             assert peak == -1  # not made by the search, though the accountant takes it
