@@ -68,6 +68,17 @@ def recurrent_cell() -> tuple[nn.Module, Any]:
     return Lambda(run, cell=nn.GRUCell(8, 16), head=nn.Linear(16, 3)), torch.randn(4, 6, 8)
 
 
+@wild
+def empty_batch_in_another_layout_than_its_fake_kernels() -> tuple[nn.Module, Any]:
+    def run(s: Any, boxes: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        turned, _ = torch.linalg.qr(
+            s.boxes(boxes)
+        )  # real kernels stride the empty result in columns, fake ones in rows
+        return square(s.points(x)) + (turned * 2).tanh().sum()
+
+    return Lambda(run, boxes=layer(), points=layer()), (torch.randn(0, 8, 8), torch.randn(64, 8))
+
+
 class PartlyEval(nn.Module):
     """Batch norm stays in eval mode, as in fine-tuning."""
 

@@ -35,8 +35,8 @@ def generator_state_bytes(device: torch.device) -> int:
 
 
 def strides_that_matter(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of dimensions that have more than one element or none."""
-    return tuple(s for s, n in zip(stride, size, strict=True) if n != 1)
+    """The strides of dimensions that have more than one element; none where the tensor is empty."""
+    return () if 0 in size else tuple(s for s, n in zip(stride, size, strict=True) if n != 1)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
