@@ -19,7 +19,7 @@ from memplan.graph import Capture, estimate, measure
 from memplan.graph.call import Call
 from memplan.graph.capture import capture_part
 from memplan.graph.probe import Site, find_sites
-from memplan.graph.trace import Surroundings
+from memplan.graph.raw_trace import Surroundings
 from memplan.plans import same_structure
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower

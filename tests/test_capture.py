@@ -19,7 +19,8 @@ import memplan
 from memplan.graph import measure, to_networkx
 from memplan.graph.call import CallReader
 from memplan.graph.private_api import READ_SCALAR
-from memplan.graph.trace import Autocast, RawTrace, trace_step
+from memplan.graph.raw_trace import Autocast, RawTrace
+from memplan.graph.trace import trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
 from memplan.runtime import planned_forward

@@ -12,7 +12,8 @@ from torch import fx, nn
 from memplan.graph import private_api as private
 from memplan.graph.call import CallReader
 from memplan.graph.memo import Memo
-from memplan.graph.trace import Autocast, trace_step
+from memplan.graph.raw_trace import Autocast
+from memplan.graph.trace import trace_step
 from tests.zoo import MODELS, Sample
 
 Described = list[tuple[Any, ...]]

@@ -19,8 +19,9 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
 from memplan.graph.memo import Memo
+from memplan.graph.raw_trace import Autocast, Layout, Surroundings
 from memplan.graph.shards import Shards
-from memplan.graph.trace import Autocast, Layout, Surroundings, input_names, trace_step
+from memplan.graph.trace import input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
 

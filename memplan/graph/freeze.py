@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from memplan.graph.dataflow import nodes_behind
 from memplan.graph.draft import Draft, DraftOp, DraftValue
 from memplan.graph.layout import generator_state_bytes
+from memplan.graph.raw_trace import RawTrace
 from memplan.graph.signature import op_kind, signature
-from memplan.graph.trace import RawTrace
 from memplan.graph.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
 from memplan.problem import Effect, Graph, Op, Value
 

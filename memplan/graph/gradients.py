@@ -9,7 +9,7 @@ from torch import fx
 
 from memplan.graph.draft import Draft, DraftOp
 from memplan.graph.layout import dense_layout, overlap, same_layout, strides_that_matter
-from memplan.graph.trace import RawTrace
+from memplan.graph.raw_trace import RawTrace
 from memplan.graph.traced import Gradient, Made
 
 aten = torch.ops.aten

@@ -20,8 +20,8 @@ from memplan.graph.attributes import Snapshot, attribute_tables, is_plain
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
 from memplan.graph.layout import storage_key
+from memplan.graph.raw_trace import AttributeRead, Autocast
 from memplan.graph.shards import Shards
-from memplan.graph.trace import AttributeRead, Autocast
 from memplan.graph.traced import Traced
 
 

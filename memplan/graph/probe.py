@@ -27,7 +27,7 @@ from memplan.graph.attributes import AttributesKept, is_plain, own_generators
 from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key
-from memplan.graph.trace import Autocast
+from memplan.graph.raw_trace import Autocast
 
 Forward = Callable[..., Any]
 Kind = Literal["captured", "opaque", "block"]

@@ -10,7 +10,7 @@ import contextlib
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,108 +23,8 @@ from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
 from memplan.graph.layout import dense_layout, strides_that_matter
 from memplan.graph.memo import Memo
+from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
 from memplan.graph.source_lines import caller_line, first_line, line_of
-
-
-@dataclass(frozen=True, slots=True)
-class Autocast:
-    """The autocast state of one device type."""
-
-    device_type: str
-    enabled: bool
-    dtype: torch.dtype
-    cache_enabled: bool
-
-    @staticmethod
-    def ambient(device_type: str) -> Autocast:
-        return Autocast(
-            device_type,
-            torch.is_autocast_enabled(device_type),
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_cache_enabled(),
-        )
-
-    def context(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.autocast(
-            self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled
-        )
-
-
-class Layout(Protocol):
-    """Shape, strides and dtype of a gradient that arrives."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def stride(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a part of a larger step must know of it, to be captured on its own.
-
-    tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
-    uses: for inputs, by position, how many ops in here read it, where they are several. Autograd adds each of their
-    gradients to what has come from readers outside, one by one, so each has to be handed over by itself: as the
-    gradient of one more input, after all others, called "name (use 2)" and so on.
-    answers: the numbers that forward reads from its inputs' data, where there is no such data at hand. whole: there is
-    no step around, and the tangents are all that is said.
-    """
-
-    tangents: Mapping[int, Layout]
-    uses: Mapping[int, int] = field(default_factory=dict)
-    answers: tuple[Any, ...] = ()
-    whole: bool = False
-
-    def further_uses(self) -> list[tuple[int, int]]:
-        """(position of the input, number of the use) of each gradient beyond the first."""
-        return [(position, use) for position, count in self.uses.items() for use in range(2, count + 1)]
-
-
-@dataclass(frozen=True, slots=True)
-class ScalarRead:
-    """A value that forward read from tensor data: the node that was read, and what it was."""
-
-    node: fx.Node
-    value: Any
-    where: str
-
-
-@dataclass(frozen=True, slots=True)
-class AttributeRead:
-    """A number that forward read from a tensor attribute (neither parameter nor buffer) of a module."""
-
-    module: str
-    key: str
-    value: Any
-    where: str
-
-
-@dataclass(slots=True)
-class RawTrace:
-    """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
-
-    boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
-    gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
-    layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
-    that holds the new one.
-    """
-
-    module: fx.GraphModule
-    parameter_names: tuple[str, ...]
-    buffer_names: tuple[str, ...]
-    boundary: fx.Node
-    template: OutputTemplate
-    outputs: tuple[fx.Node, ...]
-    requires_grad: tuple[bool, ...]
-    tangents: dict[int, fx.Node]
-    gradients: dict[str, fx.Node | None]
-    layers: dict[str, str]
-    scalar_reads: tuple[ScalarRead, ...]
-    attribute_reads: tuple[AttributeRead, ...]
-    reassigned: dict[str, int]
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from memplan.graph.draft import Draft, DraftOp, DraftStorage, DraftValue
 from memplan.graph.freeze import drop_dead_ops, freeze
 from memplan.graph.gradients import accumulate_in_place, take_gradients
 from memplan.graph.layout import storage_key, tensors_of
-from memplan.graph.trace import RawTrace
+from memplan.graph.raw_trace import RawTrace
 from memplan.graph.traced import Made, MetaTensor, OutputTensor, Resident, Traced
 from memplan.problem import RESIDENT_ROLES, Effect, Phase, Role
 
