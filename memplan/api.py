@@ -127,7 +127,7 @@ def apply(
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-        agreement = None if group is None else Agreement.of(group)
+        agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
         alone = shards is None
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
         planner.margin = known_margin(model)

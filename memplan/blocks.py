@@ -279,6 +279,9 @@ class _BlockPlanner:
             model, forward, ArgumentsKey(call, _device_type(call), traced=False), Collectives.of(events)
         )
 
+    def join(self, *arguments: Any) -> Any:
+        raise MemplanError(f"block {self.name} is planned by itself, and joins no other rank's plan")
+
     def step_for(self, *arguments: Any) -> Any:
         raise MemplanError(f"block {self.name} has no other plan for such gradients")
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.budgets import budget_bytes_of, device_bytes
+from memplan.budgets import budget_bytes_of, device_bytes, limit_bytes
 from memplan.errors import MemplanError, PlanMismatch, UnsupportedModel
 from memplan.graph import Capture
 from memplan.graph.call import Call, CallReader, Sample
@@ -23,7 +25,7 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
-from memplan.problem import Buffers
+from memplan.problem import Buffers, Problem
 from memplan.runtime import (
     EagerStep,
     Grads,
@@ -41,6 +43,7 @@ from memplan.schedule import order_of
 from memplan.simulate import simulate
 from memplan.solvers import candidate, textbook
 from memplan.solvers.offload_bound import gather_bound_s
+from memplan.uneven import figures_of, kind_of, widest
 from memplan.units import format_bytes
 
 log = logging.getLogger("memplan")
@@ -92,36 +95,93 @@ class Planner(Planning):
         plan = self._hurried(model, captured, known) if known and not in_group else None
         return None if plan is None else self._whole(model, captured, plan, plan.overhead > 0)
 
+    def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep:
+        """A step in the place of one that is at hand, with the schedule that ranks which plan now have as well."""
+        return self._whole(model, step.capture, self._for_all(model, step.capture, known, share, step.plan.problem))
+
     def _soon(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""
-        if self.shards is not None:
-            return self._in_known_order(model, captured, known) or self._plan(model, captured), False
         plan = self._hurried(model, captured, known) if known else None
         return plan or self._plan(model, captured), plan is not None and plan.overhead > 0
 
     def _shared(self, model: nn.Module, captured: Capture, known: Sequence[Step], share: Share) -> tuple[Plan, bool]:
         """The same, from the rank of the group that plans for those with this very step, device and settings."""
+        if self.gathers is not None:
+            return self._for_all(model, captured, known, share), False
         own: list[tuple[Plan, bool]] = []
 
-        def make() -> bytes:
+        def make(figures: Sequence[Any]) -> bytes:
             own.append(self._soon(model, captured, known))
             plan, provisional = own[0]
             return bytes([provisional]) + plan_to_bytes(plan)
 
-        device = captured.traced.device
-        limit = self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
-        needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
-        facts = (
-            captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
-            sorted(self.host or ()), self.host_budget, self.link, self.margin, self.update, self.in_flight,
-            self.surroundings, bool(known), limit or self.budget if self.gathers is None else None,
-        )  # fmt: skip
-        made = share(hashlib.sha256(repr(facts).encode()).hexdigest(), limit or 0, make)
+        limit = self._known_limit()
+        facts = (*self._facts(captured), sorted(self.host or ()), self.margin, bool(known), limit or self.budget)
+        made = share(_digest(facts), limit or 0, make)
         if own:
             return own[0]
         plan = plan_from_bytes(made[1:])
         self._take_over(plan)
         return plan, bool(made[0])
+
+    def _for_all(
+        self,
+        model: nn.Module,
+        captured: Capture,
+        known: Sequence[Step],
+        share: Share,
+        problem: Problem | None = None,
+    ) -> Plan:
+        """A plan with the schedule that all ranks have which differ by sizes alone, for all must gather in one order.
+
+        It fits the lowest of their budgets. problem: of the step, where it is known.
+        """
+        assert self.shards is not None
+        shards, captured = self.shards, self._homed(captured, model)
+        uneven = False
+
+        @functools.cache
+        def own() -> Problem:
+            return problem or self._problem_with_shards(model, captured, shards)
+
+        def figures() -> Any:
+            nonlocal uneven
+            uneven = True
+            return figures_of(own())
+
+        def make(of_all: Sequence[Any]) -> bytes:
+            most = widest(own(), of_all) if of_all else own()
+            if of_all:
+                log.info("memplan: batches of %d ranks differ in size; one schedule serves them", len(of_all))
+            return plan_to_bytes(self._in_known_order(most, known) or self._plan_with_shards(most))
+
+        kind = (kind_of(captured.traced.graph), self.accumulate, self.grads, self.config, self.host_budget)
+        exact = _digest((*self._facts(captured), shards.resident_bytes))
+        plan = plan_from_bytes(share(_digest(kind), self._known_limit() or 0, make, exact, figures))
+        self._take_over(plan)
+        if not uneven:
+            return plan
+        limit = plan.problem.budget_bytes or 0
+        fitting = self._with_schedule(own(), plan, limit)
+        if fitting is None:
+            raise MemplanError(
+                f"the schedule that serves the batches of all ranks does not fit {format_bytes(limit)} on this one. "
+                "Raise the budget, or pad batches to equal sizes"
+            )
+        return fitting
+
+    def _known_limit(self) -> int | None:
+        """The budget in bytes, where that is known before there is a plan."""
+        return self.budget_bytes or (None if self.budget is None else device_bytes(self.budget))
+
+    def _facts(self, captured: Capture) -> tuple[object, ...]:
+        """What a plan depends on, beside the budget."""
+        device = captured.traced.device
+        needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
+        return (
+            captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
+            self.host_budget, self.link, self.update, self.in_flight, self.surroundings,
+        )  # fmt: skip
 
     def _take_over(self, plan: Plan) -> None:
         """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
@@ -210,29 +270,31 @@ class Planner(Planning):
             problem, best.schedule, best.timeline, best.solver, problem.baseline_time_s, floor.peak_bytes, floor.time_s
         )
 
-    def _in_known_order(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
+    def _in_known_order(self, problem: Problem, known: Sequence[Step]) -> Plan | None:
         """The schedule of another step for one that differs by sizes alone, where that fits.
 
-        All ranks gather in the order of the steps that they have. A plan of its own would have another one, while the
-        batches of other ranks may well be as before.
+        All ranks gather in the order of the steps that they have, and it takes no search.
         """
-        steps = [step for step in known if isinstance(step, WholeStep)]
-        if not steps or self.shards is None or self.budget_bytes is None or self.host_budget is not None:
-            return None
-        problem = self._problem_with_shards(model, self._homed(captured, model), self.shards)
-        limit, values = self.budget_bytes, problem.graph.values
-        for plan in (step.plan for step in steps):
-            others = plan.problem.graph.values
-            same = same_structure(plan.problem.graph, problem.graph)
-            if not same or any((v.name, v.home) != (o.name, o.home) for v, o in zip(values, others, strict=True)):
-                continue
-            timeline = simulate(problem, plan.schedule)
-            if timeline.peak_bytes <= int(limit / (1 + self.margin)):
-                return Plan(
-                    dataclasses.replace(problem, budget_bytes=limit), plan.schedule, timeline, plan.solver,
-                    min(gather_bound_s(problem), timeline.time_s), timeline.peak_bytes, timeline.time_s,
-                )  # fmt: skip
+        limit, kind = self.budget_bytes, kind_of(problem.graph)
+        for step in known if limit is not None else ():
+            if isinstance(step, WholeStep) and kind_of(step.plan.problem.graph) == kind:
+                assert limit is not None
+                plan = self._with_schedule(problem, step.plan, limit, int(limit / (1 + self.margin)))
+                if plan is not None:
+                    return plan
         return None
+
+    def _with_schedule(self, problem: Problem, plan: Plan, limit: int, most_bytes: int | None = None) -> Plan | None:
+        """The schedule of a plan for a step that differs by sizes alone, where it peaks within the limit, and below
+        `most_bytes`."""
+        problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
+        timeline = simulate(problem, plan.schedule)
+        if timeline.peak_bytes > (limit if most_bytes is None else most_bytes):
+            return None
+        bound_s = min(gather_bound_s(problem), timeline.time_s)
+        found = Plan(problem, plan.schedule, timeline, plan.solver, bound_s, timeline.peak_bytes, timeline.time_s)
+        fits = self.host_budget is None or found.host_bytes <= limit_bytes(self.host_budget, 0)
+        return found if fits else None
 
     def _uncaptured(
         self,
@@ -324,6 +386,11 @@ class Planner(Planning):
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
+
+
+def _digest(facts: object) -> str:
+    """The same text for equal facts."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

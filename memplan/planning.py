@@ -228,7 +228,7 @@ class Planning:
     def _plan(self, model: nn.Module, captured: Capture) -> Plan:
         """The fastest known schedule within the budget."""
         if self.shards is not None:
-            return self._plan_with_shards(model, self._homed(captured, model), self.shards)
+            return self._plan_with_shards(self._problem_with_shards(model, self._homed(captured, model), self.shards))
         problem = self.problem(model, captured)
         if self.host_budget is not None:
             return self._plan_with_host(model, captured, problem)
@@ -313,16 +313,14 @@ class Planning:
 
     def _problem_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Problem:
         problem = self.problem(model, captured)
+        link = None if self.host_budget is None else self.link or measure_link(captured.traced.device)
         return dataclasses.replace(
-            problem, gather=shards.speed, accumulate=True,
+            problem, gather=shards.speed, accumulate=True, link=link,
             extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
         )  # fmt: skip
 
-    def _plan_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Plan:
+    def _plan_with_shards(self, problem: Problem) -> Plan:
         """The same where sharded parameters are gathered to be read, and values may be offloaded."""
-        problem = self._problem_with_shards(model, captured, shards)
-        if self.host_budget is not None:
-            problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
         front = self._front(problem)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         limit = self._limit(problem, front.keep_all.peak_bytes + gathered_bytes)

@@ -236,14 +236,15 @@ def _read_step(content: Any, graph: Graph) -> Step:
     return _STEP_NAMES[name](index)  # type: ignore[no-any-return]
 
 
+def structure(graph: Graph) -> tuple[object, ...]:
+    """Equal for graphs for which one schedule means the same: which are equal but for sizes and layouts."""
+    ops = tuple((op.kind, op.phase, op.inputs, op.outputs, op.effects, op.random) for op in graph.ops)
+    return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
+
+
 def same_structure(a: Graph, b: Graph) -> bool:
-    """Whether one schedule means the same for both: equal but for sizes and layouts."""
-
-    def shape(graph: Graph) -> tuple[object, ...]:
-        ops = tuple((op.kind, op.phase, op.inputs, op.outputs, op.effects, op.random) for op in graph.ops)
-        return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
-
-    return shape(a) == shape(b)
+    """Whether one schedule means the same for both."""
+    return structure(a) == structure(b)
 
 
 def first_difference(planned: Graph, captured: Graph) -> str | None:

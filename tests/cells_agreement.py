@@ -255,6 +255,33 @@ def gathers() -> str | None:
     return first_difference(expected, found, "losses")
 
 
+def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sample: bool) -> str | None:
+    """Batches of other sizes on each rank from the first step on: all ranks gather in one order at each of them.
+
+    rows: of each step's batches, by rank. searches: by rank.
+    """
+    batches = [batch(of_rank[rank()], seed) for seed, of_rank in enumerate(rows)]
+    most = [batch(max(map(max, rows)))]
+    top, floor = (f(p.peak_bytes for p in memplan.explore(stack(), *most, costs="estimate")) for f in (max, min))
+    net, limit, found, problem = stack(), (top + floor) // 2 + 1000, [], None
+    shards = FakeShards(net)
+    with counted_plans() as searched:
+        planned(net, batches[0] if sample else None, limit, shards=shards)
+        for x in batches:
+            shards.log.clear()
+            found += losses(net, [x])
+            plan = memplan.plan_of(net)
+            assert plan is not None
+            gathered = told_by_all([name for what, name in shards.log if what == "gather"])
+            peaks = told_by_all(plan.peak_bytes)
+            if gathered[0] != gathered[1] or not gathered[0] or max(peaks) > limit:
+                problem = problem or f"gathered {gathered}; peaks {peaks} of {limit}"
+    counts = told_by_all(len(searched))
+    if counts != searches:
+        problem = problem or f"searches: {counts}"
+    return problem or first_difference(losses(stack(), batches), found, "result")
+
+
 def prepared() -> str | None:
     """Plans for further samples are agreed on like those for steps: ranks with equal ones search once for each, ranks
     with others each for its own, and what one can't meet is raised on both."""
@@ -377,6 +404,13 @@ CELLS = {
     "other budgets": Cell(other_budgets),
     "two plan": Cell(two_plan, world=4),
     "gathers": Cell(gathers),
+    "gathers, other batches at first": Cell(lambda: uneven_gathers(((64, 40), (40, 64), (64, 64)), [1, 0], True)),
+    "gathers, the first call": Cell(lambda: uneven_gathers(((40, 64), (12, 12), (40, 40)), [1, 0], False)),
+    "gathers, batches that grow": Cell(
+        lambda: uneven_gathers(
+            ((16, 16), (16, 128), (16, 16), (128, 16), (128, 128), (16, 16), (20, 128)), [2, 0], True
+        )
+    ),
     "prepared": Cell(prepared),
     "prepared, with gathers": Cell(prepared_gathers),
     "looks on": Cell(looks_on),

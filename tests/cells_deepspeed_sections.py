@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 import memplan
+from tests.cells_deepspeed import messages
 from tests.cells_pipelines import deepspeed_engine, deepspeed_peak, deepspeed_plain, deepspeed_steps
 from tests.deepspeed_runs import STEPS, Setting, batch, engine_for, step
+from tests.meter import LiveMeter, gloo_lets_go
 from tests.ranks import Cell
 from tests.zoo import copied, first_difference
 
@@ -37,6 +39,33 @@ def train_sharded(section: dict[str, Any] | None, sample: bool = False) -> Any:
 def compare_sharded(sample: bool) -> str | None:
     section = {"budget": 0.8, "costs": "estimate"}
     return first_difference(train_sharded(None, sample), train_sharded(section, sample), "result")
+
+
+def check_sharded_budgets() -> str | None:
+    """Ranks with budgets of their own: the plan for the lowest is that of all, which the log says."""
+    from memplan.integrations.deepspeed.memory import held_by
+
+    per_rank, rank, problem = {"0": "420kB", "1": 330_000}, torch.distributed.get_rank(), None
+    section = {"per_rank": per_rank, "costs": "estimate"}
+    with messages() as said, engine_for(Setting(3), section) as engine:
+        for _ in range(4):
+            x = batch()
+            engine.optimizer.zero_grad()
+            meter = LiveMeter()
+            meter.register(held_by(engine, x))
+            with gloo_lets_go(), meter:
+                step(engine, x)
+            plan = memplan.plan_of(engine.module)
+            assert plan is not None
+            assert plan.recomputed
+            if not meter.peak_bytes <= plan.peak_bytes <= 330_000:
+                problem = f"held {meter.peak_bytes} bytes, predicted {plan.peak_bytes}"
+            torch.distributed.barrier()
+    lines = [line for line in said if "that for the lowest" in line and "of rank 1" in line]
+    shown = [line for line in said if line.startswith("memplan: stage 0, ranks 0 to 1: budget")]
+    if [len(lines), len(shown)] != ([1, 1] if rank == 0 else [0, 0]):
+        problem = problem or f"said {said}"
+    return problem or first_difference(train_sharded(None), train_sharded(section), "result")
 
 
 def attached(stages: int, section: dict[str, Any]) -> Any:
@@ -74,6 +103,7 @@ def cell(run: Any, *arguments: Any, **settings: Any) -> Cell:
 CELLS = {
     "ZeRO 3, the first call is planned": cell(compare_sharded, False),
     "ZeRO 3, with a sample": cell(compare_sharded, True, full=True),
+    "ZeRO 3, budgets of ranks": cell(check_sharded_budgets),
     "two stages": cell(compare_pipeline, 2),
     "two stages, two replicas": cell(compare_pipeline, 2, world=4, full=True),
 }

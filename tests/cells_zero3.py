@@ -337,6 +337,56 @@ def compare_uneven() -> str | None:
     return first_difference(train_uneven(False), train_uneven(True), "result")
 
 
+LENGTHS = ((40, 17), (9, 33), (25, 40), (40, 8), (12, 40), (40, 17), (9, 12), (40, 40))  # of each step, by rank
+
+
+def train_dynamically(planned: bool, sample: bool, budget: Any = BUDGET) -> Any:
+    """Each batch is padded to its longest text, so that ranks have other lengths from the first step on."""
+    engine, rank = engine_of(), torch.distributed.get_rank()
+    data = [x[:, : lengths[rank]] for x, lengths in zip(batches(len(LENGTHS)), LENGTHS, strict=True)]
+    try:
+        if planned:
+            apply_it(engine, data[0] if sample else None, budget)
+        losses = [step(engine, x) for x in data]
+        if planned:
+            plan = memplan.plan_of(engine.module)
+            assert plan is not None
+            assert plan.problem.graph.gathers
+        return losses, weights(engine), torch.get_rng_state()
+    finally:
+        engine.destroy()
+
+
+def compare_dynamic(sample: bool, budget: Any = BUDGET) -> str | None:
+    plain, planned = (train_dynamically(planned, sample, budget) for planned in (False, True))
+    return first_difference(plain, planned, "result")
+
+
+def check_peaks_of_other_lengths() -> str | None:
+    """What each rank holds is within the budget, also where its batch is the longest so far, or another rank's is."""
+    from memplan.integrations.deepspeed.memory import held_by
+
+    engine, rank, problem = engine_of(), torch.distributed.get_rank(), None
+    try:
+        for x in batches(2):  # the optimizer's state is there
+            step(engine, x)
+        apply_it(engine, None)
+        for x, lengths in zip(batches(len(LENGTHS)), LENGTHS, strict=True):
+            x = x[:, : lengths[rank]].clone()
+            engine.optimizer.zero_grad()
+            meter = LiveMeter()
+            meter.register(held_by(engine, x))
+            with gloo_lets_go(), meter:
+                step(engine, x)
+            plan = memplan.plan_of(engine.module)
+            assert plan is not None
+            if not meter.peak_bytes <= plan.peak_bytes <= (plan.problem.budget_bytes or 0):
+                problem = problem or f"held {meter.peak_bytes}, predicted {plan.peak_bytes}: {lengths}"
+    finally:
+        engine.destroy()
+    return problem
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
@@ -358,7 +408,7 @@ def what_cant_be_planned_is_refused_by_all() -> str | None:
         rank = torch.distributed.get_rank()
         found.append(_refusal(engine, "ranks' budgets differ", budget=0.5 + 0.1 * rank))
         plan = plan_it(engine, 600_000 + rank)
-        found.append(None if plan.problem.budget_bytes == 600_000 else "the smallest budget is that of all")
+        found.append(None if plan.problem.budget_bytes == 600_000 else "the lowest budget is that of all")
         found.append(_disagreement(engine))
     finally:
         engine.destroy()
@@ -436,6 +486,9 @@ CELLS |= {
     "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),
     "evaluation and checkpoints between steps": Cell(compare_lives, needs=NEEDS),
     "uneven batches": Cell(compare_uneven, needs=NEEDS),
+    "other lengths on each rank": Cell(functools.partial(compare_dynamic, False), needs=NEEDS),
+    "other lengths on each rank, with a sample": Cell(functools.partial(compare_dynamic, True), full=True, needs=NEEDS),
+    "peaks of other lengths": Cell(check_peaks_of_other_lengths, needs=NEEDS),
     "batches of several lengths": Cell(compare_other_lengths, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
 }

@@ -8,6 +8,7 @@ are handed over through the hooks that DeepSpeed has on parameters, which reduce
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ from torch import nn
 import memplan
 
 from .memory import needs_beside_shards
+
+log = logging.getLogger("memplan")
 
 # Attributes of modules in which DeepSpeed keeps its books.
 _ATTRIBUTES = frozenset(
@@ -43,9 +46,10 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. To be called by all of its ranks, in train mode.
 
-    All ranks run one plan, for all must gather in one order: that of the rank with the smallest budget. In the budget
-    are, beside what `memplan.apply` counts: this rank's part of parameters, gradients and optimizer state, what the
-    optimizer's step takes, the buffer in which gradients are reduced, and one more of its size that reducing takes.
+    All ranks run one schedule, for all must gather in one order: one that fits the lowest of their budgets, and where
+    their batches differ in size, the largest of these. In the budget are, beside what `memplan.apply` counts: this
+    rank's part of parameters, gradients and optimizer state, what the optimizer's step takes, the buffer in which
+    gradients are reduced, and one more of its size that reducing takes.
 
     sample: None plans the first call when it comes. gather_speed: of one parameter after the other; None measures it.
     apply_keywords: as for `memplan.apply`.
@@ -55,7 +59,7 @@ def apply_sharded(
     """
     _refuse(engine)
     shards = ZeroShards(engine, gather_speed)
-    _refuse_other_budgets(budget, shards.group)
+    _look_at_budgets(budget, shards.group)
     keywords = {**needs_beside_shards(engine, shards.reducing_bytes).apply_keywords(), **apply_keywords}
     memplan.apply(engine.module, sample, budget, shards=shards, group=shards.group, **keywords)
     shards.let_hooks_rest()
@@ -341,9 +345,20 @@ def _reasons(engine: Any) -> Iterator[tuple[bool, str]]:
     )
 
 
-def _refuse_other_budgets(budget: Any, group: Any) -> None:
-    """Raise ValueError where the ranks' budgets differ and are not in bytes: which one is the smallest?"""
+def _look_at_budgets(budget: Any, group: Any) -> None:
+    """Say which of the ranks' budgets is that of all. Raises ValueError where they differ and are not in bytes: which
+    one is the lowest?"""
     budgets: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(budgets, budget, group)
-    if any(other != budget for other in budgets) and not all(isinstance(other, (int, str)) for other in budgets):
-        raise ValueError(f"the ranks' budgets differ: {budgets}. Give each in bytes: the smallest is for all")
+    if all(other == budget for other in budgets):
+        return
+    if not all(isinstance(other, (int, str)) for other in budgets):
+        raise ValueError(f"the ranks' budgets differ: {budgets}. Give each in bytes: the lowest is for all")
+    limits = [memplan.parse_bytes(other) if isinstance(other, str) else other for other in budgets]
+    lowest = limits.index(min(limits))
+    if torch.distributed.get_rank(group) == 0:
+        log.info(
+            "memplan: ranks have other budgets, and under ZeRO 3 all run one plan, for they gather in one order: that "
+            "for the lowest, %s of rank %d",
+            memplan.format_bytes(limits[lowest]), torch.distributed.get_global_rank(group, lowest),
+        )  # fmt: skip

@@ -9,6 +9,10 @@ plan for themselves at the same time. What goes wrong on one rank is raised on a
 Each exchange is waited for as long as the group's own timeout says: a rank may well be planning, or evaluating. A rank
 that has died is noticed at once.
 
+Where steps gather parameters, all ranks have to run one schedule. Those whose batches differ in size tell each other
+what sizes they have, in such a round, and one of them plans for the largest. Later a rank may have several steps for
+one call, made for one batch or another on other ranks: it runs that which all ranks have, or there is such a round.
+
 What one rank does alone, in the middle of a step, others can't know of: it runs out of memory and plans again, or
 backward starts from other outputs than planned. Then the other plan must have the signature that was agreed on, and
 run no collective of its own, which would run twice; or that rank raises, and says so to the others when they next ask.
@@ -20,7 +24,7 @@ import enum
 import functools
 import json
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -31,9 +35,23 @@ from memplan.runtime.step import Step
 
 _T = TypeVar("_T")
 
-# Gives a plan, as bytes: `share(kind, budget_bytes, make)`. Ranks that ask for the same kind of plan get the one that
-# the rank with the lowest budget makes, the lowest such rank where several have it.
-Share = Callable[[str, int, Callable[[], bytes]], bytes]
+
+class Share(Protocol):
+    """Gives a plan, as bytes. Ranks that ask for the same kind of plan get the one that the rank with the lowest budget
+    makes (0 is one that is not known), the lowest such rank where several have it.
+
+    exact: where it is equal on all of them, `make` gets no figures; else those of all of them, in any order. figures:
+    what this rank has to tell, which JSON can hold.
+    """
+
+    def __call__(
+        self,
+        kind: str,
+        budget_bytes: int,
+        make: Callable[[list[Any]], bytes],
+        exact: str = "",
+        figures: Callable[[], Any] = ...,
+    ) -> bytes: ...
 
 
 class _State(enum.IntEnum):
@@ -106,35 +124,51 @@ class Ranks:
 
 
 class Agreement:
-    """What the ranks of a group agree on before each step of one model."""
+    """What the ranks of a group agree on before each step of one model.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._ranks = ranks
+    one_schedule: all ranks run the same schedule, and so all of them take part in planning.
+    """
+
+    def __init__(self, ranks: Ranks, one_schedule: bool = False) -> None:
+        self._ranks, self._one_schedule = ranks, one_schedule
         self._broken: Exception | None = None  # what went wrong on this rank alone
 
     @staticmethod
-    def of(group: torch.distributed.ProcessGroup) -> Agreement:
+    def of(group: torch.distributed.ProcessGroup, one_schedule: bool = False) -> Agreement:
         """An agreement between the ranks of a group. All of them must make it."""
-        return Agreement(Ranks(group))
+        return Agreement(Ranks(group), one_schedule)
 
-    def step(self, look: Callable[[], Step | None], plan: Callable[[Share], Step] | None) -> Step | None:
+    def step(
+        self,
+        look: Callable[[], Step | None],
+        plan: Callable[[Share], Step] | None,
+        others: Callable[[], Sequence[Step]] = tuple,
+    ) -> Step | None:
         """The step that this rank runs next.
 
         look: gives the step that is at hand, if there is one. plan: makes one; None where this rank only looks on while
-        others plan, and has no step to run.
-        Raises what `look` or `plan` raise, on every rank, and PlanMismatch where the steps have other collectives.
+        others plan, and has no step to run. others: further steps at hand, which serve as well.
+        Raises what they raise, on every rank, and PlanMismatch where the steps have other collectives.
         """
         step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
+        planned = False
         while True:
             words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
             states = {word.state for word in words}
             if _State.FAILED in states:
                 raise self._failure(problem)
             if _State.PLANS not in states:
-                self._compare(words, step)
-                return step
-            planning = _Planning(self._ranks)
-            if step is None and plan is not None:
+                if _are_equal(words):
+                    return step
+                if not self._one_schedule:
+                    raise self._mismatch(words, step)
+                found, step = self._one_that_all_have(step, others)
+                if found:
+                    return step
+                if planned:
+                    raise self._mismatch(words, step)
+            planning, planned = _Planning(self._ranks), True
+            if plan is not None and (step is None or self._one_schedule):
                 step, problem = _attempt(functools.partial(plan, planning.share))
                 problem = None if isinstance(problem, _LeaderFailed) else problem
             planning.finish()
@@ -166,10 +200,15 @@ class Agreement:
         )
         raise self._broken
 
-    def _compare(self, words: Sequence[_Word], step: Step | None) -> None:
-        """Raise PlanMismatch, on every rank, unless all that have a step run the same collectives."""
-        if len({word.digest for word in words if word.state == _State.READY}) <= 1:
-            return
+    def _one_that_all_have(self, step: Step | None, others: Callable[[], Sequence[Step]]) -> tuple[bool, Step | None]:
+        """Whether each rank has a step with the same collectives as one of every other, and this rank's."""
+        own = {} if step is None else {s.collectives.digest.hex(): s for s in (step, *others())}
+        first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
+        common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
+        return (False, step) if common is None else (True, own.get(common))
+
+    def _mismatch(self, words: Sequence[_Word], step: Step | None) -> PlanMismatch:
+        """What to raise on every rank where steps have other collectives."""
         told = self._ranks.messages(None if step is None else list(step.collectives.events))
         names = self._ranks.names
         kinds: dict[bytes, list[int]] = {}
@@ -181,7 +220,7 @@ class Agreement:
             f"{_named(names, first)} and {_named(names, other)}: {_first_difference(told[first[0]], told[other[0]])}"
             for other in others
         ]
-        raise PlanMismatch(
+        return PlanMismatch(
             "the ranks of the group would run other collectives in this step, or in another order. "
             f"{'; '.join(lines)}. All ranks must train the same model, with the same parameters frozen, from the "
             "same outputs"
@@ -203,11 +242,25 @@ class _Planning:
         self._ranks = ranks
         self._shared = False
 
-    def share(self, kind: str, budget_bytes: int, make: Callable[[], bytes]) -> bytes:
+    def share(
+        self,
+        kind: str,
+        budget_bytes: int,
+        make: Callable[[list[Any]], bytes],
+        exact: str = "",
+        figures: Callable[[], Any] = lambda: None,
+    ) -> bytes:
         """The plan of the rank that makes it for those that ask for such a plan. At most one for each round."""
         assert not self._shared, "a step has one plan"
-        leader = self._ask(kind, budget_bytes)
-        plan, problem = _attempt(make) if leader == self._ranks.rank else (b"", None)
+        requests = self._ask(kind, budget_bytes, exact)
+        alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
+        leader = min(alike, key=lambda rank: (not requests[rank][1], requests[rank][1], rank))
+        uneven = len({requests[rank][2] for rank in alike}) > 1
+        own, problem = _attempt(figures) if uneven else (None, None)
+        told = self._tell(requests, own)
+        plan: bytes | None = b""
+        if leader == self._ranks.rank and problem is None and not (uneven and any(told[r] is None for r in alike)):
+            plan, problem = _attempt(functools.partial(make, [told[rank] for rank in alike] if uneven else []))
         plans = self._hand_over(plan or b"")
         if problem is not None:
             raise problem
@@ -218,15 +271,19 @@ class _Planning:
     def finish(self) -> None:
         """Take part in what is left of the round."""
         if not self._shared:
-            self._ask(None, 0)
+            self._tell(self._ask(None, 0, ""), None)
             self._hand_over(b"")
 
-    def _ask(self, kind: str | None, budget_bytes: int) -> int | None:
-        """The rank that plans for this one."""
+    def _ask(self, kind: str | None, budget_bytes: int, exact: str) -> list[Any]:
+        """What each rank asks for."""
         self._shared = True
-        requests = self._ranks.messages([kind, budget_bytes])
-        alike = [(limit, rank) for rank, (other, limit) in enumerate(requests) if other == kind]
-        return None if kind is None else min(alike)[1]
+        return self._ranks.messages([kind, budget_bytes, exact])
+
+    def _tell(self, requests: Sequence[Any], own: Any) -> list[Any]:
+        """The figures of each rank, where some of those that ask for one plan have other ones."""
+        kinds = {kind for kind, *_ in requests if kind is not None}
+        uneven = any(len({exact for other, _, exact in requests if other == kind}) > 1 for kind in kinds)
+        return self._ranks.messages(own) if uneven else []
 
     def _hand_over(self, plan: bytes) -> dict[int | None, bytes]:
         """The plans that were made, by rank."""
@@ -239,6 +296,11 @@ class _Planning:
 
 class _LeaderFailed(Exception):
     """The rank that was to plan could not; it says why itself."""
+
+
+def _are_equal(words: Sequence[_Word]) -> bool:
+    """Whether all ranks that have a step run the same collectives."""
+    return len({word.digest for word in words if word.state == _State.READY}) <= 1
 
 
 def _word(step: Step | None, problem: Exception | None, idle: bool) -> _Word:

@@ -51,6 +51,7 @@ class Planner(Protocol):
         known: Sequence[Step] = (),
         share: Share | None = None,
     ) -> Step: ...
+    def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep: ...
     def step_for(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
     ) -> WholeStep: ...
@@ -138,17 +139,41 @@ class PlannedForward:
     def _step_for(self, call: Call) -> Step:
         if self._agreement is None:
             return self._at_hand(call) or self._planned(call)
-        step = self._agreement.step(lambda: self._at_hand(call), lambda share: self._planned(call, share))
+        return self._agreed(call, self._agreement, lambda share: self._planned(call, share))
+
+    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], Step]) -> Step:
+        """The step that this rank runs, or prepares, while others do. plan: makes one where there is none."""
+
+        def planned(share: Share) -> Step:
+            step = self._at_hand(call)
+            return plan(share) if step is None else self._joined(call, step, share)
+
+        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self._serving(call)))
         assert step is not None
-        return step
+        return self._use(step)
 
     def _at_hand(self, call: Call) -> Step | None:
-        for index, step in enumerate(self.steps):
-            if not step.provisional and step.mismatch(call) is None:
-                if index:
-                    self.steps.insert(0, self.steps.pop(index))
-                return step
-        return None
+        """The step that serves a call; where several do, for batches of other ranks, the fastest."""
+        serving = self._serving(call)
+        step = next(serving, None) if self._alone else min(serving, key=lambda s: s.plan.time_s, default=None)
+        return None if step is None else self._use(step)
+
+    def _serving(self, call: Call) -> Iterator[Step]:
+        return (step for step in self.steps if not step.provisional and step.mismatch(call) is None)
+
+    def _use(self, step: Step) -> Step:
+        if self.steps[0] is not step:
+            self.steps[:] = [step, *(other for other in self.steps if other is not step)]
+        return step
+
+    def _joined(self, call: Call, step: Step, share: Share) -> Step:
+        """A step with the schedule of ranks that plan now, in the place of one that is at hand."""
+        if not isinstance(step, WholeStep):
+            return step
+        with self.stepping_aside():
+            other = self._planner.join(self.model, step, self.steps, share)
+        same = (s for s in self._serving(call) if s.collectives == other.collectives)
+        return next(same, None) or self.add(other)
 
     def _planned(self, call: Call, share: Share | None = None) -> Step:
         """A new step. share: where ranks of a group have plans from one another."""
@@ -212,9 +237,7 @@ class PlannedForward:
 
         if self._agreement is None:
             return (self._at_hand(call) or planned()).plan
-        step = self._agreement.step(lambda: self._at_hand(call), planned)
-        assert step is not None
-        return step.plan
+        return self._agreed(call, self._agreement, planned).plan
 
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
 
