@@ -271,18 +271,18 @@ class Planner(Planning):
         )
 
     def _in_known_order(self, problem: Problem, known: Sequence[Step]) -> Plan | None:
-        """The schedule of another step for one that differs by sizes alone, where that fits.
+        """The fastest schedule of other steps for one that differs by sizes alone, of those that fit.
 
         All ranks gather in the order of the steps that they have, and it takes no search.
         """
         limit, kind = self.budget_bytes, kind_of(problem.graph)
-        for step in known if limit is not None else ():
-            if isinstance(step, WholeStep) and kind_of(step.plan.problem.graph) == kind:
-                assert limit is not None
-                plan = self._with_schedule(problem, step.plan, limit, int(limit / (1 + self.margin)))
-                if plan is not None:
-                    return plan
-        return None
+        if limit is None:
+            return None
+        plans = [step.plan for step in known if isinstance(step, WholeStep)]
+        alike = {plan.schedule: plan for plan in plans if kind_of(plan.problem.graph) == kind}
+        most_bytes = int(limit / (1 + self.margin))
+        fitting = [self._with_schedule(problem, plan, limit, most_bytes) for plan in alike.values()]
+        return min((plan for plan in fitting if plan is not None), key=lambda plan: plan.time_s, default=None)
 
     def _with_schedule(self, problem: Problem, plan: Plan, limit: int, most_bytes: int | None = None) -> Plan | None:
         """The schedule of a plan for a step that differs by sizes alone, where it peaks within the limit, and below

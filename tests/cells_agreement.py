@@ -263,8 +263,8 @@ def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sampl
     batches = [batch(of_rank[rank()], seed) for seed, of_rank in enumerate(rows)]
     most = [batch(max(map(max, rows)))]
     top, floor = (f(p.peak_bytes for p in memplan.explore(stack(), *most, costs="estimate")) for f in (max, min))
-    net, limit, found, problem = stack(), (top + floor) // 2 + 1000, [], None
-    shards = FakeShards(net)
+    net, limit, found, problem = stack(), floor + (top - floor) // 8 + 1000, [], None
+    shards, orders = FakeShards(net), set[tuple[str, ...]]()
     with counted_plans() as searched:
         planned(net, batches[0] if sample else None, limit, shards=shards)
         for x in batches:
@@ -276,9 +276,10 @@ def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sampl
             peaks = told_by_all(plan.peak_bytes)
             if gathered[0] != gathered[1] or not gathered[0] or max(peaks) > limit:
                 problem = problem or f"gathered {gathered}; peaks {peaks} of {limit}"
+            orders.add(tuple(gathered[0]))
     counts = told_by_all(len(searched))
-    if counts != searches:
-        problem = problem or f"searches: {counts}"
+    if counts != searches or len(orders) != searches[0]:
+        problem = problem or f"searches: {counts}, {len(orders)} orders"
     return problem or first_difference(losses(stack(), batches), found, "result")
 
 

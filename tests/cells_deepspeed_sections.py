@@ -45,12 +45,12 @@ def check_sharded_budgets() -> str | None:
     """Ranks with budgets of their own: the plan for the lowest is that of all, which the log says."""
     from memplan.integrations.deepspeed.memory import held_by
 
-    per_rank, rank, problem = {"0": "420kB", "1": 330_000}, torch.distributed.get_rank(), None
+    per_rank, rank, problem = {"0": "620kB", "1": 560_000}, torch.distributed.get_rank(), None
     section = {"per_rank": per_rank, "costs": "estimate"}
     with messages() as said, engine_for(Setting(3), section) as engine:
-        for _ in range(4):
+        step(engine, batch())
+        for _ in range(3):
             x = batch()
-            engine.optimizer.zero_grad()
             meter = LiveMeter()
             meter.register(held_by(engine, x))
             with gloo_lets_go(), meter:
@@ -58,7 +58,7 @@ def check_sharded_budgets() -> str | None:
             plan = memplan.plan_of(engine.module)
             assert plan is not None
             assert plan.recomputed
-            if not meter.peak_bytes <= plan.peak_bytes <= 330_000:
+            if not meter.peak_bytes <= plan.peak_bytes <= 560_000:
                 problem = f"held {meter.peak_bytes} bytes, predicted {plan.peak_bytes}"
             torch.distributed.barrier()
     lines = [line for line in said if "that for the lowest" in line and "of rank 1" in line]

@@ -340,10 +340,15 @@ def compare_uneven() -> str | None:
 LENGTHS = ((40, 17), (9, 33), (25, 40), (40, 8), (12, 40), (40, 17), (9, 12), (40, 40))  # of each step, by rank
 
 
+def other_lengths() -> list[torch.Tensor]:
+    """Batches that are padded to their longest text each, so that ranks have other lengths from the first step on."""
+    rank = torch.distributed.get_rank()
+    return [x[:, : of[rank]].contiguous() for x, of in zip(batches(len(LENGTHS)), LENGTHS, strict=True)]
+
+
 def train_dynamically(planned: bool, sample: bool, budget: Any = BUDGET) -> Any:
-    """Each batch is padded to its longest text, so that ranks have other lengths from the first step on."""
-    engine, rank = engine_of(), torch.distributed.get_rank()
-    data = [x[:, : lengths[rank]] for x, lengths in zip(batches(len(LENGTHS)), LENGTHS, strict=True)]
+    engine = engine_of()
+    data = other_lengths()
     try:
         if planned:
             apply_it(engine, data[0] if sample else None, budget)
@@ -366,14 +371,13 @@ def check_peaks_of_other_lengths() -> str | None:
     """What each rank holds is within the budget, also where its batch is the longest so far, or another rank's is."""
     from memplan.integrations.deepspeed.memory import held_by
 
-    engine, rank, problem = engine_of(), torch.distributed.get_rank(), None
+    engine, problem = engine_of(), None
     try:
-        for x in batches(2):  # the optimizer's state is there
-            step(engine, x)
         apply_it(engine, None)
-        for x, lengths in zip(batches(len(LENGTHS)), LENGTHS, strict=True):
-            x = x[:, : lengths[rank]].clone()
-            engine.optimizer.zero_grad()
+        data = other_lengths()
+        for x in data:  # plans are made, and the optimizer has state
+            step(engine, x)
+        for x in data:
             meter = LiveMeter()
             meter.register(held_by(engine, x))
             with gloo_lets_go(), meter:
@@ -381,7 +385,7 @@ def check_peaks_of_other_lengths() -> str | None:
             plan = memplan.plan_of(engine.module)
             assert plan is not None
             if not meter.peak_bytes <= plan.peak_bytes <= (plan.problem.budget_bytes or 0):
-                problem = problem or f"held {meter.peak_bytes}, predicted {plan.peak_bytes}: {lengths}"
+                problem = problem or f"held {meter.peak_bytes}, predicted {plan.peak_bytes} of {tuple(x.shape)}"
     finally:
         engine.destroy()
     return problem

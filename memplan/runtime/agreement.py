@@ -202,7 +202,9 @@ class Agreement:
 
     def _one_that_all_have(self, step: Step | None, others: Callable[[], Sequence[Step]]) -> tuple[bool, Step | None]:
         """Whether each rank has a step with the same collectives as one of every other, and this rank's."""
-        own = {} if step is None else {s.collectives.digest.hex(): s for s in (step, *others())}
+        own: dict[str, Step] = {}
+        for one in () if step is None else (step, *others()):
+            own.setdefault(one.collectives.digest.hex(), one)
         first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
         common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
         return (False, step) if common is None else (True, own.get(common))

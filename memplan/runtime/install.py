@@ -172,7 +172,7 @@ class PlannedForward:
             return step
         with self.stepping_aside():
             other = self._planner.join(self.model, step, self.steps, share)
-        same = (s for s in self._serving(call) if s.collectives == other.collectives)
+        same = (s for s in self._serving(call) if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
     def _planned(self, call: Call, share: Share | None = None) -> Step:
