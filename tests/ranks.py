@@ -25,6 +25,7 @@ MODULES = (
     "tests.cells_agreement",
     "tests.cells_zero3",
     "tests.cells_deepspeed",
+    "tests.cells_deepspeed_host",
     "tests.cells_deepspeed_loops",
     "tests.cells_deepspeed_sections",
     "tests.cells_pipelines",

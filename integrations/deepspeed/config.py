@@ -27,7 +27,9 @@ class MemplanConfig:
     per_stage: a budget for each pipeline stage, the first stage first.
     reserve_fraction: where no budget is given, what the device has free once the first step is over is taken, less
         this share of it.
-    host_budget: pinned host memory to which activations of a rank may be offloaded.
+    host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage; not for
+        stages of a pipeline with several microbatches in flight. What DeepSpeed itself has on the host
+        (offload_optimizer, offload_param) is not in it.
     preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
     costs, on_mismatch, on_oom: as for `memplan.apply`.
     """
