@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,19 @@ from torch.utils import _pytree as pytree
 import memplan
 
 Budget = int | float | str
+HostBudget = int | str
 Schedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 _COMBINATIONS = 4096  # of points of the stages' curves that are tried where stages share a budget
 
 
 def plan_stages(
-    schedule: Schedule, budget: Budget | Mapping[int, Budget], *, return_outputs: bool = True, **apply_keywords: Any
+    schedule: Schedule,
+    budget: Budget | Mapping[int, Budget],
+    *,
+    host_budget: HostBudget | Mapping[int, HostBudget] | None = None,
+    return_outputs: bool = True,
+    **apply_keywords: Any,
 ) -> StagePlans:
     """Plan the stages that a schedule runs on this rank, when its first `step` comes; before anything of it runs.
 
@@ -41,6 +47,9 @@ def plan_stages(
         rank, a fraction of the unplanned peak. Where there are several, points of their curves of peak against time are
         chosen so that the most time is saved of all that fit together: at each action of the schedule's order, with
         what every stage then has in flight. A dict gives each stage, by its index, a budget of its own.
+    host_budget: of this rank: pinned host memory to which its stages may offload activations, those of all microbatches
+        in flight: an int or "64GiB". Where there are several stages they have equal parts of it; a dict gives each
+        stage, by its index, one of its own. None: nothing is offloaded. Parameters stay on the device.
     return_outputs: as `schedule.step` will be told. Without outputs, those of the last stage are freed in each step.
     apply_keywords: as for `memplan.apply`.
 
@@ -54,9 +63,10 @@ def plan_stages(
             raise TypeError(f"plan_stages takes no {name}=: that comes from the schedule and its first step")
     counts = in_flight(schedule)
     _refuse(schedule)
-    if isinstance(budget, Mapping) and set(budget) != set(counts):
-        raise ValueError(f"budgets are for stages {sorted(budget)}, but this rank runs stages {sorted(counts)}")
-    return StagePlans(schedule, budget, counts, return_outputs, apply_keywords)
+    for name, given in (("budgets", budget), ("host budgets", host_budget)):
+        if isinstance(given, Mapping) and set(given) != set(counts):
+            raise ValueError(f"{name} are for stages {sorted(given)}, but this rank runs stages {sorted(counts)}")
+    return StagePlans(schedule, budget, counts, _host_budgets(host_budget, counts), return_outputs, apply_keywords)
 
 
 def in_flight(schedule: Schedule) -> dict[int, int]:
@@ -80,11 +90,14 @@ class StagePlans:
         schedule: Schedule,
         budget: Budget | Mapping[int, Budget],
         counts: dict[int, int],
+        host_budgets: Mapping[int, int],
         return_outputs: bool,
         keywords: dict[str, Any],
     ) -> None:
+        """counts, host_budgets: by stage index; stages without one of the latter do not offload."""
         self.in_flight = counts
         self._schedule, self._budget, self._keywords = schedule, budget, keywords
+        self._host_budgets = host_budgets
         self._loss_fn = schedule._loss_fn
         self._stages = {
             stage.stage_index: _Stage(stage, self._loss_fn if stage.is_last else None, return_outputs)
@@ -98,9 +111,14 @@ class StagePlans:
     @property
     def peak_bytes(self) -> int:
         """The most bytes that the stages of this rank hold together, as planned. Raises ValueError before plans."""
-        if len(self.plans) < len(self._stages):
-            raise ValueError("the stages are planned when the schedule's first step comes")
+        self._require_plans()
         return _together(self.plans, _moments(self._schedule))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that they need together. Raises ValueError before plans."""
+        self._require_plans()
+        return sum(plan.host_bytes for plan in self.plans.values())
 
     @property
     def plans(self) -> dict[int, memplan.Plan]:
@@ -114,6 +132,10 @@ class StagePlans:
         self._schedule._loss_fn = self._loss_fn
         for stage in self._stages.values():
             stage.remove()
+
+    def _require_plans(self) -> None:
+        if len(self.plans) < len(self._stages):
+            raise ValueError("the stages are planned when the schedule's first step comes")
 
     def _begin(self, initialize: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
         """In place of what a schedule does before a step's first microbatch: that, unplanned, and plans."""
@@ -139,14 +161,14 @@ class StagePlans:
 
     def _plan(self, args: tuple[Any, ...], kwargs: Any, target: Any = None, loss_kwargs: Any = None) -> None:
         samples = {i: stage.sample(args, kwargs, target, loss_kwargs) for i, stage in self._stages.items()}
-        options = {i: self._options(stage.stage, self.in_flight[i]) for i, stage in self._stages.items()}
+        options = {i: self._options(stage.stage) for i, stage in self._stages.items()}
         if isinstance(self._budget, Mapping) or len(self._stages) == 1:
             for i, stage in self._stages.items():
                 budget = self._budget[i] if isinstance(self._budget, Mapping) else self._budget
                 memplan.apply(stage.whole, samples[i], budget, **options[i])
             return
         budget_bytes = _bytes(self._budget)
-        known = ("loss_fn", "on_mismatch", "on_oom", "host_budget", "link")  # what exploring does not take
+        known = ("loss_fn", "on_mismatch", "on_oom")  # what exploring does not take
         curves = {
             i: memplan.explore(
                 stage.whole, samples[i], **{name: o for name, o in options[i].items() if name not in known}
@@ -157,7 +179,7 @@ class StagePlans:
         for i, stage in self._stages.items():
             memplan.apply(stage.whole, samples[i], plan=chosen[i], **options[i])
 
-    def _options(self, stage: Any, count: int) -> dict[str, Any]:
+    def _options(self, stage: Any) -> dict[str, Any]:
         """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
 
         Buffers for what arrives are there for all microbatches from the first step on. What was sent is held to the end
@@ -165,7 +187,7 @@ class StagePlans:
         in one piece, when nothing else is left of what was in flight. The state of an optimizer counts for one of the
         stages alone.
         """
-        every = self._schedule._n_microbatches
+        count, every = self.in_flight[stage.stage_index], self._schedule._n_microbatches
         sent = (count + 1, 3) if isinstance(self._schedule, Schedule1F1B) else (every, every + 1)
         buffers = memplan.Buffers(
             inputs=every,
@@ -180,7 +202,8 @@ class StagePlans:
             **keywords,
             "accumulate": True,
             "in_flight": count,
-            "surroundings": memplan.Surroundings(buffers=buffers),
+            "host_budget": self._host_budgets.get(stage.stage_index),
+            "surroundings": memplan.Surroundings(keeps_parameters=True, buffers=buffers),
         }
 
 
@@ -346,6 +369,26 @@ def _bytes(budget: Budget | Mapping[int, Budget]) -> int:
         f"several stages share this rank's budget, which then is a number of bytes or a str such as '8GiB', got "
         f"{budget!r}. A dict gives each stage a budget of its own"
     )
+
+
+def _host_budgets(
+    host_budget: HostBudget | Mapping[int, HostBudget] | None, stages: Collection[int]
+) -> dict[int, int]:
+    """Bytes for each stage. Raises TypeError, ValueError for what is no number of bytes."""
+    if host_budget is None:
+        return {}
+    if isinstance(host_budget, Mapping):
+        return {stage: _host_bytes(given) for stage, given in host_budget.items()}
+    return dict.fromkeys(stages, _host_bytes(host_budget) // len(stages))
+
+
+def _host_bytes(given: HostBudget) -> int:
+    if isinstance(given, bool) or not isinstance(given, (int, str)):
+        raise TypeError(f"host_budget is an int or a str such as '64GiB', got {given!r}")
+    size_bytes = memplan.parse_bytes(given) if isinstance(given, str) else given
+    if size_bytes <= 0:
+        raise ValueError(f"host_budget must be more than 0 bytes, got {given!r}")
+    return size_bytes
 
 
 def _stages(schedule: Schedule) -> list[Any]:

@@ -110,15 +110,8 @@ class Planning:
     def _check_flight(self) -> None:
         if type(self.in_flight) is not int or self.in_flight < 1:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
-        if self.in_flight == 1:
-            return
-        # The first backward's gradients are there while the others run.
-        self.accumulate = not self.surroundings.takes_gradients
-        if self.host_budget is not None:
-            raise ValueError(
-                f"host_budget with in_flight={self.in_flight}: offload plans for one forward in flight. Leave "
-                "host_budget out for stages of a pipeline"
-            )
+        if self.in_flight > 1:  # the first backward's gradients are there while the others run
+            self.accumulate = not self.surroundings.takes_gradients
 
     def _check_shards(self, shards: Shards) -> None:
         if self.grads == "edges":
@@ -246,7 +239,7 @@ class Planning:
         limit, host_limit = self._limit(plain, unplanned(plain).peak_bytes), limit_bytes(self.host_budget or 0, 0)
         alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
-        front = alone if alone is not None and free else self._front(problem_of(all_names(parts)))
+        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = floor_bytes(all_names(parts), front, problem_of)
         search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
@@ -258,7 +251,8 @@ class Planning:
     def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
         parts, problem_of = self._homes(model, captured, problem)
-        alone, front = (self._front(problem_of(names)) for names in (frozenset[str](), all_names(parts)))
+        alone = self._front(problem_of(frozenset()))
+        front = self._front(problem_of(all_names(parts))) if parts else alone
         least, most = floor_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
         host_limit = limit_bytes(self.host_budget or 0, 0)
         found: list[Plan] = []
@@ -292,7 +286,7 @@ class Planning:
             return self._optimizer_needs(device, left_out)
 
         update_s = 0.0
-        if self.optimizer is not None and not self.accumulate:  # with it, many steps share one update
+        if self.optimizer is not None and not self.accumulate and self.in_flight == 1:  # else steps share one update
             update_s = host_update_s_per_byte(self.optimizer, self.costs == "measure")
 
         @functools.cache  # the optimizer's step takes a second to run on fakes

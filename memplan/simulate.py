@@ -22,15 +22,17 @@ what is being copied out can't be overwritten or freed, and host memory can't be
 Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
 update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
 it comes after the step, in the time of `optimizer.step()`. What a device takes to update its own parameters is left
-out. Nothing of the next step begins before this one ends, so every step of a loop takes this long.
+out. Nothing of the next step begins before this one ends, so every step of a loop takes this long. Of microbatches in
+flight that copy, `lanes` says what each takes on the average.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
+from memplan.lanes import Lanes, direction_of, seconds_in_flight
 from memplan.problem import Op, Problem, Value
 from memplan.schedule import (
     BOUNDARY,
@@ -65,7 +67,11 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
         machine.finish()
     except _Refusal as refusal:
         raise IllegalSchedule(len(schedule), str(refusal)) from None
-    return machine.timeline()
+    timeline = machine.timeline()
+    if problem.in_flight > 1 and any(isinstance(step, (Offload, Prefetch)) for step in schedule):
+        time_s, stall_s = seconds_in_flight(problem, schedule)
+        timeline = replace(timeline, time_s=time_s, stall_s=stall_s)
+    return timeline
 
 
 def unplanned(problem: Problem) -> Timeline:
@@ -107,9 +113,7 @@ class _Machine:
         self.in_backward = False
         self.live_bytes = problem.resident_bytes  # without saved generator states
         self.rng_bytes = self.host_bytes = 0
-        self.time_s = self.stall_s = 0.0
-        self.lane_free_s = {"out": 0.0, "in": 0.0, "gather": 0.0}
-        self.updated_s = 0.0  # when the CPU is done with updates
+        self.lanes = Lanes(problem)
         self.after: list[int] = []
         self.during: list[int] = []
         self.host_after: list[int] = []
@@ -178,7 +182,7 @@ class _Machine:
                 self._take_over(op, effect.old)
                 live[effect.new] = True
         self.runs[index] += 1
-        self.time_s += self.problem.costs.time_s[index]
+        self.lanes.compute(index)
         self.live_bytes += new_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)
         replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
@@ -277,7 +281,7 @@ class _Machine:
                 if not self.elsewhere[index] or index in self.copying:
                     raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
                 if value.updates:
-                    self._update_on_host(value)
+                    self.lanes.update(index)
                 continue
             if not self.live[index]:
                 raise _Refusal(f"gradient {value.name} is handed over but not live")
@@ -291,10 +295,6 @@ class _Machine:
                 raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
             self.updated.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
-
-    def _update_on_host(self, gradient: Value) -> None:
-        begin_s = max(self.time_s, self.updated_s)
-        self.updated_s = begin_s + gradient.size_bytes * self.problem.host_update_s_per_byte
 
     # -- copies -----------------------------------------------------------------------------------------------------
 
@@ -319,36 +319,22 @@ class _Machine:
         self.live[index] = True
         self.live_bytes += value.size_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)
-        self._begin(index, "gather" if value.home == "sharded" else "in")
+        self._begin(index, direction_of(self.problem, index))
         return self.live_bytes + self.rng_bytes
 
     def _begin(self, index: int, direction: str) -> None:
-        link, gather = self.problem.link, self.problem.gather
-        if direction == "gather":
-            if gather is None:
-                raise _Refusal("the problem does not say how fast sharded parameters are gathered")
-            latency_s, speed = gather.latency_s, gather.bytes_per_s
-        else:
-            if link is None:
-                raise _Refusal("the problem has no link to host memory")
-            latency_s = link.latency_s
-            speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
-        begin_s = max(self.time_s, self.lane_free_s[direction])
-        end_s = begin_s + latency_s + self.graph.values[index].size_bytes / speed
-        self.lane_free_s[direction] = end_s
-        self.copying[index] = _Copy(direction, end_s)
+        if direction == "gather" and self.problem.gather is None:
+            raise _Refusal("the problem does not say how fast sharded parameters are gathered")
+        if direction != "gather" and self.problem.link is None:
+            raise _Refusal("the problem has no link to host memory")
+        self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
 
     def _wait(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
         if index not in self.copying:
             raise _Refusal(f"{value.name} is waited for, but is not being copied")
-        self._stall_to(self.copying.pop(index).end_s)
+        self.lanes.wait(self.copying.pop(index).end_s)
         return self.live_bytes + self.rng_bytes
-
-    def _stall_to(self, end_s: float) -> None:
-        stall_s = max(0.0, end_s - self.time_s)
-        self.time_s += stall_s
-        self.stall_s += stall_s
 
     def _drop_host(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")
@@ -379,11 +365,7 @@ class _Machine:
                 raise _Refusal(f"the host copy of {value.name} is never freed")
             if index in self.copying:
                 raise _Refusal(f"the copy of {value.name} is never waited for")
-        self._stall_to(self.updated_s)
-        for value in self.graph.values:
-            if value.role == "gradient" and value.home == "host" and not value.updates:
-                self._update_on_host(value)
-        self._stall_to(self.updated_s)
+        self.lanes.finish()
 
     def timeline(self) -> Timeline:
         """What the steps come to beside the microbatches that wait. None waits while the optimizer steps."""
@@ -399,10 +381,10 @@ class _Machine:
             peak_bytes=peak,
             live_peak_bytes=max(self.live_peak + others * self.saved_bytes, updating),
             peak_step=during.index(peak) if peak in during else 0,
-            time_s=self.time_s,
+            time_s=self.lanes.time_s,
             host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
             host_peak_bytes=self.host_peak + waiting_on_host,
-            stall_s=self.stall_s,
+            stall_s=self.lanes.stall_s,
             waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )
 

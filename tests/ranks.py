@@ -29,6 +29,7 @@ MODULES = (
     "tests.cells_deepspeed_loops",
     "tests.cells_deepspeed_sections",
     "tests.cells_pipelines",
+    "tests.cells_offload",
     "tests.cells_fsdp",
 )
 

@@ -23,7 +23,8 @@ OURS: dict[str, set[str]] = {
     "config": set(),
     "problem": set(),
     "schedule": {"problem"},
-    "simulate": {"errors", "problem", "schedule"},
+    "lanes": {"problem", "schedule"},
+    "simulate": {"errors", "lanes", "problem", "schedule"},
     "addresses": {"problem", "schedule"},
     "budgets": {"problem", "units"},
     "solvers": PLAIN | {"addresses"},
@@ -38,7 +39,7 @@ ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"addresses", "budgets", "problem_file", "report", "plans"}},
+    **{layer: set() for layer in PLAIN | {"addresses", "budgets", "lanes", "problem_file", "report", "plans"}},
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},

@@ -1,19 +1,22 @@
 """The `memplan` section of a DeepSpeed config.
 
-"memplan": {"budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", "70GiB"], "host_budget": "400GiB"}
+"memplan": {"budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", "70GiB"],
+            "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": ["500GiB", "300GiB"]}
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import memplan
 
-Budget = int | float | str
+HostBudget = int | str
+Budget = HostBudget | float
+_Some = TypeVar("_Some", bound=Budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +30,10 @@ class MemplanConfig:
     per_stage: a budget for each pipeline stage, the first stage first.
     reserve_fraction: where no budget is given, what the device has free once the first step is over is taken, less
         this share of it.
-    host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage; not for
-        stages of a pipeline with several microbatches in flight. What DeepSpeed itself has on the host
-        (offload_optimizer, offload_param) is not in it.
+    host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage; in a pipeline
+        those of all microbatches in flight. What DeepSpeed itself has on the host (offload_optimizer, offload_param)
+        is not in it. Without it nothing is offloaded.
+    host_per_rank, host_per_stage: the same of single ranks and stages, as per_rank and per_stage are for budgets.
     preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
     costs, on_mismatch, on_oom: as for `memplan.apply`.
     """
@@ -39,7 +43,9 @@ class MemplanConfig:
     per_rank: Mapping[int, Budget] = field(default_factory=dict)
     per_stage: tuple[Budget, ...] = ()
     reserve_fraction: float = 0.05
-    host_budget: int | str | None = None
+    host_budget: HostBudget | None = None
+    host_per_rank: Mapping[int, HostBudget] = field(default_factory=dict)
+    host_per_stage: tuple[HostBudget, ...] = ()
     preset: str = "auto"
     costs: Literal["measure", "estimate"] = "measure"
     on_mismatch: Literal["replan", "raise"] = "replan"
@@ -61,24 +67,40 @@ class MemplanConfig:
 
         Raises ValueError where the section speaks of other ranks, or of another number of stages.
         """
-        strange = [r for r in self.per_rank if r >= ranks]
-        if strange:
-            raise ValueError(f'"memplan": per_rank has rank {strange[0]}, but there are ranks 0 to {ranks - 1}')
-        if self.per_stage and len(self.per_stage) != stages:
-            raise ValueError(
-                f'"memplan": per_stage has {len(self.per_stage)} budgets, but there are {stages} pipeline stages. Give '
-                "one for each, or leave per_stage out"
-            )
-        if rank in self.per_rank:
-            return self.per_rank[rank]
-        return self.per_stage[stage] if self.per_stage else self.budget
+        _check_places("per_rank", self.per_rank, ranks, "per_stage", self.per_stage, stages)
+        return _closest(rank, self.per_rank, stage, self.per_stage, self.budget)
+
+    def host_budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> HostBudget | None:
+        """The same of its host memory; None where nothing is offloaded."""
+        _check_places("host_per_rank", self.host_per_rank, ranks, "host_per_stage", self.host_per_stage, stages)
+        return _closest(rank, self.host_per_rank, stage, self.host_per_stage, self.host_budget)
 
     def apply_keywords(self) -> dict[str, Any]:
-        """Arguments of `memplan.apply`, beside the budget."""
+        """Arguments of `memplan.apply`, beside the budgets."""
         return {
-            "config": self.preset, "costs": self.costs, "host_budget": self.host_budget,
-            "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
+            "config": self.preset, "costs": self.costs, "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
         }  # fmt: skip
+
+
+def _closest(
+    rank: int, per_rank: Mapping[int, _Some], stage: int, per_stage: Sequence[_Some], budget: _Some | None
+) -> _Some | None:
+    if rank in per_rank:
+        return per_rank[rank]
+    return per_stage[stage] if per_stage else budget
+
+
+def _check_places(
+    rank_key: str, per_rank: Mapping[int, Budget], ranks: int, stage_key: str, per_stage: Sequence[Budget], stages: int
+) -> None:
+    strange = [r for r in per_rank if r >= ranks]
+    if strange:
+        raise ValueError(f'"memplan": {rank_key} has rank {strange[0]}, but there are ranks 0 to {ranks - 1}')
+    if per_stage and len(per_stage) != stages:
+        raise ValueError(
+            f'"memplan": {stage_key} has {len(per_stage)} budgets, but there are {stages} pipeline stages. Give one '
+            f"for each, or leave {stage_key} out"
+        )
 
 
 def _read(section: object) -> MemplanConfig:
@@ -128,19 +150,25 @@ def _share(key: str, value: object) -> float:
     return float(value)
 
 
-def _per_rank(key: str, value: object) -> dict[int, Budget]:
-    if not isinstance(value, Mapping):
-        raise ValueError(f'"memplan": {key} must be budgets by global rank such as {{"3": "36GiB"}}, got {value!r}')
-    for rank in value:
-        if isinstance(rank, bool) or not str(rank).isdecimal():
-            raise ValueError(f'"memplan": {key} has {rank!r}, which is not a global rank')
-    return {int(rank): _budget(f"{key}.{rank}", budget) for rank, budget in value.items() if budget is not None}
+def _per_rank(read: Callable[[str, object], _Some]) -> Callable[[str, object], dict[int, _Some]]:
+    def read_all(key: str, value: object) -> dict[int, _Some]:
+        if not isinstance(value, Mapping):
+            raise ValueError(f'"memplan": {key} must be budgets by global rank such as {{"3": "36GiB"}}, got {value!r}')
+        for rank in value:
+            if isinstance(rank, bool) or not str(rank).isdecimal():
+                raise ValueError(f'"memplan": {key} has {rank!r}, which is not a global rank')
+        return {int(rank): read(f"{key}.{rank}", budget) for rank, budget in value.items() if budget is not None}
+
+    return read_all
 
 
-def _per_stage(key: str, value: object) -> tuple[Budget, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f'"memplan": {key} must be a list with a budget for each pipeline stage, got {value!r}')
-    return tuple(_budget(f"{key}[{stage}]", budget) for stage, budget in enumerate(value))
+def _per_stage(read: Callable[[str, object], _Some]) -> Callable[[str, object], tuple[_Some, ...]]:
+    def read_all(key: str, value: object) -> tuple[_Some, ...]:
+        if not isinstance(value, (list, tuple)):
+            raise ValueError(f'"memplan": {key} must be a list with a budget for each pipeline stage, got {value!r}')
+        return tuple(read(f"{key}[{stage}]", budget) for stage, budget in enumerate(value))
+
+    return read_all
 
 
 def _preset(key: str, value: object) -> str:
@@ -163,10 +191,12 @@ def _word(*words: str) -> Any:
 _READERS: dict[str, Any] = {
     "enabled": _switch,
     "budget": _budget,
-    "per_rank": _per_rank,
-    "per_stage": _per_stage,
+    "per_rank": _per_rank(_budget),
+    "per_stage": _per_stage(_budget),
     "reserve_fraction": _share,
     "host_budget": _bytes,
+    "host_per_rank": _per_rank(_bytes),
+    "host_per_stage": _per_stage(_bytes),
     "preset": _preset,
     "costs": _word("measure", "estimate"),
     "on_mismatch": _word("replan", "raise"),

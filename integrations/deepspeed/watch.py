@@ -44,7 +44,8 @@ class Watch:
             )
         self._engine, self._memory = engine, memory
         self._reserve_fraction = section.reserve_fraction
-        self._apply_plan = functools.partial(apply_plan, **section.apply_keywords())
+        host_budget = section.host_budget_of(rank, ranks, self._stage, stages)
+        self._apply_plan = functools.partial(apply_plan, host_budget=host_budget, **section.apply_keywords())
         self._planned = False
         self._first_step: int = engine.global_steps
         self._before_bytes: int | None = None  # held when the first planned step began

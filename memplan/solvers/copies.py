@@ -2,7 +2,8 @@
 
 `find_gaps` lists the gaps of an order, `evict` closes some so that a budget is kept, `settle` says from when to when a
 closed gap's value is away, and `lanes` what that comes to in seconds and host memory, as `simulate` would count it.
-`offload` says which rules these follow, and why.
+`offload` says which rules these follow, and why. All is about one microbatch by itself; `limits` are the bytes that it
+may hold at each position.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _close(m: Movables, gaps: Gaps, g: int, position: int, held: Ints) -> None:
 
 
 @kernel
-def evict(m: Movables, gaps: Gaps, budget_bytes: int, held: Ints) -> bool:
-    """Close gaps until nothing is over the budget, those of next uses farthest away first. False where that fails."""
+def evict(m: Movables, gaps: Gaps, limits: Ints, held: Ints) -> bool:
+    """Close gaps until nothing is over its limit, those of next uses farthest away first. False where that fails."""
     end = len(held)
     by_start = np.argsort(gaps.start, kind="mergesort")
     heap = [(0, 0, 0, 0)]
@@ -187,7 +188,7 @@ def evict(m: Movables, gaps: Gaps, budget_bytes: int, held: Ints) -> bool:
                 v = gaps.value[g]
                 heappush(heap, (-gaps.stop[g], -m.size_bytes[v], v, g))
             waiting += 1
-        while held[p] > budget_bytes:
+        while held[p] > limits[p]:
             if len(heap) == 0 or -heap[0][0] <= p:
                 return False
             _close(m, gaps, heappop(heap)[3], p, held)
@@ -214,12 +215,12 @@ def _sorted(gaps: Gaps, first: Ints, then: Ints) -> Ints:
 
 
 @kernel
-def settle(m: Movables, gaps: Gaps, begin_s: Floats, budget_bytes: int, held: Ints) -> None:
+def settle(m: Movables, gaps: Gaps, begin_s: Floats, limits: Ints, held: Ints) -> None:
     """Say from when to when each value is away. begin_s: of each position, and the end of the last."""
     by_start = _sorted(gaps, gaps.start, gaps.value)
     _keep_host_copies(m, gaps, by_start, held)
     _time_copies_out(m, gaps, by_start, begin_s, held)
-    _time_copies_in(m, gaps, begin_s, budget_bytes, held)
+    _time_copies_in(m, gaps, begin_s, limits, held)
 
 
 @kernel
@@ -251,7 +252,7 @@ def _time_copies_out(m: Movables, gaps: Gaps, by_start: Ints, begin_s: Floats, h
 
 
 @kernel
-def _time_copies_in(m: Movables, gaps: Gaps, begin_s: Floats, budget_bytes: int, held: Ints) -> None:
+def _time_copies_in(m: Movables, gaps: Gaps, begin_s: Floats, limits: Ints, held: Ints) -> None:
     """Begin to fetch as late as keeps nobody waiting, or as early as there is room."""
     end = len(held)
     by_stop = _sorted(gaps, gaps.stop, gaps.value)
@@ -269,7 +270,7 @@ def _time_copies_in(m: Movables, gaps: Gaps, begin_s: Floats, budget_bytes: int,
             size_bytes = m.size_bytes[gaps.value[g]]
             start = max(wanted[g], gaps.gone[g], earliest)
             back = gaps.stop[g]
-            while back > start and held[back - 1] + size_bytes <= budget_bytes:
+            while back > start and held[back - 1] + size_bytes <= limits[back - 1]:
                 back -= 1
             held[back : gaps.stop[g]] += size_bytes
             gaps.back[g] = back
@@ -290,13 +291,16 @@ def _last_of_each(m: Movables, gaps: Gaps) -> Flags:
 
 
 @kernel
-def lanes(m: Movables, order: Ints, gaps: Gaps, read_to: Ints, update_s_per_byte: float) -> tuple[float, int]:
+def lanes(
+    m: Movables, order: Ints, gaps: Gaps, read_to: Ints, update_s_per_byte: float, in_flight: int
+) -> tuple[float, int]:
     """Seconds of the step with these copies, and the most host memory that they hold beside gradients.
 
     read_to[v]: where v is a gradient with which a parameter is updated in backward, the position after which nothing
-    reads that parameter; -1 elsewhere.
+    reads that parameter; -1 elsewhere. in_flight: microbatches that go forward one after the other, then backward; the
+    seconds are those of each on the average, the host memory that of one.
     """
-    end = len(order)
+    end, turn = len(order), np.nonzero(order < 0)[0][0]
     by_stop = _sorted(gaps, gaps.stop, gaps.value)
     last = _last_of_each(m, gaps)
     updated_at = np.maximum(gaps.gone, read_to[gaps.value] + 1)
@@ -304,50 +308,59 @@ def lanes(m: Movables, order: Ints, gaps: Gaps, read_to: Ints, update_s_per_byte
     updating = by_stop[np.argsort(updated_at[by_stop], kind="mergesort")]
     coming = by_stop[np.argsort(gaps.back[by_stop], kind="mergesort")]
     going = by_stop[np.argsort(gaps.start[by_stop], kind="mergesort")]
-    ready_s = np.zeros(len(gaps.value))
+    ready_s = np.zeros((in_flight, len(gaps.value)))
     in_free_s = np.zeros(2)
     out_free_s = updated_s = now_s = 0.0
     host = host_peak = 0
-    left = updates = fetches = waits = sent = 0
-    while sent < len(going) and gaps.start[going[sent]] < 0:
-        sent += 1
-    for p in range(end + 1):
-        while left < len(leaving) and gaps.gone[leaving[left]] <= p:
-            if gaps.copies[leaving[left]]:
-                now_s = max(now_s, ready_s[leaving[left]])
-            left += 1
-        while updates < len(updating) and updated_at[updating[updates]] <= p:
-            g = updating[updates]
-            v = gaps.value[g]
-            if gaps.copies[g] and m.leaves[v] and read_to[v] >= 0:
-                updated_s = max(now_s, updated_s) + m.size_bytes[v] * update_s_per_byte
-            updates += 1
-        while fetches < len(coming) and gaps.back[coming[fetches]] <= p:
-            g = coming[fetches]
-            v = gaps.value[g]
-            if gaps.stop[g] < end:
-                in_free_s[m.lane[v]] = ready_s[g] = max(now_s, in_free_s[m.lane[v]]) + m.in_s[v]
-            fetches += 1
-        while waits < len(by_stop) and gaps.stop[by_stop[waits]] <= p:
-            g = by_stop[waits]
-            v = gaps.value[g]
-            if gaps.stop[g] < end:
-                now_s = max(now_s, ready_s[g])
-                if last[g] and not m.fetched[v] and not m.leaves[v]:
-                    host -= m.size_bytes[v]
-            waits += 1
-        if p < end and order[p] >= 0:
-            now_s += m.time_s[order[p]]
-        while sent < len(going) and gaps.start[going[sent]] <= p:
-            g = going[sent]
-            v = gaps.value[g]
-            if gaps.copies[g]:
-                out_free_s = ready_s[g] = max(now_s, out_free_s) + m.out_s[v]
-                host += 0 if m.leaves[v] else m.size_bytes[v]
-                host_peak = max(host_peak, host)
-            sent += 1
+    first_sent = 0
+    while first_sent < len(going) and gaps.start[going[first_sent]] < 0:
+        first_sent += 1
+    reached = (0, 0, 0, 0, first_sent)
+    for half in range(2):
+        begun = reached
+        for turns in range(in_flight):
+            left, updates, fetches, waits, sent = begun
+            for p in range(0 if half == 0 else turn + 1, turn + 1 if half == 0 else end + 1):
+                while left < len(leaving) and gaps.gone[leaving[left]] <= p:
+                    if gaps.copies[leaving[left]]:
+                        now_s = max(now_s, ready_s[turns, leaving[left]])
+                    left += 1
+                while updates < len(updating) and updated_at[updating[updates]] <= p:
+                    g = updating[updates]
+                    v = gaps.value[g]
+                    if gaps.copies[g] and m.leaves[v] and read_to[v] >= 0:
+                        updated_s = max(now_s, updated_s) + m.size_bytes[v] * update_s_per_byte
+                    updates += 1
+                while fetches < len(coming) and gaps.back[coming[fetches]] <= p:
+                    g = coming[fetches]
+                    lane = m.lane[gaps.value[g]]
+                    if gaps.stop[g] < end:
+                        in_free_s[lane] = max(now_s, in_free_s[lane]) + m.in_s[gaps.value[g]]
+                        ready_s[turns, g] = in_free_s[lane]
+                    fetches += 1
+                while waits < len(by_stop) and gaps.stop[by_stop[waits]] <= p:
+                    g = by_stop[waits]
+                    v = gaps.value[g]
+                    if gaps.stop[g] < end:
+                        now_s = max(now_s, ready_s[turns, g])
+                        if turns == 0 and last[g] and not m.fetched[v] and not m.leaves[v]:
+                            host -= m.size_bytes[v]
+                    waits += 1
+                if p < end and order[p] >= 0:
+                    now_s += m.time_s[order[p]]
+                while sent < len(going) and gaps.start[going[sent]] <= p:
+                    g = going[sent]
+                    v = gaps.value[g]
+                    if gaps.copies[g]:
+                        out_free_s = max(now_s, out_free_s) + m.out_s[v]
+                        ready_s[turns, g] = out_free_s
+                        if turns == 0 and not m.leaves[v]:
+                            host += m.size_bytes[v]
+                            host_peak = max(host_peak, host)
+                    sent += 1
+            reached = (left, updates, fetches, waits, sent)
     now_s = max(now_s, updated_s)
     for v in range(len(m.leaves)):
         if m.leaves[v] and read_to[v] < 0:
-            now_s += m.size_bytes[v] * update_s_per_byte
-    return now_s, host_peak
+            now_s += in_flight * m.size_bytes[v] * update_s_per_byte
+    return now_s / in_flight, host_peak

@@ -8,6 +8,10 @@ allows without keeping anybody waiting, and as early as memory allows where it d
 are values whose copy out costs nothing; their gradients leave once they are final. So are sharded parameters, which
 are gathered from all ranks instead, in a lane of their own.
 
+Microbatches that wait hold at every moment what each of them saves. So where several are in flight, a few amounts that
+may be saved are tried: from what can't leave, to all that fits. Each sets a limit for the boundary, and for the rest of
+the pass that of the budget less what the others then hold.
+
 What is recomputed and what is copied is decided together by trying every order of a front: the less an order
 recomputes, the more has to be copied. Kernels (`copies`) say what each comes to; `simulate` has the last word on those
 that are the fastest.
@@ -16,7 +20,7 @@ that are the fastest.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -53,6 +57,7 @@ _SPREAD = 24  # orders tried, spread over a front
 _NEAR, _PARTS = 4, 3  # points from the best on between which others are looked for, and stretches between two
 _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 12, 6, 8
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
+_SAVED = 6  # amounts that microbatches which wait may save, tried for each order
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +94,15 @@ def solve_offload(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An order that keeps both budgets with copies, and beats what has to be beaten. solver: what it started from."""
+    """An order that keeps both budgets with copies, and beats what has to be beaten. solver: what it started from.
+
+    saved_bytes: the most that microbatches which wait may save.
+    """
 
     time_s: float
     solver: str
     order: Sequence[int]
+    saved_bytes: int
 
 
 class _Search:
@@ -128,29 +137,33 @@ class _Search:
     def best(self) -> Offloaded | None:
         """The fastest of which a schedule keeps what was promised."""
         for tried in sorted(self.found, key=lambda tried: tried.time_s):
-            places = settled(self.problem, tried.order, self.budget_bytes, self.flat, self.movables)
+            places = _Places(
+                self.problem, tried.order, self.budget_bytes, self.flat, self.movables, tried.saved_bytes
+            ).settled()
             assert places is not None
             schedule = places.schedule()
             timeline = simulate(self.problem, schedule)
             assert timeline.peak_bytes <= self.budget_bytes
             host = place_host_copies(self.problem.graph, schedule)
-            if host.pinned_bytes <= self.host_bytes and timeline.time_s < self.under_s:
+            if self._fits_host(host.size_bytes) and timeline.time_s < self.under_s:
                 copies = any(isinstance(step, (Offload, Prefetch)) for step in schedule)
                 return Offloaded(f"{tried.solver}, with offload" if copies else tried.solver, schedule, timeline)
         return None
 
     def _try(self, solver: str, order: Sequence[int]) -> bool:
         """Whether an order keeps both budgets and is the fastest so far."""
-        places = settled(self.problem, order, self.budget_bytes, self.flat, self.movables)
-        if places is None:
-            return False
-        time_s, host_peak_bytes = places.lanes()
-        if time_s >= self.under_s or pinned_bytes(host_peak_bytes) > self.host_bytes:
-            return False
-        self.found.append(_Tried(time_s, solver, order))
-        faster = time_s < self.limit_s
-        self.limit_s = min(self.limit_s, time_s)
+        faster = False
+        for places in _placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
+            time_s, host_peak_bytes = places.lanes()
+            if time_s < self.under_s and self._fits_host(host_peak_bytes):
+                self.found.append(_Tried(time_s, solver, order, places.saved_bytes))
+                faster |= time_s < self.limit_s
+                self.limit_s = min(self.limit_s, time_s)
         return faster
+
+    def _fits_host(self, slab_bytes: int) -> bool:
+        """Whether there is host memory for a slab of this size for each microbatch in flight."""
+        return pinned_bytes(slab_bytes) * self.problem.in_flight <= self.host_bytes
 
 
 def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> Schedule | None:
@@ -162,12 +175,22 @@ def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> S
 def settled(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> _Places | None:
-    """The same before it is written down. flat, movables: the problem, lowered."""
-    places = _Places(problem, order, budget_bytes, flat, movables)
-    if not places.evict():
-        return None
-    places.settle()
-    return places
+    """The same before it is written down, the fastest where there are several. flat, movables: the problem, lowered."""
+    found = _placements(problem, order, budget_bytes, flat, movables)
+    return min(found, key=lambda places: places.lanes()[0], default=None)
+
+
+def _placements(
+    problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
+) -> Iterator[_Places]:
+    """Copies that bring an order within the budget: in one way, or with several amounts saved by what waits."""
+    amounts = [0]
+    if problem.in_flight > 1:
+        amounts = _Places(problem, order, budget_bytes, flat, movables).amounts_saved()
+    for saved_bytes in amounts:
+        places = _Places(problem, order, budget_bytes, flat, movables, saved_bytes).settled()
+        if places is not None:
+            yield places
 
 
 def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
@@ -177,21 +200,28 @@ def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
     for order in orders:
         places = _Places(problem, order, 0, flat, movables)
         close_all(movables, places.gaps, places.held)
-        found.append(max(problem.resident_bytes, places.update_peak_bytes, int(places.held.max())))
+        peak_bytes = int(places.held.max()) + (problem.in_flight - 1) * places.saved_now()
+        found.append(max(problem.resident_bytes, places.update_peak_bytes, peak_bytes))
     return min(found)
 
 
 @dataclass(slots=True)
 class _Places:
-    """One order, the bytes held at each position, and the gaps, of which some are closed."""
+    """One order, the bytes held at each position, and the gaps, of which some are closed.
+
+    saved_bytes: the most that each microbatch may save that waits beside the one whose order this is.
+    """
 
     problem: Problem
     steps: Sequence[int]
     budget_bytes: int
     flat: Flat
     movables: Movables
+    saved_bytes: int = 0
     order: Ints = field(init=False)
-    held: Ints = field(init=False)
+    turn: int = field(init=False)  # position of the boundary
+    held: Ints = field(init=False)  # by one microbatch
+    limits: Ints = field(init=False)  # of the same
     update_peak_bytes: int = field(init=False)  # while the optimizer steps
     begin_s: Floats = field(init=False)  # of each position, and the end of the last; without waiting
     gaps: Gaps = field(init=False)
@@ -200,8 +230,10 @@ class _Places:
 
     def __post_init__(self) -> None:
         self.order = np.array(self.steps, dtype=np.int64)
+        self.turn = self.steps.index(BOUNDARY)
         self.held = np.zeros(len(self.order), dtype=np.int64)
-        peak, _position, _time_s = replay(self.flat.arrays._replace(update_bytes=_VAST), self.order, self.held)
+        alone = self.flat.arrays._replace(update_bytes=_VAST, others=0)
+        peak, _position, _time_s = replay(alone, self.order, self.held)
         assert peak >= 0, "the order is not legal"
         updating = peak - _VAST + self.problem.update_bytes
         self.update_peak_bytes = updating if self.problem.update_bytes else 0
@@ -210,6 +242,11 @@ class _Places:
         self._count_late_updates()
         least_bytes = int(_LEAST_SHARE * self.budget_bytes)
         self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held)
+        others = self.problem.in_flight - 1
+        self.limits = np.full(len(self.order), self.budget_bytes - others * self.saved_bytes, dtype=np.int64)
+        if others:
+            at_turn = self.saved_bytes + int(self.held[self.turn]) - self.saved_now()
+            self.limits[self.turn] = min(int(self.limits[self.turn]), at_turn)
 
     def _count_late_updates(self) -> None:
         """Gradients whose parameters are read once more after they are there: they stay, and their update is later."""
@@ -226,20 +263,36 @@ class _Places:
                     self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
                     self.held[position] += values[g].update_bytes
 
-    def evict(self) -> bool:
-        """Close gaps until nothing is over the budget. False where that fails."""
-        if self.update_peak_bytes > self.budget_bytes:
-            return False
-        return evict(self.movables, self.gaps, self.budget_bytes, self.held)
+    def saved_now(self) -> int:
+        """Bytes that one microbatch holds while it waits, inputs and outputs included."""
+        a = self.flat.arrays
+        return int(self.held[self.turn]) - a.tangent_bytes - a.base_bytes + a.input_bytes
 
-    def settle(self) -> None:
-        """Say when the copies of closed gaps run."""
-        settle(self.movables, self.gaps, self.begin_s, self.budget_bytes, self.held)
+    def amounts_saved(self) -> list[int]:
+        """What microbatches that wait may save: all that fits, and less and less as values leave that are read again
+        last."""
+        gaps, sizes = self.gaps, self.movables.size_bytes
+        leaving = np.nonzero(~gaps.closed & (gaps.start < self.turn) & (self.turn < gaps.stop))[0]
+        leaving = leaving[np.lexsort((-sizes[gaps.value[leaving]], -gaps.stop[leaving]))]
+        saved = self.saved_now() - np.concatenate([[0], np.cumsum(sizes[gaps.value[leaving]])])
+        beside_bytes = int(self.held[self.turn]) - self.saved_now()
+        fitting = np.unique(saved[beside_bytes + self.problem.in_flight * saved <= self.budget_bytes])
+        if not len(fitting):
+            return []
+        spread = np.linspace(fitting[0], fitting[-1], min(_SAVED, len(fitting)))
+        return np.unique(fitting[np.searchsorted(fitting, spread)]).tolist()[::-1]
+
+    def settled(self) -> _Places | None:
+        """With gaps closed until nothing is over the budget, and copies timed; None where that fails."""
+        if self.update_peak_bytes > self.budget_bytes or not evict(self.movables, self.gaps, self.limits, self.held):
+            return None
+        settle(self.movables, self.gaps, self.begin_s, self.limits, self.held)
+        return self
 
     def lanes(self) -> tuple[float, int]:
-        """Seconds, and the most host memory held: what `simulate` says of the schedule."""
+        """Seconds, and the most host memory that one microbatch holds: what `simulate` says of the schedule."""
         rate = self.problem.host_update_s_per_byte
-        return lanes(self.movables, self.order, self.gaps, self.read_to, rate)
+        return lanes(self.movables, self.order, self.gaps, self.read_to, rate, self.problem.in_flight)
 
     # -- the schedule -----------------------------------------------------------------------------------------------
 

@@ -32,13 +32,16 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
     the host by then was copied out before, and has to come back after: so the link's speed times those seconds is room
     beside what the budget leaves, and each minimum cut says how many seconds of recomputation come after the moment at
     least (`_least_extra_s`).
+
+    Where several microbatches are in flight the moment is that at which all have gone forward and none backward: what
+    is left is shared, and so is the time that the link had, so the same holds for each on the average.
     """
     link, baseline_s = problem.link, problem.baseline_time_s
     assert link is not None
     extra_s = 0.0
     flat = flatten(problem, updates=False)
     for moment in () if flat.lost_late else _moments(flat, baseline_s, link.to_host_bytes_per_s):
-        room_bytes = budget_bytes - moment.fixed_bytes
+        room_bytes = (budget_bytes - moment.fixed_bytes) / problem.in_flight
         for cut in saved_sets(flat, moment.needed, cuts, twice=moment.second_runs):
             extra_s = max(extra_s, _least_extra_s(cut, room_bytes, moment, link))
     return residency_bound_s(problem, extra_s)
@@ -95,7 +98,7 @@ class _Moment:
     second_runs: bool
 
 
-def _least_extra_s(cut: SavedSet, room_bytes: int, moment: _Moment, link: Link) -> float:
+def _least_extra_s(cut: SavedSet, room_bytes: float, moment: _Moment, link: Link) -> float:
     """Seconds of recomputation and waiting that the line of a cut leaves nobody without.
 
     Of E seconds in all let X come before the moment. The cut is about what comes after: E >= X + line - slope * speed *
@@ -113,13 +116,13 @@ def _least_extra_s(cut: SavedSet, room_bytes: int, moment: _Moment, link: Link) 
 
 def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Iterator[_Moment]:
     """The boundary, where most is held, and where most is beyond what can be on the host: of the backward pass, and of
-    the forward pass."""
+    the forward pass. Only the boundary where microbatches wait."""
     a = flat.arrays
     backward_s = np.append(np.cumsum(a.time_s[a.boundary :][::-1])[::-1], 0.0)
     certain_s = float(a.time_s[: a.boundary][~a.deferrable[: a.boundary]].sum())
     fixed = backward_bytes(flat)
     chosen = [(a.boundary, int(fixed[0]))]
-    if a.boundary < flat.op_count:
+    if a.boundary < flat.op_count and not a.others:
         held = fixed[1:] + needed_bytes(flat)
         crowded = held - to_host_bytes_per_s * (baseline_s - backward_s[:-1])
         chosen += [(a.boundary + int(b), int(fixed[1 + b])) for b in {held.argmax(), crowded.argmax()}]
@@ -128,7 +131,7 @@ def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Itera
         before_s = certain_s + float(backward_s[0]) - after_s
         second_runs = _second_runs(flat, _reach(flat, needed))
         yield _Moment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
-    forward = _forward_moment(flat, baseline_s, to_host_bytes_per_s)
+    forward = None if a.others else _forward_moment(flat, baseline_s, to_host_bytes_per_s)
     if forward is not None:
         yield forward
 
