@@ -235,8 +235,6 @@ def test_refusals() -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="in_flight is a count"):
             memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="offload plans for one forward in flight"):
-        memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=2, host_budget="1GiB")
     optimizer = torch.optim.SGD(stage.parameters())
     with pytest.raises(ValueError, match="nothing can be accumulated"):
         memplan.apply(stage, sample, 1.0, costs="estimate", in_flight=2, optimizer=optimizer, update="backward")

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -179,26 +178,20 @@ def use(stage: torch.nn.Module, streams: engine.Streams) -> engine.Transfers:
     return runner.store.transfers  # type: ignore[no-any-return]
 
 
-def run(stage: torch.nn.Module, order: Iterable[tuple[str, int]], meters: Iterable[Any] = ()) -> list[Any]:
-    """Outputs and input gradients of all microbatches, gradients, the generator. meters: around what runs."""
+def run(stage: torch.nn.Module, order: Iterable[tuple[str, int]]) -> list[Any]:
+    """Outputs and input gradients of all microbatches, gradients, the generator."""
     torch.manual_seed(1)
     for p in stage.parameters():
         p.grad = None
     found, waiting = list[Any](), deque[tuple[torch.Tensor, torch.Tensor]]()
-    with ExitStack() as around:
-        for meter in meters:
-            around.enter_context(meter)
-        for kind, _ in order:
-            if kind == FORWARD:
-                x = torch.randn(SAMPLE).requires_grad_()
-                waiting.append((x, stage(x)))
-                del x
-            else:
-                x, out = waiting.popleft()
-                out.backward(torch.ones(SAMPLE))
-                if not meters:
-                    found += [copied(out), copied(x.grad)]
-                del x, out
+    for kind, _ in order:
+        if kind == FORWARD:
+            x = torch.randn(SAMPLE).requires_grad_()
+            waiting.append((x, stage(x)))
+        else:
+            x, out = waiting.popleft()
+            out.backward(torch.ones(SAMPLE))
+            found += [copied(out), copied(x.grad)]
     return [*found, [copied(p.grad) for p in stage.parameters()], torch.get_rng_state()]
 
 
@@ -220,8 +213,6 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
             assert_same_bits(expected, run(stage, order))
         assert transfers.allocations == len(transfers.slabs) == 3
         assert not transfers._kept
-    moved = sum(p.nbytes for p in stage.parameters() if p.device.type == "cpu") > 0
-    assert moved
 
 
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
@@ -242,8 +233,10 @@ def test_bytes_on_device_and_host_are_the_predicted_ones(name: str, in_flight: i
 
 
 def run_metered(stage: torch.nn.Module, order: Iterable[tuple[str, int]], meter: DeviceMeter) -> None:
-    """Microbatches whose input gradients are let go before the next one runs."""
+    """Microbatches whose input's gradient is held until the next one is there."""
     waiting = deque[tuple[torch.Tensor, torch.Tensor]]()
+    sent: torch.Tensor | None = torch.zeros(SAMPLE)
+    meter.register(sent)
     with meter:
         for kind, _ in order:
             if kind == FORWARD:
@@ -253,7 +246,9 @@ def run_metered(stage: torch.nn.Module, order: Iterable[tuple[str, int]], meter:
             else:
                 x, out = waiting.popleft()
                 out.backward(torch.ones(SAMPLE))
+                sent = x.grad
                 del x, out
+    assert sent is not None
 
 
 @pytest.mark.parametrize("name", ORDERS)
