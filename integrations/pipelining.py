@@ -371,9 +371,7 @@ def _bytes(budget: Budget | Mapping[int, Budget]) -> int:
     )
 
 
-def _host_budgets(
-    host_budget: HostBudget | Mapping[int, HostBudget] | None, stages: Collection[int]
-) -> dict[int, int]:
+def _host_budgets(host_budget: HostBudget | Mapping[int, HostBudget] | None, stages: Collection[int]) -> dict[int, int]:
     """Bytes for each stage. Raises TypeError, ValueError for what is no number of bytes."""
     if host_budget is None:
         return {}

@@ -30,8 +30,8 @@ from memplan.integrations.deepspeed.refusals import _checkpoints, strip_checkpoi
 
 FULL = {
     "enabled": True, "budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", 7_000],
-    "reserve_fraction": 0.1, "host_budget": "400GiB", "preset": "rotor", "costs": "estimate", "on_mismatch": "raise",
-    "on_oom": "replan",
+    "reserve_fraction": 0.1, "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
+    "preset": "rotor", "costs": "estimate", "on_mismatch": "raise", "on_oom": "replan",
 }  # fmt: skip
 
 
@@ -46,15 +46,17 @@ def test_a_section_with_every_key(tmp_path: Path) -> None:
         config = MemplanConfig.of(source)
         assert config.per_rank == {3: "36GiB"}
         assert config.per_stage == ("60GiB", 7_000)
+        assert config.host_per_rank == {3: "100GiB"}
+        assert config.host_per_stage == (7, "9GiB")
         assert config.apply_keywords() == {
-            "config": "rotor", "costs": "estimate", "host_budget": "400GiB", "on_mismatch": "raise", "on_oom": "replan"
+            "config": "rotor", "costs": "estimate", "on_mismatch": "raise", "on_oom": "replan"
         }  # fmt: skip
 
 
 @pytest.mark.parametrize("source", [{}, {"memplan": None}, {"memplan": {}}, {"memplan": dict.fromkeys(FULL)}, None])
 def test_what_is_left_out_or_null_is_automatic(source: Any) -> None:
     assert MemplanConfig.of(source) == MemplanConfig()
-    assert MemplanConfig().budget_of(0, 1) is None
+    assert MemplanConfig().budget_of(0, 1) is MemplanConfig().host_budget_of(0, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -75,6 +77,10 @@ def test_what_is_left_out_or_null_is_automatic(source: Any) -> None:
         ({"reserve_fraction": 1}, r"reserve_fraction must be a number in \[0, 1\)"),
         ({"reserve_fraction": "5%"}, "reserve_fraction must be a number"),
         ({"host_budget": 0.5}, "host_budget must be a number of bytes"),
+        ({"host_per_rank": {"0": 0.5}}, "host_per_rank.0 must be a number of bytes"),
+        ({"host_per_rank": {"first": 1}}, "host_per_rank has 'first'"),
+        ({"host_per_stage": {"0": 1}}, "host_per_stage must be a list"),
+        ({"host_per_stage": [1, 0]}, r"host_per_stage\[1\] must be a number of bytes above 0"),
         ({"enabled": "yes"}, "enabled must be true or false"),
         ({"preset": "fastest"}, "preset: unknown preset 'fastest'; there are "),
         ({"preset": ["auto"]}, "preset: "),
@@ -103,6 +109,17 @@ def test_the_nearest_budget_goes_first() -> None:
         config.budget_of(0, 4, 0, 3)
     with pytest.raises(ValueError, match="per_rank has rank 3, but there are ranks 0 to 1"):
         config.budget_of(0, 2, 0, 2)
+
+
+def test_host_budgets_are_found_in_the_same_way() -> None:
+    config = of(host_budget="4GiB", host_per_stage=["3GiB", "2GiB"], host_per_rank={"3": "1GiB"})
+    assert [config.host_budget_of(rank, 4, rank // 2, 2) for rank in range(4)] == ["3GiB", "3GiB", "2GiB", "1GiB"]
+    assert of(host_budget="4GiB", host_per_rank={"1": 7}).host_budget_of(0, 2) == "4GiB"
+    assert of(budget="4GiB", per_stage=["3GiB", "2GiB"]).host_budget_of(0, 2, 1, 2) is None
+    with pytest.raises(ValueError, match="host_per_stage has 2 budgets, but there are 3 pipeline stages"):
+        config.host_budget_of(0, 4, 0, 3)
+    with pytest.raises(ValueError, match="host_per_rank has rank 3, but there are ranks 0 to 1"):
+        config.host_budget_of(0, 2, 0, 2)
 
 
 def test_one_line_for_each_stage_and_budget() -> None:

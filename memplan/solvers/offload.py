@@ -280,7 +280,7 @@ class _Places:
         if not len(fitting):
             return []
         spread = np.linspace(fitting[0], fitting[-1], min(_SAVED, len(fitting)))
-        return np.unique(fitting[np.searchsorted(fitting, spread)]).tolist()[::-1]
+        return [int(amount) for amount in np.unique(fitting[np.searchsorted(fitting, spread)])[::-1]]
 
     def settled(self) -> _Places | None:
         """With gaps closed until nothing is over the budget, and copies timed; None where that fails."""
