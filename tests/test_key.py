@@ -272,6 +272,31 @@ def precise(_: Any) -> Iterator[None]:
 
 
 @contextmanager
+def recommended(_: Any) -> Iterator[None]:
+    """The setting that takes the place of `torch.set_float32_matmul_precision`, which can't be read beside it."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+        torch.get_float32_matmul_precision()
+    yield
+    matmul.fp32_precision = before
+
+
+@contextmanager
+def preferring_math(_: Any) -> Iterator[None]:
+    backends = [nn.attention.SDPBackend.MATH, *sdpa_backends()]
+    with nn.attention.sdpa_kernel(backends, set_priority=True):
+        yield
+
+
+def sdpa_backends() -> list[nn.attention.SDPBackend]:
+    """All that are allowed unless somebody says otherwise, but the math."""
+    kinds = nn.attention.SDPBackend
+    return [kinds.FLASH_ATTENTION, kinds.EFFICIENT_ATTENTION, kinds.CUDNN_ATTENTION]
+
+
+@contextmanager
 def default_dtype(_: Any) -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
@@ -282,7 +307,10 @@ SURROUNDINGS: dict[str, tuple[Change, str]] = {
     "autocast": (lambda _: torch.autocast("cpu", torch.bfloat16), "autocast is torch.bfloat16 on cpu, planned for off"),
     "deterministic": (deterministic(True), "deterministic algorithms is True"),
     "math-only": (lambda _: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH), "sdp is"),
-    "matmul-precision": (precise, "float32 matmul precision is medium"),
+    "matmul-precision": (precise, "float32 precision of cuda matmul is tf32"),
+    "precision-as-recommended": (recommended, "float32 precision of cuda matmul is tf32"),
+    "cudnn": (lambda _: torch.backends.cudnn.flags(enabled=False), "cudnn is False"),
+    "order-of-kernels": (preferring_math, "order of sdp backends is"),
     "default-dtype": (default_dtype, "default dtype is torch.float64"),
     "mkldnn": (lambda _: torch.backends.mkldnn.flags(enabled=False), "mkldnn is False"),
 }

@@ -293,9 +293,8 @@ def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
 def _switches() -> dict[str, Any]:
     """Global switches that choose kernels."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
-    return {
-        "float32 matmul precision": torch.get_float32_matmul_precision(),
-        "cudnn.allow_tf32": cudnn.allow_tf32,
+    return private.float32_precisions() | {
+        "cudnn": cudnn.enabled,
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
@@ -303,6 +302,7 @@ def _switches() -> dict[str, Any]:
         "memory-efficient sdp": cuda.mem_efficient_sdp_enabled(),
         "math sdp": cuda.math_sdp_enabled(),
         "cudnn sdp": cuda.cudnn_sdp_enabled(),
+        "order of sdp backends": private.attention_order(),
         "default dtype": torch.get_default_dtype(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }

@@ -514,6 +514,25 @@ def backward_keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+_PRECISIONS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))
+
+
+def float32_precisions() -> dict[str, str]:
+    """How precisely kernels multiply in float32, by what has a setting of its own.
+
+    `torch.get_float32_matmul_precision` raises where somebody has used the settings that PyTorch recommends instead
+    (`torch.backends.cuda.matmul.fp32_precision`).
+    """
+    get = torch._C._get_fp32_precision_getter
+    found = {f"float32 precision of {backend} {op}": get(backend, op) for backend, op in _PRECISIONS}
+    return {what: "ieee" if value == "none" else str(value) for what, value in found.items()}
+
+
+def attention_order() -> tuple[int, ...]:
+    """Which kernels of attention are preferred, the first that serves a call most of all."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or the machine, had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
