@@ -19,6 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memplan.graph.private_api import run_in_mode
+
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     """Bytes of the distinct storages behind `tensors`."""
@@ -53,7 +55,7 @@ class LiveMeter(TorchDispatchMode):
         self.peak_bytes = self.live_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run_in_mode(func, args, kwargs)
         self.register(out)
         return out
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import memplan
 from memplan.graph import measure, to_networkx
 from memplan.graph.call import CallReader
-from memplan.graph.private_api import READ_SCALAR
+from memplan.graph.private_api import READ_SCALAR, run_in_mode
 from memplan.graph.raw_trace import Autocast, RawTrace
 from memplan.graph.trace import trace_step
 from memplan.graph.traced import Traced
@@ -62,7 +62,7 @@ class DispatchLog(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = facts((args, kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+        out = run_in_mode(func, args, kwargs)
         if func not in IGNORED and not is_view(func, (args, kwargs), out):
             self.ops.append((func, before, facts(out)))
         return out

@@ -79,6 +79,15 @@ def empty_batch_in_another_layout_than_its_fake_kernels() -> tuple[nn.Module, An
     return Lambda(run, boxes=layer(), points=layer()), (torch.randn(0, 8, 8), torch.randn(64, 8))
 
 
+@wild
+def pseudo_inverse_of_complex_matrices() -> tuple[nn.Module, Any]:
+    def run(s: Any, x: torch.Tensor) -> torch.Tensor:
+        inverse = torch.linalg.pinv(torch.complex(s.real(x), s.imaginary(x)))  # its kernel makes lazy conjugates
+        return square(torch.view_as_real(inverse).tanh())
+
+    return Lambda(run, real=layer(), imaginary=layer()), torch.randn(3, 8, 8)
+
+
 class PartlyEval(nn.Module):
     """Batch norm stays in eval mode, as in fine-tuning."""
 

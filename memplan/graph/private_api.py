@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import _meta_registrations
+from torch._C import DispatchKey, DispatchKeySet
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -300,6 +301,22 @@ def tracer_constants() -> Any:
     assert mode is not None, "no trace in progress"
     assert isinstance(mode.tracer, PythonKeyTracer)
     return mode.tracer.root
+
+
+_LAZY = functools.reduce(
+    operator.or_, map(DispatchKeySet, (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor))
+)
+
+
+def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op in the handler of a dispatch mode as it runs without the mode.
+
+    A thread in such a handler leaves out the keys that resolve lazy conjugates and negatives. Kernels that make some of
+    complex tensors and go on with them, as `linalg_pinv` does, would give wrong numbers.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY):
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager

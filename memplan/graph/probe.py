@@ -289,7 +289,7 @@ class _OwnGenerators(private.TorchDispatchMode):
                     f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
                     "it an attribute of a module"
                 )
-        return func(*args, **(kwargs or {}))
+        return private.run_in_mode(func, args, kwargs)
 
 
 def _generators() -> tuple[Any, ...]:

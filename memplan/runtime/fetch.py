@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memplan.graph.layout import storage_key
-from memplan.graph.private_api import TorchDispatchMode
+from memplan.graph.private_api import TorchDispatchMode, run_in_mode
 
 
 class FetchedWhereUsed(TorchDispatchMode):
@@ -28,7 +28,7 @@ class FetchedWhereUsed(TorchDispatchMode):
         kwargs = kwargs or {}
         if not func.is_view and not func._schema.is_mutable:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fetched, (args, kwargs))
-        return func(*args, **kwargs)
+        return run_in_mode(func, args, kwargs)
 
     def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
         if storage_key(tensor) not in self._host:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.graph.private_api import TorchDispatchMode
+from memplan.graph.private_api import TorchDispatchMode, run_in_mode
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
 
@@ -45,7 +45,7 @@ class LiveMeter(TorchDispatchMode):
         return peak_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        out = run_in_mode(func, args, kwargs)
         self.register(out)
         return out
 
