@@ -184,6 +184,75 @@ def _grouped_product(
     return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
 
 
+# A dispatch key that is looked at before any other where a thread asks for it, and that nothing but a test of PyTorch
+# uses: it lets a composite op be seen wherever it is called from, before autocast and autograd.
+_FIRST_KEY = "TESTING_ONLY_GenericMode"
+
+
+class InPlaceOf:
+    """Functions that run in place of aten ops, in a thread for as long as it says so.
+
+    functions: by the op's name, with its overload if that is not the default one. What they call is not exchanged.
+    """
+
+    def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
+        self._key = torch._C._dispatch_key_parse(_FIRST_KEY)
+        self._all, self._aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        self._all.fallback(torch.library.fallthrough_kernel, _FIRST_KEY)
+        for name, function in functions.items():
+            self._aten.impl(name, self._once(function), _FIRST_KEY)
+
+    def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        keys = torch._C.DispatchKeySet(self._key)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Where the functions run in place of the ops."""
+        with torch._C._IncludeDispatchKeyGuard(self._key):
+            yield
+
+
+def is_transformed(*tensors: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch.func's own (vmap, grad), for which ops take other paths in eager too."""
+    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+
+
+def autocast_knows(op: str, device_type: str) -> bool:
+    """Whether autocast has an opinion on an op of aten."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", f"Autocast{device_type.upper()}")
+
+
+_OPS = torch.library.Library("memplan", "DEF")
+_OPS.define("sum_of_selected(Tensor weight, Tensor target, Tensor ignored) -> Tensor")
+
+
+def sum_of_selected(weight: torch.Tensor, target: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+    """The sum of the weights of all targets that are not ignored.
+
+    One op in a trace, for what it holds in between has a shape that depends on data.
+    """
+    result: torch.Tensor = torch.ops.memplan.sum_of_selected.default(weight, target, ignored)
+    return result
+
+
+def _sum_of_selected(weight: torch.Tensor, target: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+    """Scratch is always that of a batch in which nothing is ignored."""
+    indices, weights = target.new_empty(target.numel()), weight.new_empty(target.numel())
+    chosen = torch.masked_select(target, ~ignored, out=indices[:0])
+    return torch.gather(weight, 0, chosen, out=weights[:0]).sum()
+
+
+for _key in ("CPU", "CUDA"):
+    _OPS.impl("sum_of_selected", _sum_of_selected, _key)
+_OPS.impl("sum_of_selected", lambda weight, target, ignored: weight.new_empty(()), "Meta")
+
+
 def tracer_graph() -> torch.fx.Graph:
     """The graph that the trace in progress is writing."""
     mode = get_proxy_mode()

@@ -1,7 +1,8 @@
 """Trace one eager training step on fake tensors: the aten ops of the forward and of `torch.autograd.grad`, in order.
 
 What eager runs is what is in the graph. AOTAutograd's joint graph is not: it traces the backward under autocast,
-rewrites dropout, casts a shared weight once per use and sums tied gradients in another order.
+rewrites dropout, casts a shared weight once per use and sums tied gradients in another order. A trace has dispatch
+modes on, though, which PyTorch's C++ asks for in places: `memplan.graph.branches` has eager's way traced, or refuses.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import fx, nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
+from memplan.graph.branches import as_without_modes, backward_as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
@@ -114,10 +116,13 @@ def trace_step(
             session.end_forward(template)
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
-            if around is None or around.whole:
-                return list(template.tensors), list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
-            grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
-            return list(template.tensors), grads
+            with backward_as_without_modes(starts):
+                if around is None or around.whole:
+                    return list(template.tensors), list(
+                        torch.autograd.grad(starts, wanted, tangents, allow_unused=True)
+                    )
+                grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
+                return list(template.tensors), grads
 
         args, kwargs = call.with_tensors(given[: len(call.tensors)])
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
@@ -140,6 +145,7 @@ def trace_step(
         stack.enter_context(private.not_tracing_for_transformers())
         stack.enter_context(_generator_kept(device))
         stack.enter_context(_module_stack(session))
+        stack.enter_context(as_without_modes())
         try:
             graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo()), step), *args)
         except UnsupportedModel:
