@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -33,41 +33,22 @@ _MEAN = 1  # the reduction of a loss
 _PLACE = "memplan: line of forward"
 
 
+_hooks: list[list[Any]] = []  # that formulas of backward have, of each trace in progress
+
+
 @contextlib.contextmanager
 def as_without_modes() -> Iterator[None]:
-    """Let composite ops in this thread run what they run without dispatch modes."""
-    with _exchanged_ops().active():
-        yield
+    """Let this thread run, and differentiate, what it does without dispatch modes.
 
-
-@contextlib.contextmanager
-def backward_as_without_modes(starts: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let a backward pass from some tensors compute what it computes without dispatch modes.
-
-    UnsupportedModel comes out of that pass where eager's formula depends on data.
+    UnsupportedModel comes out of a forward or a backward pass in there where eager's way depends on data.
     """
-    handles = []
-    for node in _nodes_behind(starts):
-        formula = _FORMULAS.get(node.name())
-        if formula is not None:
-            handles.append(node.register_hook(functools.partial(formula, node)))
+    _hooks.append([])
     try:
-        yield
+        with _exchanged_ops().active():
+            yield
     finally:
-        for handle in handles:  # a hook that knows its node keeps it alive
-            handle.remove()
-
-
-def _nodes_behind(starts: Sequence[torch.Tensor]) -> Iterator[Any]:
-    pending = [t.grad_fn for t in starts if t.grad_fn is not None]
-    seen = set(pending)
-    while pending:
-        node = pending.pop()
-        yield node
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                pending.append(following)
+        for hook in _hooks.pop():  # one that knows its node keeps that alive
+            hook.remove()
 
 
 # -- composite ops ---------------------------------------------------------------------------------------------------
@@ -83,20 +64,40 @@ def _exchanged_ops() -> private.InPlaceOf:
             "linalg_eigvals": _eigvals,
             "linalg_eigvalsh": _eigvalsh,
             "linalg_svdvals": _svdvals,
-            "prod": functools.partial(_noting_the_line, aten.prod.default, "Prod"),
-            "prod.dim_int": functools.partial(_noting_the_line, aten.prod.dim_int, "Prod"),
-            "cumprod": functools.partial(_noting_the_line, aten.cumprod.default, "Cumprod"),
-            "cumprod_": functools.partial(_noting_the_line, aten.cumprod_.default, "Cumprod"),
-            "masked_fill.Tensor": functools.partial(_noting_the_line, aten.masked_fill.Tensor, "MaskedFill"),
-            "masked_fill_.Tensor": functools.partial(_noting_the_line, aten.masked_fill_.Tensor, "MaskedFill"),
+            "max": functools.partial(_differentiated, aten.max.default, "Max", _evenly_distributed),
+            "min": functools.partial(_differentiated, aten.min.default, "Min", _evenly_distributed),
+            "median": functools.partial(_differentiated, aten.median.default, "Median", _evenly_distributed),
+            "nanmedian": functools.partial(_differentiated, aten.nanmedian.default, "Nanmedian", _evenly_distributed),
+            "prod": functools.partial(_differentiated, aten.prod.default, "Prod", _product),
+            "prod.dim_int": functools.partial(_differentiated, aten.prod.dim_int, "Prod", _product),
+            "cumprod": functools.partial(_differentiated, aten.cumprod.default, "Cumprod", _cumulative_product),
+            "cumprod_": functools.partial(_differentiated, aten.cumprod_.default, "Cumprod", _cumulative_product),
+            "masked_fill.Tensor": functools.partial(_masked_fill, aten.masked_fill.Tensor),
+            "masked_fill_.Tensor": functools.partial(_masked_fill, aten.masked_fill_.Tensor),
+            "linalg_householder_product": functools.partial(
+                _differentiated,
+                aten.linalg_householder_product.default,
+                "LinalgHouseholderProduct",
+                _in_the_layout_of("_saved_input", "_saved_tau"),
+            ),
+            "ormqr": functools.partial(
+                _differentiated, aten.ormqr.default, "Ormqr", _in_the_layout_of("_saved_self", "_saved_input2")
+            ),
+            "binary_cross_entropy_with_logits": functools.partial(
+                _differentiated,
+                aten.binary_cross_entropy_with_logits.default,
+                "BinaryCrossEntropyWithLogits",
+                _bce_with_logits,
+            ),
         }
     )
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Of a batch and a single matrix in a batch of its own, which eager expands where it does not require grad."""
-    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0] and not private.is_transformed(a, b):
-        if not (a if a.shape[0] == 1 else b).requires_grad:
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
+        single = a if a.shape[0] == 1 else b
+        if not (single.requires_grad or private.is_transformed(single)):
             return aten.matmul.default(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)  # type: ignore[no-any-return]
     return aten.matmul.default(a, b)  # type: ignore[no-any-return]
 
@@ -123,7 +124,7 @@ def _cross_entropy(
     Weights that require grad are refused by what it runs, in eager too.
     """
     smoothed = label_smoothing > 0 and reduction == _MEAN and x.shape != target.shape
-    if weight is None or not smoothed or private.is_transformed(x, target, weight):
+    if weight is None or not smoothed or private.is_transformed(weight):
         return aten.cross_entropy_loss.default(  # type: ignore[no-any-return]
             x, target, weight, reduction, ignore_index, label_smoothing
         )
@@ -182,17 +183,28 @@ def _in_the_dtype_of_autocast(op: str, *tensors: torch.Tensor) -> tuple[torch.Te
     return tuple(t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors)
 
 
-def _noting_the_line(op: Any, node_name: str, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run an op whose backward may be refused, and note where that is."""
+def _masked_fill(op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return op(x, mask, value)  # type: ignore[no-any-return]
+    return _differentiated(op, "MaskedFill", _filled, x, mask, value)
+
+
+def _differentiated(op: Any, name: str, formula: Formula, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Run an op whose backward has a formula of its own in here. name: that its node in the autograd graph begins with.
+
+    Within torch.func's transforms eager takes the way of traces.
+    """
     result: torch.Tensor = op(*args, **kwargs)
     node: Any = result.grad_fn
-    if node is not None and not private.is_transformed(result):
-        if not node.name().startswith(node_name):  # it wrote to a view, which hides its formula
-            raise UnsupportedModel(
-                f"{op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the result to "
-                "a tensor of its own"
-            )
-        node.metadata[_PLACE] = caller_line()
+    if node is None or private.is_transformed(result):
+        return result
+    if not node.name().startswith(name):
+        raise UnsupportedModel(
+            f"{op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the result to a "
+            "tensor of its own"
+        )
+    node.metadata[_PLACE] = caller_line()
+    _hooks[-1].append(node.register_hook(functools.partial(formula, node)))
     return result
 
 
@@ -249,7 +261,9 @@ def _bce_with_logits(node: Any, results: Tensors, given: Tensors) -> Tensors | N
     found = found.mul_(grad)
     if weight is not None:
         found = found.mul_(weight)
-    return (found.div_(x.numel()) if node._saved_reduction == _MEAN else found, results[1])
+    if node._saved_reduction == _MEAN:
+        found = found.div_(x.numel())
+    return (found.to(results[0].dtype), None)
 
 
 def _refused(reason: str) -> Formula:
@@ -283,17 +297,3 @@ _PRODUCT = (
     "the backward of prod and cumprod computes other things where an element is zero, which is for data to say. Put it "
     "into a module of its own or outside of the model: what is around it can be planned"
 )
-
-_FORMULAS: dict[str, Formula] = {
-    "MaxBackward1": _evenly_distributed,
-    "MinBackward1": _evenly_distributed,
-    "MedianBackward0": _evenly_distributed,
-    "NanmedianBackward0": _evenly_distributed,
-    "LinalgHouseholderProductBackward0": _in_the_layout_of("_saved_input", "_saved_tau"),
-    "OrmqrBackward0": _in_the_layout_of("_saved_self", "_saved_input2"),
-    "BinaryCrossEntropyWithLogitsBackward0": _bce_with_logits,
-    "ProdBackward0": _product,
-    "ProdBackward1": _product,
-    "CumprodBackward0": _cumulative_product,
-    "MaskedFillBackward1": _filled,
-}

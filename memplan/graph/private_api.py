@@ -218,9 +218,9 @@ class InPlaceOf:
             yield
 
 
-def is_transformed(*tensors: torch.Tensor) -> bool:
+def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of torch.func's own (vmap, grad), for which ops take other paths in eager too."""
-    return any(torch._C._functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
 def autocast_knows(op: str, device_type: str) -> bool:

@@ -19,7 +19,7 @@ from torch import fx, nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.branches import as_without_modes, backward_as_without_modes
+from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
@@ -116,13 +116,10 @@ def trace_step(
             session.end_forward(template)
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
-            with backward_as_without_modes(starts):
-                if around is None or around.whole:
-                    return list(template.tensors), list(
-                        torch.autograd.grad(starts, wanted, tangents, allow_unused=True)
-                    )
-                grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
-                return list(template.tensors), grads
+            if around is None or around.whole:
+                return list(template.tensors), list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
+            grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
+            return list(template.tensors), grads
 
         args, kwargs = call.with_tensors(given[: len(call.tensors)])
         state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
