@@ -130,7 +130,7 @@ def apply(
         agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
         alone = shards is None
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
-        planner.margin = known_margin(model)
+        planner.margin = known_margin(model, planner.device)
 
         def first_step(share: Share | None = None) -> Step:
             assert sample is not None
@@ -292,4 +292,13 @@ def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _device(device: torch.device | str | None) -> torch.device | None:
-    return None if device is None else torch.device(device)
+    """The device by its number: generators and allocators are those of one. Raises ValueError where it is not there."""
+    found = None if device is None else torch.device(device)
+    if found is None or found.type != "cuda":
+        return found
+    if not torch.cuda.is_available():
+        raise ValueError(
+            f"device={device!r}, but PyTorch finds no CUDA device here. To see what a plan for one would come to, give "
+            'device="cpu" and costs=memplan.Roofline(...) with its speed'
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

@@ -20,6 +20,7 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.collector import without_collections
 from memplan.graph.costs import device_name
+from memplan.graph.libraries import make_workspaces, multiplies_matrices
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
@@ -240,6 +241,8 @@ class Planner(Planning):
             self.device = captured.traced.device
             place(model, self.host, self.device, self.optimizer)
             captured.key.moved()
+        if multiplies_matrices(captured.traced):
+            make_workspaces(captured.traced.device)
         step = WholeStep.of(model, captured, _programs(captured, plan, self.grads), plan, provisional, self.gathers)
         if self.updates is not None:
             step.runner.store.updates = self.updates

@@ -19,6 +19,7 @@ from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, Sample
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
+from memplan.graph.libraries import library_bytes
 from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
 from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
@@ -180,8 +181,9 @@ class Planning:
         return problem
 
     def _around(self, traced: Traced) -> tuple[int, int]:
-        """Bytes that an engine holds beside the step: throughout, and for a while after it."""
+        """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
         held, later = _buffer_bytes(self.surroundings.buffers, self.in_flight, traced)
+        held += library_bytes(traced)
         return held + self.surroundings.held_bytes, later + self.surroundings.after_bytes
 
     def _optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:

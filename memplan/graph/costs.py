@@ -69,7 +69,7 @@ def measure(
     """
     cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
-    missing = [index for key, index in distinct.items() if key not in cache.facts]
+    missing = sorted(index for key, index in distinct.items() if key not in cache.facts)
     _refuse_what_does_not_fit(traced, list(distinct.values()), budget_bytes)
     if missing:
         bench = _Bench(traced, resident)
@@ -134,10 +134,9 @@ class _Bench:
         values = self.traced.graph.values
         return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
-    def _first_run(self, index: int) -> tuple[Any, float]:
+    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
         """The result of a run and its seconds, after a look at the result."""
         target = self.traced.kernels[index].target
-        args, kwargs = self._arguments(index)
         start = time.perf_counter()
         with torch.profiler.record_function(f"{_MARK}{index}"):
             result = target(*args, **kwargs)
@@ -153,7 +152,7 @@ class _Bench:
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
         ):
             for done, index in enumerate(indices):
-                times.append(self._first_run(index)[1])
+                times.append(self._first_run(index, *self._arguments(index))[1])
                 if progress:
                     _show_progress(done + 1, len(indices))
         events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
@@ -168,13 +167,16 @@ class _Bench:
         return peaks, times
 
     def _first_runs_cuda(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Peaks from the allocator. Each op has run once before: then libraries take workspaces, which they keep, and
+        look for the fastest algorithm."""
         peaks, device = [], self.traced.device
         for done, index in enumerate(indices):
-            self._arguments(index)  # so that the pool holds them before the count starts
+            args, kwargs = self._arguments(index)
+            self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self._first_run(index)
+            self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
             if progress:
@@ -302,8 +304,13 @@ def _timed(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
 
 @contextlib.contextmanager
 def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    on_cuda = device.type == "cuda"
+    with (
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),  # events are those of the current device
+        torch.random.fork_rng(devices=[device] if on_cuda else []),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         yield
 
 

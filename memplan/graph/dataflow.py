@@ -64,7 +64,7 @@ def evaluate(
     with private.outside_of_tracing(), torch.no_grad():
         for node in closure:
             if node.op == "placeholder":
-                real = sources[node.name]
+                real = sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
                 results[node] = real.clone() if storage_of(node) in written else real
             elif node.op == "get_attr":
                 results[node] = getattr(constants, str(node.target))

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from memplan.errors import UnsupportedModel
-from memplan.graph.layout import allocated_bytes, storage_key
+from memplan.graph.layout import device_bytes_of, storage_key
 from memplan.graph.traced import Gradient, Made, Resident
 from memplan.problem import Effect, Phase, Role
 
@@ -85,7 +85,7 @@ class Draft:
                 f"{name} has layout {tensor.layout}; only strided tensors can be planned. Sparse gradients: set "
                 "sparse=False"
             )
-        size = allocated_bytes(tensor.untyped_storage().nbytes(), self.device)
+        size = device_bytes_of(tensor, self.device)
         index = len(self.values)
         roots = [node] if node is not None else []
         self.values.append(DraftValue(name, size, role, roots=roots))

@@ -22,6 +22,13 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
     return [t for t in results if isinstance(t, torch.Tensor)]
 
 
+def device_bytes_of(tensor: torch.Tensor, device: torch.device) -> int:
+    """Bytes that a tensor's storage takes on a device; none where it is on the host of it."""
+    if tensor.device.type == "cpu" != device.type:
+        return 0
+    return allocated_bytes(tensor.untyped_storage().nbytes(), device)
+
+
 def allocated_bytes(size_bytes: int, device: torch.device) -> int:
     """Bytes that the device's allocator sets aside for a storage."""
     if device.type == "cuda":

@@ -12,9 +12,10 @@ from torch import nn
 from memplan.graph.costs import cache_dir, device_name
 
 
-def known_margin(model: nn.Module) -> float:
-    """The margin of the device that a model is on: 0.05 keeps 5% of a budget free. 0 where none was needed yet."""
-    device = next((p.device for p in model.parameters()), None)
+def known_margin(model: nn.Module, device: torch.device | None = None) -> float:
+    """The margin of a device, or of that which a model is on: 0.05 keeps 5% of a budget free. 0 where none was needed
+    yet."""
+    device = device or next((p.device for p in model.parameters()), None)
     if device is None or device.type == "meta":
         return 0.0
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):

@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -66,6 +67,10 @@ UNPLANNABLE: dict[Any, str] = {
         "under no_grad. Set torch.backends.mkldnn.enabled = False: recurrent layers then run as plain ops, which can "
         "be planned"
     ),
+    aten._cudnn_rnn.default: (
+        "its fake kernel does not know the size of the memory that backward reads. Set torch.backends.cudnn.enabled = "
+        "False: recurrent layers then run as plain ops, which can be planned"
+    ),
 }
 
 # Ops that read nothing of a tensor argument but its shape, strides, dtype and device.
@@ -97,12 +102,21 @@ _DROPOUT_P_ARGUMENT = {
 }
 
 
-def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an aten op advances the generator.
+_PYTORCH = ("aten", "prims", "prim")
+_SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
+    getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
+)
 
-    Fused attention is tagged random, but draws nothing without dropout.
+
+def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of an op advances the generator.
+
+    Fused attention is tagged random, but draws nothing without dropout, nor ever in backward. Of a user's own op
+    (another fused attention, say) nobody knows.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCH
+    if target in _SEEDED_BEFORE:
         return False
     name = _DROPOUT_P_ARGUMENT.get(target._schema.name)
     if name is None:
@@ -458,18 +472,36 @@ _ELEMENTS: dict[Any, Callable[..., int]] = {
 }
 
 
-def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    """The outputs of a fake op, with the dtypes, strides and bytes that the real CPU kernel gives them.
+# Ops whose real CUDA kernels give small results on the host, from where backward reads them: op -> which results.
+_ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
 
-    Dtypes, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm, and the
-    gradient of group norm's input. Strides: the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`.
+
+def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    """The outputs of a fake op, with the dtypes, strides, bytes and devices that the real kernel gives them.
+
+    On a CPU: dtypes, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm,
+    and the gradient of group norm's input. Strides: the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to
+    which fake kernels are made: the ops in `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes.
     """
-    if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type != "cpu":
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
         return outputs
+    if args[0].device.type == "cuda":
+        return _as_on_cuda(func, args, outputs)
     if func in _ELEMENTS:
         elements = _ELEMENTS[func](*args)
         return _exchanged(outputs, elements=elements) if elements > outputs.numel() else outputs
     return _with_strides(func, args, _with_dtypes(func, args, outputs))
+
+
+def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
+    if func in _ON_HOST:
+        return tuple(_exchanged(t, device="cpu") if i in _ON_HOST[func] else t for i, t in enumerate(outputs))
+    if func is aten.cudnn_batch_norm.default and args[5]:
+        with _disable_current_modes():
+            like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
+        elements = torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)
+        return (*outputs[:3], _exchanged(outputs[3], size=(elements,), stride=(1,)))
+    return outputs
 
 
 def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
@@ -509,13 +541,16 @@ def _exchanged(
     tensor: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,
+    size: Sequence[int] | None = None,
     stride: Sequence[int] | None = None,
     elements: int | None = None,
+    device: str | None = None,
 ) -> torch.Tensor:
-    """The same node's result with another dtype, other strides, or memory for more elements."""
+    """The same node's result with another dtype, size, strides or device, or memory for more elements."""
     mode = get_proxy_mode()
     with disable_proxy_modes_tracing():
-        fixed = tensor.new_empty_strided(tensor.shape, stride or tensor.stride(), dtype=dtype)
+        size, stride = size or tensor.shape, stride or tensor.stride()
+        fixed = tensor.new_empty_strided(size, stride, dtype=dtype, device=device)
         if elements is not None:
             storage = tensor.new_empty(elements).untyped_storage()
             fixed = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
@@ -543,20 +578,20 @@ def has_symbolic_shape(outputs: Any) -> bool:
 
 @contextlib.contextmanager
 def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
-    """Call `refuse` where somebody seeds the default generators or sets their state."""
+    """Call `refuse` where what is being traced seeds the default generators or sets their state."""
     homes = [
         (module, name)
-        for module in (torch, torch.random)
-        for name in ("manual_seed", "seed", "set_rng_state")
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random)
+        for name in ("manual_seed", "seed", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
         if hasattr(module, name)
     ]
     originals = [getattr(module, name) for module, name in homes]
-    owner = threading.get_ident()
+    trace = get_proxy_mode()
 
     def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return (refuse if threading.get_ident() == owner else original)(*args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:  # on CUDA the backward pass is traced on autograd's own thread
+            return (refuse if get_proxy_mode() is trace else original)(*args, **kwargs)
 
         return call
 
@@ -619,10 +654,17 @@ def attention_order() -> tuple[int, ...]:
     return tuple(torch._C._get_sdp_priority_order())
 
 
+# What libraries beside PyTorch's allocator say of it.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the device, or the machine, had no memory left."""
     return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
 
 
@@ -630,6 +672,18 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     """How long collectives of a process group wait for a rank; None where its backend does not say."""
     options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
     return max((o._timeout for o in options if o is not None), default=None)
+
+
+def blas_workspace_bytes() -> int:
+    """Bytes of the workspace that PyTorch gives cuBLAS on the current CUDA device, for each thread and stream."""
+    known = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
+    if known is not None:
+        return int(known())
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(1024 * int(size) * int(count) for size, count in pairs)
+    major, _ = torch.cuda.get_device_capability()
+    return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

@@ -24,7 +24,7 @@ from memplan.runtime.check import run_checked
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
-from memplan.runtime.rng import held_rng, restore_rng
+from memplan.runtime.rng import held_rng, restore_held_rng
 from memplan.runtime.transfers import Transfers
 from memplan.runtime.updates import UpdatesInBackward
 
@@ -305,6 +305,7 @@ class Runner:
         except BaseException:
             self.store.transfers.settle()
             raise
+        self.store.transfers.all_reads_done()
         return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
@@ -324,7 +325,7 @@ class Runner:
     def _go_back(self, start: _Start) -> None:
         """Put the generator and the buffers to where they were when a forward began."""
         if start.generator is not None:
-            restore_rng(self.device, start.generator)
+            restore_held_rng(self.device, start.generator)
         for name, tensor in start.buffers.items():
             self.store[name].data.copy_(tensor)
 

@@ -310,7 +310,8 @@ class PlannedForward:
         if margin > 1:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
         log.warning("memplan: out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
-        self._planner.learn(next(self.model.parameters()).device, margin)
+        device = step.runner.device if isinstance(step, WholeStep) else next(self.model.parameters()).device
+        self._planner.learn(device, margin)
         self.steps.clear()
 
     def _held(self) -> list[Any]:

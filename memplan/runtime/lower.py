@@ -19,6 +19,7 @@ from memplan.addresses import place_host_copies
 from memplan.graph import private_api as private
 from memplan.graph.collector import without_collections
 from memplan.graph.dataflow import written_nodes
+from memplan.graph.layout import tensors_of
 from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
@@ -169,7 +170,7 @@ class _Lowering:
                 case Drop(value):
                     self._drop(value)
                 case SaveRng(op):
-                    self.rng[op] = self.side.call(save_rng, (self.traced.device,))
+                    self.rng[op] = self.side.call(save_rng, (self._drawn_on(op),))
                 case DropRng(op):
                     del self.rng[op]
                 case Boundary():
@@ -273,7 +274,7 @@ class _Lowering:
         args, kwargs = self._arguments(kernel.repeat_args if again else kernel.args, kernel.kwargs, kernel.reads)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
-            run = self.side.call(replay, (state, self.traced.device, kernel.target, *args), kwargs, op.name)
+            run = self.side.call(replay, (state, self._drawn_on(index), kernel.target, *args), kwargs, op.name)
         else:
             run = self.side.call(kernel.target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
@@ -284,6 +285,12 @@ class _Lowering:
             if made.value in wanted:
                 tensor = run if made.index is None else self.side.call(operator.getitem, (run, made.index))
                 self.live.setdefault(made.value, {})[made.node] = tensor
+
+    def _drawn_on(self, index: int) -> torch.device:
+        """The device whose generator a random op draws from: that of its results, which a step on a GPU may move there
+        later."""
+        result = tensors_of(self.traced.kernels[index].node.meta["val"])[0]
+        return self.traced.device if result.device.type == self.traced.device.type else result.device
 
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:

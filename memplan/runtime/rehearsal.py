@@ -164,6 +164,8 @@ class Rehearsal(UnitObserver):
         self._note(index, phase, False)
 
     def _note(self, index: int, phase: str, begins: bool) -> None:
+        if not self._metered:
+            _wait_for_device(self._model)  # or its seconds would be those of launches
         peak_bytes = self._meter.reset_peak()
         self.events.append(Event(index, phase, begins, self._meter.live_bytes, peak_bytes, time.perf_counter()))
 
@@ -280,12 +282,17 @@ def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
 def timed_step(model: nn.Module, call: Call, run: Callable[[], Any]) -> float:
     """Seconds of one step, forward and backward."""
     with nothing_kept(model, call), torch.enable_grad():
+        _wait_for_device(model)
         start = time.perf_counter()
         starts = starts_of(model, run())
         torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
-        if starts[0].device.type == "cuda":
-            torch.cuda.synchronize(starts[0].device)
+        _wait_for_device(model)
         return time.perf_counter() - start
+
+
+def _wait_for_device(model: nn.Module) -> None:
+    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:

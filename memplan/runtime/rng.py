@@ -8,27 +8,43 @@ from typing import Any
 import torch
 
 
+def _default_generator(device: torch.device) -> torch.Generator:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
+
+
 def save_rng(device: torch.device) -> Any:
     """The state of the device's default generator: 5056 bytes on a CPU; (seed, offset) on CUDA, no device memory."""
     if device.type == "cpu":
         return torch.get_rng_state()
-    generator = torch.cuda.default_generators[device.index or 0]
+    generator = _default_generator(device)
     return generator.initial_seed(), generator.get_offset()
 
 
-def held_rng(device: torch.device) -> Any:
-    """The same in a form that takes no tensor memory, for states that are held for the length of a step."""
-    return bytearray(torch.get_rng_state().numpy()) if device.type == "cpu" else save_rng(device)
-
-
 def restore_rng(device: torch.device, state: Any) -> None:
-    """Put the generator where `save_rng` or `held_rng` found it."""
+    """Put the generator where `save_rng` found it."""
     if device.type == "cpu":
-        torch.set_rng_state(torch.frombuffer(state, dtype=torch.uint8) if isinstance(state, bytearray) else state)
+        torch.set_rng_state(state)
         return
-    generator = torch.cuda.default_generators[device.index or 0]
+    generator = _default_generator(device)
     generator.manual_seed(state[0])
     generator.set_offset(state[1])
+
+
+def held_rng(device: torch.device) -> tuple[bytearray, Any]:
+    """The states of all generators that a step on the device may draw from: a step on a GPU also from the CPU's.
+
+    In a form that takes no tensor memory, for they are held for the length of the step.
+    """
+    return bytearray(torch.get_rng_state().numpy()), None if device.type == "cpu" else save_rng(device)
+
+
+def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None:
+    """Put the generators where `held_rng` found them."""
+    on_cpu, on_device = state
+    torch.set_rng_state(torch.frombuffer(on_cpu, dtype=torch.uint8))
+    if on_device is not None:
+        restore_rng(device, on_device)
 
 
 def replay(state: Any, device: torch.device, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -206,6 +206,12 @@ class Transfers:
         if event is not None:
             self.streams.finish(event)
 
+    def all_reads_done(self) -> None:
+        """The same of all such parameters: an optimizer that steps them next runs on the CPU, and waits for no copy."""
+        for event in list(self._reads.values()):
+            self.streams.finish(event)
+        self._reads.clear()
+
     def settle(self) -> None:
         """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
         self._settle(list(self._kept.values()))
