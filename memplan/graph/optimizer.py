@@ -26,12 +26,15 @@ def optimizer_needs(
 
     Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
     """
-    with private.FakeTensorMode(allow_non_fake_inputs=True):
+    with private.FakeTensorMode(allow_non_fake_inputs=True), private.stepped_as_real(_parameters(optimizer)):
         memo = _fakes(optimizer, device)
         twin = _twin(optimizer, memo)
         elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
         for group in twin.param_groups:
-            group["params"] = [p for p in group["params"] if id(p) not in elsewhere]
+            here = [p for p in group["params"] if id(p) not in elsewhere]
+            if len(here) < len(group["params"]) and group.get("foreach", True) is None:
+                group["foreach"] = False  # parameters of several devices are stepped one by one
+            group["params"] = here
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
         peak_bytes = _step(twin, device)
         state_bytes = _state_bytes(twin, device)
@@ -47,7 +50,7 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
     """
     found: dict[torch.Tensor, int] = {}
     known: dict[Any, int] = {}
-    with private.FakeTensorMode(allow_non_fake_inputs=True):
+    with private.FakeTensorMode(allow_non_fake_inputs=True), private.stepped_as_real(_parameters(optimizer)):
         twin = _twin(optimizer, _fakes(optimizer, device))
         for index, (group, fakes) in enumerate(zip(optimizer.param_groups, twin.param_groups, strict=True)):
             for parameter, fake in zip(group["params"], fakes["params"], strict=True):
@@ -55,7 +58,7 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
                     continue
                 key = (index, fake.shape, fake.stride(), fake.dtype, tuple(twin.state.get(fake, ())))
                 if key not in known:
-                    alone = copy.copy(twin)
+                    alone = _copied(twin)
                     alone.param_groups = [{**fakes, "params": [fake]}]
                     alone.state = defaultdict(dict, {fake: twin.state[fake]} if fake in twin.state else {})
                     before_bytes = _state_bytes(alone, device)
@@ -80,7 +83,7 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
         return float((3 + 2 * state_bytes / gradient_bytes) / Roofline().bytes_per_s)
     group, largest = max(found, key=lambda pair: pair[1].numel())
     parameter = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=largest.dtype))
-    twin = copy.copy(optimizer)
+    twin = _copied(optimizer)
     twin.param_groups = [{**group, "params": [parameter]}]
     twin.state = defaultdict(dict)
     best_s = float("inf")
@@ -92,9 +95,15 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
     return best_s / (parameter.numel() * parameter.element_size())
 
 
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
 def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, Any]:
     """Fake tensors for parameters, with gradients, and for state, by the id of what they stand for."""
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    # A learning rate may be a tensor.
+    states += [t for group in optimizer.param_groups for t in group.values() if isinstance(t, torch.Tensor)]
     # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
     counts = [t for t in states if not t.dim() and t.device.type == "cpu"]
     memo: dict[int, Any] = {}
@@ -132,9 +141,16 @@ def _step(twin: torch.optim.Optimizer, device: torch.device) -> int:
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
     """An optimizer over fake parameters with the same settings and state."""
-    twin = copy.copy(optimizer)
+    twin = _copied(optimizer)
     twin.param_groups = copy.deepcopy(optimizer.param_groups, memo)
     twin.state = copy.deepcopy(optimizer.state, memo)
+    return twin
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with all attributes; what optimizers copy of themselves leaves out whether they have warned of things."""
+    twin = copy.copy(optimizer)
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in vars(twin)})
     return twin
 
 

@@ -41,6 +41,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -602,6 +603,23 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
     finally:
         for (module, name), original in zip(homes, originals, strict=True):
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def stepped_as_real(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have optimizers step fake parameters as they would step these: on a GPU all at once, which takes copies of them.
+
+    They do so by themselves with tensors of the types that they know.
+    """
+    known = _STEPPED_AT_ONCE
+    added = FakeTensor not in known and all(type(p) in known for p in parameters)
+    if added:
+        known.append(FakeTensor)
+    try:
+        yield
+    finally:
+        if added:
+            known.remove(FakeTensor)
 
 
 @contextlib.contextmanager
