@@ -20,7 +20,7 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
 from memplan.graph.collector import without_collections
 from memplan.graph.costs import device_name
-from memplan.graph.libraries import make_workspaces, multiplies_matrices
+from memplan.graph.libraries import make_workspaces, most_library_bytes, multiplies_matrices
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
 from memplan.partial import PartialStep, plan_partially
@@ -349,7 +349,7 @@ class Planner(Planning):
     ) -> PartialStep:
         """A step of which only parts are planned."""
         state_bytes, update_bytes = self._optimizer_needs(device)
-        held_bytes = state_bytes + self.surroundings.held_bytes
+        held_bytes = state_bytes + self.surroundings.held_bytes + most_library_bytes(device)
         if self.accumulate:
             held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 

@@ -92,8 +92,9 @@ def _capture(
     _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else Surroundings(tangents, whole=True)
     trace = functools.partial(
-        trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo()
-    )
+        trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
+        moves_inputs=device is not None,
+    )  # fmt: skip
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes:
         raw = trace(around=around)
         settled = attributes.changes()
@@ -104,7 +105,8 @@ def _capture(
                     f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
-        key = StepKey(model, call, autocast, planned_device.type, shards)
+        elsewhere = None if device is None else planned_device.type
+        key = StepKey(model, call, autocast, elsewhere, shards)
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = trace(expanded=True) if loss_outside else None
     traced = build_traced(raw, call.names, planned_device)
@@ -179,8 +181,12 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def _check_devices(call: Call, device: torch.device, given: bool) -> None:
+    """What a GPU's model takes from the host (lengths, a number in a tensor) may be there beside what it takes from the
+    GPU."""
+    some_there = any(tensor.device.type == device.type for tensor in call.tensors)
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.device.type != device.type and not given:
+        beside = some_there and tensor.device.type == "cpu"
+        if tensor.device.type != device.type and not given and not beside:
             raise ValueError(
                 f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass "
                 f"device={str(device)!r} to plan for that device"

@@ -46,8 +46,9 @@ class _Tensor:
 class ArgumentsKey:
     """What the arguments of a call were, all but the data in its tensors, and whether those of another are alike."""
 
-    def __init__(self, call: Call, device_type: str, traced: bool = True) -> None:
-        """traced: the call was traced, so that what is in objects among its arguments matters too."""
+    def __init__(self, call: Call, device_type: str | None, traced: bool = True) -> None:
+        """device_type: where all tensors will be in the calls to come; None: each where it is in this one. traced: the
+        call was traced, so that what is in objects among its arguments matters too."""
         self._call = call.without_tensors()
         self._traced = traced
         self._others = tuple(leaf if traced or is_plain(leaf) else type(leaf) for leaf in self._call.leaves)
@@ -76,7 +77,7 @@ class ArgumentsKey:
                 tensor.shape != expected.shape
                 or tensor.dtype != expected.dtype
                 or tensor.stride() != expected.stride
-                or tensor.device.type != self._device_type
+                or tensor.device.type != (self._device_type or expected.device.type)
                 or tensor.requires_grad != expected.requires_grad
             ):
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
@@ -114,7 +115,7 @@ class StepKey:
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, autocast: Autocast, device_type: str, shards: Shards | None = None
+        self, model: nn.Module, call: Call, autocast: Autocast, device_type: str | None, shards: Shards | None = None
     ) -> None:
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast

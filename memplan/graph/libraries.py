@@ -29,7 +29,12 @@ def multiplies_matrices(traced: Traced) -> bool:
 
 def library_bytes(traced: Traced) -> int:
     """Bytes that libraries hold on the device once the step has run."""
-    return _THREADS * workspace_bytes(traced.device) if multiplies_matrices(traced) else 0
+    return most_library_bytes(traced.device) if multiplies_matrices(traced) else 0
+
+
+def most_library_bytes(device: torch.device) -> int:
+    """The same for a step of which not all is known."""
+    return _THREADS * workspace_bytes(device) if device.type == "cuda" else 0
 
 
 def workspace_bytes(device: torch.device) -> int:

@@ -500,7 +500,7 @@ def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func is aten.cudnn_batch_norm.default and args[5]:
         with _disable_current_modes():
             like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-        elements = torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)
+        elements = torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)  # type: ignore[attr-defined]
         return (*outputs[:3], _exchanged(outputs[3], size=(elements,), stride=(1,)))
     return outputs
 

@@ -72,13 +72,14 @@ def trace_step(
     around: Surroundings | None = None,
     shapes: Mapping[str, torch.Size] | None = None,
     memo: Memo | None = None,
+    moves_inputs: bool = True,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
     of its input. shapes: of parameters that are empty between uses, by name. memo: that of other
-    traces under the same switches.
+    traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -127,7 +128,7 @@ def trace_step(
         with private.seeding_refused(_seeds_itself):
             return torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)  # type: ignore[no-any-return]
 
-    fake_inputs = [_stand_in(t, device) for t in inputs]
+    fake_inputs = [_stand_in(t, device) if moves_inputs else t.detach() for t in inputs]
     state = [t.detach() for t in (*parameters.values(), *buffers.values())]
     for index, name in enumerate(parameters):
         if shapes and name in shapes:

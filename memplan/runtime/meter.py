@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memplan.graph.layout import allocated_bytes
 from memplan.graph.private_api import TorchDispatchMode, run_in_mode
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
@@ -52,7 +53,7 @@ class LiveMeter(TorchDispatchMode):
     def _see(self, storage: torch.UntypedStorage) -> None:
         if self._leaves_out is not None and self._leaves_out(storage):
             return
-        key, size_bytes = storage._cdata, storage.nbytes()
+        key, size_bytes = storage._cdata, allocated_bytes(storage.nbytes(), storage.device)
         known_bytes = self._sizes_bytes.get(key)
         if known_bytes is None:
             # The Python object lives exactly as long as the storage, whoever holds that.

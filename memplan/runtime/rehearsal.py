@@ -301,19 +301,38 @@ def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
 
 
 def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any], leaves_out: LeavesOut | None = None) -> int:
-    """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch not.
+    """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
     leaves_out: storages that do not count. Two steps are run, because the first may leave something in Python
-    attributes that the second still holds.
+    attributes that the second still holds, and libraries on the device.
     """
     meter = LiveMeter(leaves_out)
+    allocated_bytes = 0
     with nothing_kept(model, call), torch.enable_grad():
         meter.register(resident_tensors(model, call))
+        resident_bytes = meter.live_bytes
         for _ in range(2):
             for leaf in (*model.parameters(), *call.tensors):
                 leaf.grad = None
-            with meter:
+            with _allocations(model) as grown, meter:
                 starts = starts_of(model, run())
                 torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
             del starts
-    return meter.peak_bytes
+            allocated_bytes = resident_bytes + grown[0]
+    return max(meter.peak_bytes, allocated_bytes)
+
+
+@contextlib.contextmanager
+def _allocations(model: nn.Module) -> Iterator[list[int]]:
+    """The most by which what PyTorch's allocator has on a CUDA device grows for as long; 0 on a CPU."""
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    grown = [0]
+    if device is None:
+        yield grown
+        return
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield grown
+    torch.cuda.synchronize(device)
+    grown[0] = torch.cuda.max_memory_allocated(device) - before
