@@ -83,7 +83,8 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
             _run(lanes, steps, own)
     for _ in arriving:
         lanes.finish()
-    return lanes.time_s / problem.in_flight, lanes.stall_s / problem.in_flight
+    ran_s, stall_s = sum(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute)), lanes.stall_s
+    return ran_s + stall_s / problem.in_flight, stall_s / problem.in_flight
 
 
 def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:

@@ -57,7 +57,7 @@ _SPREAD = 24  # orders tried, spread over a front
 _NEAR, _PARTS = 4, 3  # points from the best on between which others are looked for, and stretches between two
 _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 12, 6, 8
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
-_SAVED = 6  # amounts that microbatches which wait may save, tried for each order
+_SAVED = 24  # amounts that microbatches which wait may save, tried for each order
 
 
 @dataclass(frozen=True, slots=True)
