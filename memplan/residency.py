@@ -118,7 +118,8 @@ class _Search:
         under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
         if room_bytes < 0 or residency_bound_s(problem) >= under_s:
             return False
-        for front in (self.front,) if self.alone is None or host else (self.alone, self.front):
+        other = self.alone if not host and self.alone is not self.front else None
+        for front in (self.front,) if other is None else (other, self.front):
             found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s)
             if found is not None:
                 self.best = Residency(host, problem, found)

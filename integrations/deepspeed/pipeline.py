@@ -23,7 +23,7 @@ def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_key
         `loss_fn`, a pair of that and the labels. None: the first microbatch is planned when it comes, which needs
         nothing of other ranks.
     budget, apply_keywords: as for `memplan.apply`. The budget is for all microbatches that the stage has in flight and
-        for the engine's buffers of inputs, outputs and gradients.
+        for the engine's buffers of inputs, outputs and gradients; a host budget is for the activations of all of them.
 
     On the last stage the loss is part of the plan. Activation checkpointing of the module is switched off: the plan
     decides what is recomputed. Raises ValueError for a pipeline that can't be planned, with what to change.
@@ -36,7 +36,7 @@ def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_key
     if sample is not None:
         sample = tuple(sample) if stage.has_loss else (sample,)
     around = apply_keywords.pop("surroundings", memplan.Surroundings())
-    around = dataclasses.replace(around, buffers=_buffers(engine, count))
+    around = dataclasses.replace(around, keeps_parameters=True, buffers=_buffers(engine, count))
     stage.begin()
     try:
         memplan.apply(module, sample, budget, **apply_keywords, in_flight=count, surroundings=around)
