@@ -97,8 +97,8 @@ class Timeline:
     generator states. time_s: seconds of all steps, those in which computing waits for copies, or for the CPU to update
     parameters that live on the host, included; stall_s: of the latter alone. host_bytes[i]: host memory held after step
     i, parameters that live there left out; host_peak_bytes: the most of it. Microbatches that wait
-    (`Problem.in_flight`) are in all bytes; waiting_bytes: what each holds on the device, its inputs and outputs included.
-    Seconds are those of one of them, on the average.
+    (`Problem.in_flight`) are in all bytes; waiting_bytes: what each holds on the device, its inputs and outputs
+    included. Seconds are those of one of them, on the average.
     """
 
     live_bytes: tuple[int, ...]
