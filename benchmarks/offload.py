@@ -1,11 +1,12 @@
 """Overheads with copies to host memory against recomputation alone, and how far they are from the bound. No device.
 
-    python -m benchmarks.offload [--layers 32] [--gbs 25 50] [--shares 0.5 0.25] [--methods hierarchy]
+    python -m benchmarks.offload [--layers 32] [--gbs 25 50] [--shares 0.5 0.25] [--in-flight 4] [--methods hierarchy]
 
 The step of a Llama of so many layers (about 25 forward ops each), seconds and bytes from a roofline; shares are those
-of the activation memory. Prints overheads over the unplanned step, the gap to the lower bound, and the CPU seconds that
-the search took: of recomputations, which all budgets share, and of copies. methods: those of a `memplan.Config` instead
-of all, without the local search; with the one named here a plan of 96 layers takes seconds, and is nearly as good.
+of the activation memory, of all microbatches in flight together. Prints overheads over the unplanned step, the gap to
+the lower bound, and the CPU seconds that the search took: of recomputations, which all budgets share, and of copies.
+methods: those of a `memplan.Config` instead of all, without the local search; with the one named here a plan of 96
+layers takes seconds, and is nearly as good.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--gbs", type=float, nargs="+", default=[25.0, 50.0], help="10^9 bytes per second each way")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.25])
+    parser.add_argument("--in-flight", type=int, default=1, help="microbatches of a pipeline's stage")
     parser.add_argument("--methods", nargs="+", choices=METHODS)
     args = parser.parse_args()
-    problem = step_of(args.layers)
+    problem = replace(step_of(args.layers), in_flight=args.in_flight)
     start = time.process_time()
     front = solve_front(problem, Config(tuple(args.methods), polish=False) if args.methods else None)
     base_s, resident_bytes = problem.baseline_time_s, problem.resident_bytes
@@ -43,7 +45,8 @@ def main() -> None:
             found = solve_offload(linked, front.points, budget, 1 << 60)
             seconds = time.process_time() - start
             bound_s = offload_bound_s(linked, budget)
-            carried = budget + int(gbs * 1e9 * sum(problem.costs.time_s[: problem.graph.boundary]))
+            forward_s = args.in_flight * sum(problem.costs.time_s[: problem.graph.boundary])
+            carried = budget + int(gbs * 1e9 * forward_s)
             more = front.best(carried)
             assert more is not None
             told = "can't be met" if alone is None else f"{alone.time_s / base_s - 1:.2%}"
