@@ -140,6 +140,7 @@ def test_the_host_budget_is_for_all_in_flight() -> None:
         waiting = plan.timeline.host_bytes[plan.schedule.index(Boundary())] // in_flight
         assert plan.timeline.host_peak_bytes <= in_flight * slab.size_bytes
         assert plan.timeline.host_peak_bytes >= in_flight * waiting > 0
+        assert f"to {memplan.format_bytes(plan.host_bytes)} of host memory" in plan.report()
 
 
 # -- running ----------------------------------------------------------------------------------------------------------

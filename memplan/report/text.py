@@ -23,6 +23,7 @@ def _headline(plan: Plan) -> list[str]:
     problem = plan.problem
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
+    copied = f"{format_bytes(plan.offloaded_bytes)} a step, to {format_bytes(plan.host_bytes)} of host memory"
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
@@ -36,6 +37,7 @@ def _headline(plan: Plan) -> list[str]:
         f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
         f"found by          {plan.solver}",
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),
+        *([f"copied out        {copied}"] if plan.host_bytes else []),
     ]
 
 
