@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import memplan
-from tests.zoo import MODELS, Sample, assert_same_bits, call, loss_of
+from tests.test_in_flight import Stage
+from tests.test_offload_in_flight import one_f_one_b
+from tests.zoo import MODELS, Sample, assert_same_bits, call, copied, loss_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -56,3 +58,32 @@ def test_gradients_are_the_plain_models_bits_and_peaks_are_predicted(name: str, 
         assert measured <= plan.peak_bytes * 1.003 + (1 << 20)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_several_forwards_in_flight_on_a_device(share: float) -> None:
+    torch.manual_seed(0)
+    plain = Stage().train().cuda()
+    planned = copy.deepcopy(plain)
+    sample = torch.randn(1 << 14, 32, device="cuda").requires_grad_()
+    around = memplan.Surroundings(keeps_parameters=True)
+    alone = memplan.plan(planned, sample, 1.0, in_flight=3, surroundings=around)
+    free = memplan.plan(planned, sample, 1.0, in_flight=3, surroundings=around, host_budget="1GiB")
+    budget = int(free.floor_bytes + share * (alone.floor_bytes - free.floor_bytes))
+    memplan.apply(planned, sample, budget, in_flight=3, surroundings=around, host_budget="1GiB")
+    plan = memplan.plan_of(planned)
+    assert plan is not None and plan.offloaded_bytes
+    found = []
+    for stage in (plain, planned):
+        torch.manual_seed(1)
+        waiting, rows = [], []
+        for kind, _ in one_f_one_b(3, 12):
+            if kind == "F":
+                x = torch.randn_like(sample).requires_grad_()
+                waiting.append((x, stage(x)))
+            else:
+                x, out = waiting.pop(0)
+                out.backward(torch.ones_like(out))
+                rows += [copied(out), copied(x.grad)]
+        found.append([*rows, [copied(p.grad) for p in stage.parameters()]])
+    assert_same_bits(*found)

@@ -20,7 +20,7 @@ from memplan.addresses import place_host_copies
 from memplan.problem import Link, Problem
 from memplan.runtime import planned_forward
 from memplan.runtime import transfers as engine
-from memplan.schedule import Boundary
+from memplan.schedule import Boundary, Drop, Offload, Wait
 from memplan.simulate import simulate
 from memplan.solvers import solve_front
 from memplan.solvers.copies import movables_of
@@ -223,22 +223,20 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
 def test_bytes_on_device_and_host_are_the_predicted_ones(name: str, in_flight: int, seed: int | None) -> None:
     stage, plan = planned(in_flight, seed)
     streams = CountingStreams(seed)
-    use(stage, streams)
-    meter = DeviceMeter(streams, 0)
-    for p in stage.parameters():
-        p.grad = torch.zeros_like(p)
-    meter.register([list(stage.parameters()), [p.grad for p in stage.parameters()]])
-    run_metered(stage, ORDERS[name](in_flight, 9), meter)
-    assert meter.device_peak_bytes == plan.live_peak_bytes
+    assert measured(stage, streams, ORDERS[name](in_flight, 9)) == plan.live_peak_bytes
     assert streams.host_bytes == plan.host_bytes
     assert plan.host_bytes == in_flight * place_host_copies(plan.problem.graph, plan.schedule).pinned_bytes
 
 
-def run_metered(stage: torch.nn.Module, order: Iterable[tuple[str, int]], meter: DeviceMeter) -> None:
-    """Microbatches whose input's gradient is held until the next one is there."""
+def measured(stage: torch.nn.Module, streams: CountingStreams, order: Iterable[tuple[str, int]]) -> int:
+    """The most bytes on the device, each input's gradient being held until the next one is there."""
+    use(stage, streams)
+    meter = DeviceMeter(streams, 0)
+    for p in stage.parameters():
+        p.grad = torch.zeros_like(p)
     waiting = deque[tuple[torch.Tensor, torch.Tensor]]()
     sent: torch.Tensor | None = torch.zeros(SAMPLE)
-    meter.register(sent)
+    meter.register([list(stage.parameters()), [p.grad for p in stage.parameters()], sent])
     with meter:
         for kind, _ in order:
             if kind == FORWARD:
@@ -250,7 +248,40 @@ def run_metered(stage: torch.nn.Module, order: Iterable[tuple[str, int]], meter:
                 out.backward(torch.ones(SAMPLE))
                 sent = x.grad
                 del x, out
-    assert sent is not None
+    return meter.device_peak_bytes
+
+
+def waiting_late(plan: memplan.Plan) -> memplan.Plan:
+    """The same with every wait for a copy out in the backward pass: it runs while other microbatches do."""
+    turn = plan.schedule.index(Boundary())
+    gone = {step.value for step in plan.schedule[:turn] if isinstance(step, Offload)}
+    late = tuple(s for s in plan.schedule[:turn] if isinstance(s, (Wait, Drop)) and s.value in gone)
+    early = tuple(s for s in plan.schedule[:turn] if s not in late)
+    assert late
+    schedule = (*early, Boundary(), *late, *plan.schedule[turn + 1 :])
+    problem = replace(plan.problem, budget_bytes=None)
+    return replace(plan, problem=problem, schedule=schedule, timeline=simulate(problem, schedule))
+
+
+@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("name", ORDERS)
+def test_copies_may_be_under_way_while_other_microbatches_run(name: str, seed: int | None) -> None:
+    """What they read stays on the device, and is counted as saved."""
+    stage, plan = plain_stage(), waiting_late(plan_below_the_floor(3))
+    assert plan.waiting_bytes > plan_below_the_floor(3).waiting_bytes
+    memplan.apply(stage, torch.randn(SAMPLE).requires_grad_(), plan=plan, **options_of(3))
+    order = list(ORDERS[name](3, 7))
+    transfers = use(stage, engine.FakeStreams(seed))
+    assert_same_bits(run(plain_stage(), order), run(stage, order))
+    waiting = [stage(torch.randn(SAMPLE).requires_grad_()) for _ in range(3)]
+    assert transfers._kept and len(transfers._kept) % 3 == 0
+    for out in waiting:
+        out.backward(torch.ones(SAMPLE))
+    assert not transfers._kept
+    del waiting, out
+    streams = CountingStreams(seed)
+    assert measured(stage, streams, order) == plan.live_peak_bytes
+    assert streams.host_bytes == plan.host_bytes
 
 
 @pytest.mark.parametrize("name", ORDERS)
