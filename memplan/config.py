@@ -50,10 +50,11 @@ class Config:
     grid, passes: peaks to which plans are lowered and filled, up to three times as many for short steps, and how often.
     descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
     rounds, width: splits of a value's life that lower a peak, and values tried for each.
-    exchanges: recomputations that are traded for others at each point. moments: moments of the backward pass that the
-    lower bound tries at each budget; it keeps the best lines at as many budgets as `cuts`.
-    lower_work, exchange_work, moment_work: caps on the same for long steps, as ops times what is counted; grid_work:
-    steps so short that they stay below it have more of the grid.
+    exchanges, neighbours: recomputations that are traded for others at each point, and several left out at once.
+    moments: moments of the backward pass that the lower bound tries at each budget; it keeps the best lines at as many
+        budgets as `cuts`.
+    lower_work, exchange_work, neighbour_work, moment_work: caps on the same for long steps, as ops times what is
+        counted; grid_work: steps so short that they stay below it have more of the grid.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -82,9 +83,11 @@ class Config:
     rounds: int = 400
     width: int = 6
     exchanges: int = 60
+    neighbours: int = 200
     moments: int = 10
     lower_work: int = 1_500_000
     exchange_work: int = 400_000
+    neighbour_work: int = 800_000
     moment_work: int = 10_000
     grid_work: int = 20_000
 

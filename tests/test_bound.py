@@ -30,7 +30,7 @@ from tests.random_graphs import llama_like, random_problems, resnet_like, unet_l
 from tests.solver_oracle import all_orders
 
 CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-SMALL = Config(sizes=6, points=8, grid=10, descents=2, descent_steps=6, exchanges=10)
+SMALL = Config(sizes=6, points=8, grid=10, descents=2, descent_steps=6, exchanges=10, neighbours=10)
 
 
 def optimum(program: Program, budget_bytes: int) -> float:

@@ -21,13 +21,15 @@ from memplan.solvers.dag_bound import Relations, floor_bytes, lower_bound_s, rel
 from memplan.solvers.dag_exact import best_order
 from memplan.solvers.dag_order import DagArrays, dag_arrays, greedy_order, needed_runs
 from memplan.solvers.dag_problem import CERTIFIED, DagPlan, DagProblem, DagStep, account, dag_as_problem, graph_of
+from memplan.solvers.draws import State
 from memplan.solvers.flat import Flat, Ints, flatten
 from memplan.solvers.front import solve_front
 from memplan.units import format_bytes
 
 _FRONT = Config(
     methods=("textbook", "cuts", "blocks"), coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10,
-    block_cuts=6, options=12, sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, moments=1,
+    block_cuts=6, options=12, sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0,
+    neighbours=0, moments=1,
 )  # fmt: skip
 _THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 
@@ -113,7 +115,7 @@ class _Task:
     arrays: DagArrays
     relations: Relations
     floor_bytes: int
-    state: search.State
+    state: State
     trials: Ints
 
     @classmethod

@@ -4,31 +4,17 @@
 limit with others, and keeps what costs no more, up to a threshold that shrinks to nothing (record-to-record travel,
 Dueck, 1993).
 
-Limits are counts of trials, one evaluated order each; the generator of random numbers is in here, so that results are
-equal everywhere.
+Limits are counts of trials, one evaluated order each.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memplan.solvers.dag_order import DagArrays, excess, measure, moved, needed_runs, recompute, repeated
+from memplan.solvers.draws import State, below
 from memplan.solvers.flat import Ints
 from memplan.solvers.jit import kernel
-
-State = NDArray[np.uint64]
-
-
-@kernel
-def _below(state: State, limit: int) -> int:
-    """A pseudo-random integer from 0 to limit - 1 (xorshift64*, Marsaglia, 2003, and Vigna, 2016)."""
-    x = state[0]
-    x ^= x >> np.uint64(12)
-    x ^= x << np.uint64(25)
-    x ^= x >> np.uint64(27)
-    state[0] = x
-    return int((x * np.uint64(2685821657736338717)) >> np.uint64(33)) % limit
 
 
 @kernel
@@ -66,7 +52,7 @@ def _live_through(
             continue
         found[count] = v
         seconds = 0.0 if unread[v] else a.time_s[v]
-        score[count] = (seconds + 1e-12) / a.size_bytes[v] * (0.5 + _below(state, 1024) / 1024.0)
+        score[count] = (seconds + 1e-12) / a.size_bytes[v] * (0.5 + below(state, 1024) / 1024.0)
         count += 1
     ranked = found[:count][np.argsort(score[:count], kind="mergesort")]
     return ranked, next_read[ranked], latest[ranked]
@@ -114,7 +100,7 @@ def repair(
                 break
             for way in range(2):
                 if way == 0:
-                    extend = _below(state, 2) == 0
+                    extend = below(state, 2) == 0
                     trial = recompute(a, order, end, during, nodes[i], reads[i], limit_bytes, intervals, extend)
                 elif end[made[i]] == reads[i]:
                     trial = _advanced(a, order, reads[i], at)
@@ -149,7 +135,7 @@ def repair(
 @kernel
 def _random_move(a: DagArrays, order: Ints, end: Ints, state: State) -> Ints:
     """A random run at another place at which it is legal and all its readers still follow it."""
-    source = _below(state, len(order))
+    source = below(state, len(order))
     node = order[source]
     lowest = 0
     for e in range(a.read_start[node], a.read_start[node + 1]):
@@ -168,15 +154,15 @@ def _random_move(a: DagArrays, order: Ints, end: Ints, state: State) -> Ints:
             break
     if lowest >= highest or lowest > source:
         return order[:0]
-    way = _below(state, 4)
+    way = below(state, 4)
     if way == 0:
         target = lowest
     elif way == 1:
         target = highest
     elif way == 2:
-        target = lowest + _below(state, highest - lowest + 1)
+        target = lowest + below(state, highest - lowest + 1)
     else:
-        target = min(max(source - 8 + _below(state, 17), lowest), highest)
+        target = min(max(source - 8 + below(state, 17), lowest), highest)
     if target == source:
         return order[:0]
     return moved(order, source, target)
@@ -267,10 +253,10 @@ def drop_repeats(a: DagArrays, order: Ints, limit_bytes: int, trials: Ints) -> I
 @kernel
 def _without_some(a: DagArrays, order: Ints, again: Ints, state: State) -> Ints:
     """The order less a few repeated runs that stand close together."""
-    start = _below(state, len(again))
-    count = 1 + _below(state, 3)
-    if _below(state, 8) == 0:
-        count = 1 + _below(state, 24)
+    start = below(state, len(again))
+    count = 1 + below(state, 3)
+    if below(state, 8) == 0:
+        count = 1 + below(state, 24)
     keep = np.ones(len(order), dtype=np.bool_)
     for i in range(start, min(start + count, len(again))):
         keep[again[i]] = False
@@ -298,7 +284,7 @@ def improve(
         left = 1.0 - (trials[0] - begun) / (trials[1] - begun)
         most_s = best_s + threshold * left * (best_s - base_s)
         again = repeated(a, order)
-        move = _below(state, 4) == 0
+        move = below(state, 4) == 0
         if len(again) == 0:
             break
         if move:
@@ -316,7 +302,7 @@ def improve(
         if trial_peak < 0 or trial_peak > limit_bytes or trial_s > most_s:
             continue
         trial_area = float(trial_during.sum()) / len(trial)
-        if move and trial_area > area and _below(state, 4) > 0:
+        if move and trial_area > area and below(state, 4) > 0:
             continue
         order, time_s, end, area = trial, trial_s, trial_end, trial_area
         if time_s < best_s * (1 - 1e-12):

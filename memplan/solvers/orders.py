@@ -210,7 +210,7 @@ def split(a: Arrays, order: Ints, events: Events, value: int, before: int) -> tu
 
 
 @kernel
-def _promise(a: Arrays, events: Events, during: Ints, target_bytes: int, value: int, before: int) -> float:
+def promise_of(a: Arrays, events: Events, during: Ints, target_bytes: int, value: int, before: int) -> float:
     """At least the seconds that a split pays per byte of excess that it removes, where all runs are read. Infinite
     where it removes none, minus infinite where this can't be told."""
     marked = np.zeros(a.boundary, dtype=np.bool_)
@@ -258,7 +258,7 @@ def _by_size(a: Arrays) -> Ints:
 
 
 @kernel
-def _live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[Ints, Ints]:
+def live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[Ints, Ints]:
     """The first of these values that are live at a position though its op does not touch them, and their next reads."""
     found, reads = np.empty(most, dtype=np.int64), np.empty(most, dtype=np.int64)
     count = 0
@@ -273,7 +273,7 @@ def _live_through(events: Events, by_size: Ints, at: int, most: int) -> tuple[In
 
 
 @kernel
-def _excess(during: Ints, target_bytes: int) -> float:
+def excess_bytes(during: Ints, target_bytes: int) -> float:
     total = 0.0
     for bytes_held in during:
         if bytes_held > target_bytes:
@@ -292,23 +292,23 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
     """
     during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)
-    excess = _excess(during, target_bytes)
+    excess = excess_bytes(during, target_bytes)
     by_size = _by_size(a)
     tidy = False  # whether it is certain that all runs are read
     for _ in range(rounds):
         if peak <= target_bytes:
             break
         events = events_of(a, order)
-        values, reads = _live_through(events, by_size, at, width)
+        values, reads = live_through(events, by_size, at, width)
         if a.others > 0:
             turn = 0
             while order[turn] >= 0:
                 turn += 1
-            saved, later = _live_through(events, by_size, turn, width)
+            saved, later = live_through(events, by_size, turn, width)
             values, reads = np.concatenate((saved, values)), np.concatenate((later, reads))
         promise = np.empty(len(values), dtype=np.float64)
         for i in range(len(values)):
-            promise[i] = _promise(a, events, during, target_bytes, values[i], reads[i]) if tidy else -np.inf
+            promise[i] = promise_of(a, events, during, target_bytes, values[i], reads[i]) if tidy else -np.inf
         best, best_during, best_at, best_peak, best_s = order, during, at, peak, time_s
         best_score = np.inf
         for i in np.argsort(promise, kind="mergesort"):
@@ -323,7 +323,7 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
             trial_peak, trial_at, trial_s = replay(a, trial, trial_during)
             if trial_peak < 0 or trial_peak > peak:
                 continue
-            gain = excess - _excess(trial_during, target_bytes)
+            gain = excess - excess_bytes(trial_during, target_bytes)
             if gain <= 0.0:
                 continue
             score = (trial_s - time_s) / gain
@@ -333,6 +333,6 @@ def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) ->
         if best_score == np.inf:
             break
         order, during, at, peak, time_s = best, best_during, best_at, best_peak, best_s
-        excess = _excess(during, target_bytes)
+        excess = excess_bytes(during, target_bytes)
         tidy = True
     return order

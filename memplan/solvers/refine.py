@@ -1,10 +1,10 @@
 """Local search on flat schedules: from what the methods found to a front.
 
 `refine` pushes the lowest schedules lower (`lower`), and at each peak of a grid brings neighbours down or fills them
-up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front. Both only add to what
-there is. What is refined together competes: a schedule that is beaten is left aside, though it might have led further.
-So families of methods are refined apart, and then traded together. Where the best that is known is `_CLOSE` to the
-lower bound, there is nothing left to look for.
+up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front (`exchange`), and leaves
+out several at once (`neighbourhood`). Both only add to what there is. What is refined together competes: a schedule
+that is beaten is left aside, though it might have led further. So families of methods are refined apart, and then
+traded together. Where the best that is known is `_CLOSE` to the lower bound, there is nothing left to look for.
 """
 
 from __future__ import annotations
@@ -12,15 +12,19 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+
 from memplan.config import Config
 from memplan.solvers.bound import Bound
 from memplan.solvers.exchange import exchange
 from memplan.solvers.flat import Flat
+from memplan.solvers.neighbourhood import improve
 from memplan.solvers.orders import lower
 from memplan.solvers.replay import fill
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
 
 _CLOSE = 1e-3  # of the bound
+_PATIENCE = 1000  # neighbours in a row that are no better, for a gap as large as the bound
 
 
 def refine(
@@ -59,16 +63,34 @@ def refine(
 def trade(flat: Flat, sketches: list[Sketch], bound: Bound, config: Config) -> Iterator[Sketch]:
     """Exchange recomputations at each point of a front; a faster plan of a lower peak is taken on upwards."""
     thinned = thin(pareto(sketches), config.points)
+    left = config.neighbour_work // flat.op_count
     last: Sketch | None = None
-    for sketch in thinned:
-        if last is not None and last.time_s < sketch.time_s:
-            sketch = last
+    for index, sketch in enumerate(thinned):
+        peak_bytes = sketch.peak_bytes
+        if last is not None:
+            last = sketch_of(flat, last.solver, fill(flat.arrays, last.order, peak_bytes, 8))
+            sketch = min(sketch, last, key=lambda s: s.time_s)
         tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
-        if tries and not _close([sketch], bound, sketch.peak_bytes):
-            order = exchange(flat.arrays, sketch.order, max(sketch.peak_bytes, 0), tries, config.width)
+        if tries and not _close([sketch], bound, peak_bytes):
+            order = exchange(flat.arrays, sketch.order, peak_bytes, tries, config.width)
             sketch = sketch_of(flat, sketch.solver, order)
+        tries = min(config.neighbours, left // (len(thinned) - index))
+        if tries and not _close([sketch], bound, peak_bytes):
+            sketch, tried = _improved(flat, sketch, peak_bytes, bound.time_s(peak_bytes), tries, index + 1)
+            left -= tried
         last = sketch
         yield sketch
+
+
+def _improved(
+    flat: Flat, sketch: Sketch, limit_bytes: int, bound_s: float, tries: int, seed: int
+) -> tuple[Sketch, int]:
+    """What its large neighbourhood has, and how many tries that took: fewer near the bound."""
+    patience = int(_PATIENCE * (sketch.time_s / bound_s - 1))
+    state = np.array([seed], dtype=np.uint64)
+    least_s = (1 + _CLOSE) * bound_s
+    order, tried = improve(flat.arrays, sketch.order, limit_bytes, least_s, tries, patience, state)
+    return sketch_of(flat, sketch.solver, order), int(tried)
 
 
 def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:

@@ -262,7 +262,7 @@ def fill(a: Arrays, order: Ints, limit_bytes: int, rounds: int) -> Ints:
                     if during[q] + waiting > limit_bytes:
                         fits = False
                         break
-            for q in range(touched[p] + 1, p):
+            for q in range(p - 1, touched[p], -1):  # what runs again stands where memory is short
                 if during[q] + kept_bytes[p] + waiting > limit_bytes:
                     fits = False
                     break
