@@ -22,6 +22,7 @@ from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
+from memplan.solvers.neighbourhood import improve
 from memplan.solvers.options import cut_orders
 from memplan.solvers.orders import demand_order, events_of, lower, split
 from memplan.solvers.replay import fill, prune, replay
@@ -50,6 +51,11 @@ def fast(flat: Flat, order: Ints) -> tuple[int, float]:
 def accounted(problem: Problem, order: Ints) -> tuple[int, float]:
     timeline = simulate(problem, schedule_of(problem.graph, order.tolist()))
     return timeline.peak_bytes, timeline.time_s
+
+
+def improved(flat: Flat, order: Ints, limit_bytes: int, tries: int) -> tuple[Ints, int]:
+    found, tried = improve(flat.arrays, order, limit_bytes, 0.0, tries, tries, np.array([1], dtype=np.uint64))
+    return found, int(tried)
 
 
 def some_orders(flat: Flat) -> list[Ints]:
@@ -214,6 +220,24 @@ def test_fill_keeps_the_limit_and_saves_time(problem: Problem) -> None:
             assert 0 < filled[0] <= limit and filled[1] <= time_s + 1e-9
             traded = fast(flat, exchange(flat.arrays, order, limit, 3, 4))
             assert 0 < traded[0] <= limit and traded[1] <= time_s + 1e-9
+            found, tried = improved(flat, order, limit, 8)
+            peak_bytes, found_s = accounted(problem, found)
+            assert tried <= 8 and 0 < peak_bytes <= limit and found_s <= time_s + 1e-9
+
+
+@pytest.mark.parametrize("build", [resnet_like, unet_like, encoder_decoder_like])
+def test_leaving_out_several_runs_finds_more_than_filling(build: Callable[[], Problem]) -> None:
+    problem = build()
+    flat = flatten(problem)
+    low = lower(flat.arrays, keep_all(flat), 0, 200, 6)
+    peak, _time_s = fast(flat, low)
+    start = fill(flat.arrays, low, peak, 8)
+    found, tried = improved(flat, start, peak, 200)
+    peak_bytes, time_s = accounted(problem, found)
+    assert 0 < tried <= 200 and peak_bytes <= peak
+    assert time_s < fast(flat, start)[1] * (1 - 1e-6)
+    assert improved(flat, start, peak, 200)[0].tolist() == found.tolist()
+    assert improved(flat, start, peak - 1, 200)[1] == 0
 
 
 def test_fill_leaves_out_only_one_of_two_runs_that_lean_on_each_other() -> None:
