@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memplan.budgets import budget_bytes_of, device_bytes, limit_bytes
-from memplan.errors import MemplanError, PlanMismatch, UnsupportedModel
+from memplan.errors import IllegalSchedule, MemplanError, PlanMismatch, UnsupportedModel
 from memplan.graph import Capture
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
@@ -44,7 +44,7 @@ from memplan.schedule import order_of
 from memplan.simulate import simulate
 from memplan.solvers import candidate, textbook
 from memplan.solvers.offload_bound import gather_bound_s
-from memplan.uneven import figures_of, kind_of, widest
+from memplan.uneven import figures_of, kind_of, translated, widest
 from memplan.units import format_bytes
 
 log = logging.getLogger("memplan")
@@ -118,7 +118,7 @@ class Planner(Planning):
 
         limit = self._known_limit()
         facts = (*self._facts(captured), sorted(self.host or ()), self.margin, bool(known), limit or self.budget)
-        made = share(_digest(facts), limit or 0, make)
+        made = share(_digest(facts), limit or 0, make).own
         if own:
             return own[0]
         plan = plan_from_bytes(made[1:])
@@ -133,9 +133,10 @@ class Planner(Planning):
         share: Share,
         problem: Problem | None = None,
     ) -> Plan:
-        """A plan with the schedule that all ranks have which differ by sizes alone, for all must gather in one order.
+        """A plan with the schedule that all ranks have, for all must gather in one order.
 
-        It fits the lowest of their budgets. problem: of the step, where it is known.
+        It fits the lowest budget of those whose steps differ by sizes alone. Where there are others, they take the
+        schedule of those whose steps are the largest. problem: of the step, where it is known.
         """
         assert self.shards is not None
         shards, captured = self.shards, self._homed(captured, model)
@@ -158,18 +159,23 @@ class Planner(Planning):
 
         kind = (kind_of(captured.traced.graph), self.accumulate, self.grads, self.config, self.host_budget)
         exact = _digest((*self._facts(captured), shards.resident_bytes))
-        plan = plan_from_bytes(share(_digest(kind), self._known_limit() or 0, make, exact, figures))
+        known_limit = self._known_limit()
+        made = share(_digest(kind), known_limit or 0, make, exact, figures)
+        plan = plan_from_bytes(made.own)
+        largest = max(map(plan_from_bytes, made.others), key=_need, default=plan)
+        if _need(largest) > _need(plan):
+            self.budget_bytes = known_limit
+            self._take_over(largest)
+            if (found := self._with_schedule(own(), largest, self.budget_bytes or 0)) is not None:
+                return found
+            log.warning("memplan: this rank's batch takes other ops, and can't run in the order of other ranks'")
         self._take_over(plan)
         if not uneven:
             return plan
-        limit = plan.problem.budget_bytes or 0
-        fitting = self._with_schedule(own(), plan, limit)
-        if fitting is None:
-            raise MemplanError(
-                f"the schedule that serves the batches of all ranks does not fit {format_bytes(limit)} on this one. "
-                "Raise the budget, or pad batches to equal sizes"
-            )
-        return fitting
+        found = self._with_schedule(own(), plan, self.budget_bytes or 0)
+        if found is None:  # no step peaks above the widest, but copies lie on the host in another way
+            raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
+        return found
 
     def _known_limit(self) -> int | None:
         """The budget in bytes, where that is known before there is a plan."""
@@ -274,28 +280,34 @@ class Planner(Planning):
         )
 
     def _in_known_order(self, problem: Problem, known: Sequence[Step]) -> Plan | None:
-        """The fastest schedule of other steps for one that differs by sizes alone, of those that fit.
+        """The fastest schedule of other steps that serves this one and fits.
 
         All ranks gather in the order of the steps that they have, and it takes no search.
         """
-        limit, kind = self.budget_bytes, kind_of(problem.graph)
+        limit = self.budget_bytes
         if limit is None:
             return None
-        plans = [step.plan for step in known if isinstance(step, WholeStep)]
-        alike = {plan.schedule: plan for plan in plans if kind_of(plan.problem.graph) == kind}
+        plans = {step.plan.schedule: step.plan for step in known if isinstance(step, WholeStep)}
         most_bytes = int(limit / (1 + self.margin))
-        fitting = [self._with_schedule(problem, plan, limit, most_bytes) for plan in alike.values()]
+        fitting = [self._with_schedule(problem, plan, limit, most_bytes) for plan in plans.values()]
         return min((plan for plan in fitting if plan is not None), key=lambda plan: plan.time_s, default=None)
 
     def _with_schedule(self, problem: Problem, plan: Plan, limit: int, most_bytes: int | None = None) -> Plan | None:
-        """The schedule of a plan for a step that differs by sizes alone, where it peaks within the limit, and below
-        `most_bytes`."""
+        """The schedule of a plan for another step, where it serves that within the limit, and peaks at `most_bytes`."""
+        graph, planned = problem.graph, plan.problem.graph
         problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
-        timeline = simulate(problem, plan.schedule)
+        alike = kind_of(graph) == kind_of(planned)
+        schedule = plan.schedule if alike else translated(plan.schedule, planned, graph)
+        if schedule is None:
+            return None
+        try:
+            timeline = simulate(problem, schedule)
+        except IllegalSchedule:
+            return None
         if timeline.peak_bytes > (limit if most_bytes is None else most_bytes):
             return None
         bound_s = min(gather_bound_s(problem), timeline.time_s)
-        found = Plan(problem, plan.schedule, timeline, plan.solver, bound_s, timeline.peak_bytes, timeline.time_s)
+        found = Plan(problem, schedule, timeline, plan.solver, bound_s, timeline.peak_bytes, timeline.time_s)
         fits = self.host_budget is None or found.host_bytes <= limit_bytes(self.host_budget, 0)
         return found if fits else None
 
@@ -389,6 +401,11 @@ class Planner(Planning):
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
+
+
+def _need(plan: Plan) -> tuple[int, str]:
+    """How large a step is, and something that tells equally large ones apart."""
+    return plan.baseline_peak_bytes, _digest(kind_of(plan.problem.graph))
 
 
 def _digest(facts: object) -> str:

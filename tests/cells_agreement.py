@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import os
 import tempfile
@@ -283,6 +284,51 @@ def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sampl
     return problem or first_difference(losses(stack(), batches), found, "result")
 
 
+class Masked(Stack):
+    """A batch with nothing to mask takes other ops."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        if mask is not None:
+            x = x * mask.expand_as(x).float()
+        for index in self.order:
+            x = torch.tanh(self.layers[index](x))
+            if mask is not None:
+                x = x.masked_fill(~mask, 0.1)
+        return x.pow(2).mean()
+
+
+def masked_gathers(masks: tuple[tuple[int, ...], ...], rows: tuple[tuple[int, ...], ...], at_first: bool) -> str | None:
+    """Steps of ranks run other ops, and gather in one order.
+
+    masks: whether there is one, at each step by rank. rows: of the batches.
+    """
+    torch.manual_seed(0)
+    whole, calls = Masked().train(), []
+    for seed, (of_rank, masked) in enumerate(zip(rows, masks, strict=True)):
+        x = batch(of_rank[rank()], seed)
+        calls.append((x, x[:, :1] > -1) if masked[rank()] else (x,))
+    points = memplan.explore(whole, (batch(128), batch(128)[:, :1] > -1), costs="estimate")
+    top, floor = (f(p.peak_bytes for p in points) for f in (max, min))
+    net, found, gathered = copy.deepcopy(whole), [], []
+    expected = [masked_losses(whole, call) for call in calls]
+    shards = FakeShards(net)
+    planned(net, calls[0] if at_first else None, floor + (top - floor) // 4 + 1000, shards=shards)
+    for call in calls:
+        shards.log.clear()
+        found.append(masked_losses(net, call))
+        gathered.append(told_by_all([name for what, name in shards.log if what == "gather"]))
+    if any(a != b or not a for a, b in gathered):
+        return f"gathered {gathered}"
+    return first_difference(expected, found, "result")
+
+
+def masked_losses(net: nn.Module, call: tuple[Any, ...]) -> Any:
+    net.zero_grad()
+    loss = net(*call)
+    loss.backward()
+    return copied(loss), [copied(p.grad) for p in net.parameters()]
+
+
 def prepared() -> str | None:
     """Plans for further samples are agreed on like those for steps: ranks with equal ones search once for each, ranks
     with others each for its own, and what one can't meet is raised on both."""
@@ -410,6 +456,14 @@ CELLS = {
     "gathers, batches that grow": Cell(
         lambda: uneven_gathers(
             ((16, 16), (16, 128), (16, 16), (128, 16), (128, 128), (16, 16), (20, 128)), [2, 0], True
+        )
+    ),
+    "gathers, other ops at first": Cell(
+        lambda: masked_gathers(((1, 0), (0, 1), (1, 1), (0, 0)), ((128, 128), (128, 64), (64, 128), (128, 128)), True)
+    ),
+    "gathers, other ops later": Cell(
+        lambda: masked_gathers(
+            ((0, 0), (0, 1), (1, 0), (0, 0), (1, 1)), ((16, 16), (16, 128), *((128, 128),) * 3), False
         )
     ),
     "prepared": Cell(prepared),

@@ -36,8 +36,15 @@ from memplan.runtime.step import Step
 _T = TypeVar("_T")
 
 
+class Shared(NamedTuple):
+    """Plans of one round. own: that which this rank asked for. others: of other kinds, by the rank that made each."""
+
+    own: bytes
+    others: list[bytes]
+
+
 class Share(Protocol):
-    """Gives a plan, as bytes. Ranks that ask for the same kind of plan get the one that the rank with the lowest budget
+    """Gives plans, as bytes. Ranks that ask for the same kind of plan get the one that the rank with the lowest budget
     makes (0 is one that is not known), the lowest such rank where several have it.
 
     exact: where it is equal on all of them, `make` gets no figures; else those of all of them, in any order. figures:
@@ -51,7 +58,7 @@ class Share(Protocol):
         make: Callable[[list[Any]], bytes],
         exact: str = "",
         figures: Callable[[], Any] = ...,
-    ) -> bytes: ...
+    ) -> Shared: ...
 
 
 class _State(enum.IntEnum):
@@ -251,7 +258,7 @@ class _Planning:
         make: Callable[[list[Any]], bytes],
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
-    ) -> bytes:
+    ) -> Shared:
         """The plan of the rank that makes it for those that ask for such a plan. At most one for each round."""
         assert not self._shared, "a step has one plan"
         requests = self._ask(kind, budget_bytes, exact)
@@ -268,7 +275,7 @@ class _Planning:
             raise problem
         if not plans[leader]:
             raise _LeaderFailed
-        return plans[leader]
+        return Shared(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
 
     def finish(self) -> None:
         """Take part in what is left of the round."""
