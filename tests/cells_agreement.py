@@ -312,7 +312,7 @@ def masked_gathers(masks: tuple[tuple[int, ...], ...], rows: tuple[tuple[int, ..
     net, found, gathered = copy.deepcopy(whole), [], []
     expected = [masked_losses(whole, call) for call in calls]
     shards = FakeShards(net)
-    planned(net, calls[0] if at_first else None, floor + (top - floor) // 4 + 1000, shards=shards)
+    planned(net, calls[0] if at_first else None, floor + (top - floor) // 8 + 1000, shards=shards)
     for call in calls:
         shards.log.clear()
         found.append(masked_losses(net, call))
@@ -459,7 +459,7 @@ CELLS = {
         )
     ),
     "gathers, other ops at first": Cell(
-        lambda: masked_gathers(((1, 0), (0, 1), (1, 1), (0, 0)), ((128, 128), (128, 64), (64, 128), (128, 128)), True)
+        lambda: masked_gathers(((1, 0), (0, 1), (1, 1), (0, 0)), ((128, 16), (16, 64), (16, 128), (128, 128)), True)
     ),
     "gathers, other ops later": Cell(
         lambda: masked_gathers(

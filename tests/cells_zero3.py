@@ -6,6 +6,7 @@ import functools
 import tempfile
 import time
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,12 +61,12 @@ class Net(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
 
-def engine_of(dtype: str = "fp32", accumulation: int = 1, **zero: Any) -> Any:
+def engine_of(dtype: str = "fp32", accumulation: int = 1, build: Callable[[], nn.Module] = Net, **zero: Any) -> Any:
     """A fresh engine of the same weights on every call."""
     import deepspeed
 
     torch.manual_seed(0)
-    net = Net().train()
+    net = build().train()
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": accumulation,
@@ -367,6 +368,44 @@ def compare_dynamic(sample: bool, budget: Any = BUDGET) -> str | None:
     return first_difference(plain, planned, "result")
 
 
+def llama() -> nn.Module:
+    import transformers
+
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=3,
+            num_attention_heads=2, max_position_embeddings=64, use_cache=False,
+        )
+    )  # fmt: skip
+
+
+def train_texts(planned: bool, share: float) -> Any:
+    """Texts of other lengths in each batch, padded to the longest. A model of transformers asks whether any is padded,
+    and leaves its mask out where none is."""
+    engine, rank = engine_of(build=llama), torch.distributed.get_rank()
+    try:
+        if planned:
+            apply_it(engine, None, memplan.Budget(activations=share))
+        losses = []
+        for i, ids in enumerate(batches(6)):
+            length = LENGTH - 7 * ((i + rank) % 3)
+            ids, mask = ids[:, :length].contiguous(), torch.ones(2, length, dtype=torch.long)
+            if (i, rank) not in ((0, 1), (3, 0), (4, 0), (4, 1)):
+                mask[1, length - 3 :] = 0
+            loss = engine(input_ids=ids, attention_mask=mask, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(copied(loss))
+        return losses, weights(engine), torch.get_rng_state()
+    finally:
+        engine.destroy()
+
+
+def compare_texts(share: float) -> str | None:
+    plain, planned = (train_texts(planned, share) for planned in (False, True))
+    return first_difference(plain, planned, "result")
+
+
 def check_peaks_of_other_lengths() -> str | None:
     """What each rank holds is within the budget, also where its batch is the longest so far, or another rank's is."""
     from memplan.integrations.deepspeed.memory import held_by
@@ -492,6 +531,10 @@ CELLS |= {
     "uneven batches": Cell(compare_uneven, needs=NEEDS),
     "other lengths on each rank": Cell(functools.partial(compare_dynamic, False), needs=NEEDS),
     "other lengths on each rank, with a sample": Cell(functools.partial(compare_dynamic, True), full=True, needs=NEEDS),
+    "padded texts of transformers": Cell(functools.partial(compare_texts, 0.5), needs=(*NEEDS, "transformers")),
+    "padded texts of transformers, with room": Cell(
+        functools.partial(compare_texts, 0.9), full=True, needs=(*NEEDS, "transformers")
+    ),
     "peaks of other lengths": Cell(check_peaks_of_other_lengths, needs=NEEDS),
     "batches of several lengths": Cell(compare_other_lengths, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
