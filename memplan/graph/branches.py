@@ -142,9 +142,8 @@ def _smoothed_mean(
     loss = aten.nll_loss_nd.default(logs, target, weight, _MEAN, ignore_index)
     by_class = weight.view([-1 if i == class_dim else 1 for i in range(x.dim())])
     smooth = -(logs * by_class).sum(class_dim)
-    ignored = target == ignore_index
-    smooth = smooth.masked_fill_(ignored, 0.0)
-    mean = smooth.sum() / private.sum_of_selected(weight, target, ignored)
+    smooth = smooth.masked_fill_(target == ignore_index, 0.0)
+    mean = smooth.sum() / private.sum_of_weights(weight, target, ignore_index)
     result: torch.Tensor = (1 - label_smoothing) * loss + mean * (label_smoothing / x.shape[class_dim])
     return result
 

@@ -244,28 +244,28 @@ def autocast_knows(op: str, device_type: str) -> bool:
 
 
 _OPS = torch.library.Library("memplan", "DEF")
-_OPS.define("sum_of_selected(Tensor weight, Tensor target, Tensor ignored) -> Tensor")
+_OPS.define("sum_of_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
 
 
-def sum_of_selected(weight: torch.Tensor, target: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
+def sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """The sum of the weights of all targets that are not ignored.
 
     One op in a trace, for what it holds in between has a shape that depends on data.
     """
-    result: torch.Tensor = torch.ops.memplan.sum_of_selected.default(weight, target, ignored)
+    result: torch.Tensor = torch.ops.memplan.sum_of_weights.default(weight, target, ignore_index)
     return result
 
 
-def _sum_of_selected(weight: torch.Tensor, target: torch.Tensor, ignored: torch.Tensor) -> torch.Tensor:
-    """Scratch is always that of a batch in which nothing is ignored."""
+def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Its scratch is always that of a batch in which nothing is ignored."""
     indices, weights = target.new_empty(target.numel()), weight.new_empty(target.numel())
-    chosen = torch.masked_select(target, ~ignored, out=indices[:0])
+    chosen = torch.masked_select(target, target != ignore_index, out=indices[:0])
     return torch.gather(weight, 0, chosen, out=weights[:0]).sum()
 
 
 for _key in ("CPU", "CUDA"):
-    _OPS.impl("sum_of_selected", _sum_of_selected, _key)
-_OPS.impl("sum_of_selected", lambda weight, target, ignored: weight.new_empty(()), "Meta")
+    _OPS.impl("sum_of_weights", _sum_of_weights, _key)
+_OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empty(()), "Meta")
 
 
 def tracer_graph() -> torch.fx.Graph:

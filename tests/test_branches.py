@@ -1,0 +1,152 @@
+"""What PyTorch computes while a dispatch mode is on, as in a trace, against what it computes without one.
+
+Dispatch logs can't tell: they are modes themselves. A new branch in a new PyTorch shows here as other bits.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import accumulate
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from memplan.graph.branches import as_without_modes
+from memplan.graph.layout import strides_that_matter
+from tests.branch_cases import CASES, REFUSED, Case, Draw, ignoring
+from tests.small import at_floor
+from tests.zoo import assert_same_bits, first_difference, run_steps
+
+
+class Transparent(TorchDispatchMode):
+    """Does nothing but be there."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def results(case: Case) -> list[Any]:
+    """Outputs and gradients of a case, with strides."""
+    torch.manual_seed(0)
+    draw = Draw()
+    outputs = [t for t in pytree.tree_leaves(case(draw)) if isinstance(t, torch.Tensor)]
+    starts = [t for t in outputs if t.requires_grad]
+    tangents = [torch.randn(t.shape, dtype=t.dtype) for t in starts]
+    grads = torch.autograd.grad(starts, draw.leaves, tangents, allow_unused=True) if starts else ()
+    return [(t, strides_that_matter(t.shape, t.stride())) for t in (*outputs, *grads) if t is not None]
+
+
+def watched(case: Case) -> list[Any]:
+    """The same as a trace runs it."""
+    with as_without_modes(), Transparent():
+        return results(case)
+
+
+@pytest.mark.filterwarnings("ignore")  # some layers tell of slow paths and of what will change
+def test_a_dispatch_mode_changes_no_bits() -> None:
+    differences = {name: first_difference(results(case), watched(case), "result") for name, case in CASES.items()}
+    assert {name: d for name, d in differences.items() if d is not None} == {}
+
+
+def test_a_dispatch_mode_would_change_bits() -> None:
+    """Else the test above could not fail."""
+    for name in ("max of all", "weighted and smoothed", "bce of two dtypes", "ormqr", "svdvals of an input"):
+        with Transparent():
+            got = results(CASES[name])
+        assert first_difference(results(CASES[name]), got, "result") is not None, name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_depends_on_data_is_refused(name: str) -> None:
+    results(REFUSED[name])
+    with pytest.raises(memplan.UnsupportedModel, match=r"branch_cases\.py:\d+"):
+        watched(REFUSED[name])
+
+
+# -- planned steps ---------------------------------------------------------------------------------------------------
+
+Head = Callable[["Headed", torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Headed(nn.Module):
+    """Layers that can be planned, and a loss of their output and the input."""
+
+    def __init__(self, head: Head) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 24))
+        self.value = nn.Parameter(torch.tensor(0.3))
+        self.register_buffer("graph", torch.randn(1, 24, 64))
+        self.register_buffer("weight", torch.rand(24))
+        self.register_buffer("target", ignoring(torch.randint(0, 24, (33,))))
+        self.head = head
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self, self.body(x), x)
+
+
+HEADS: dict[str, Head] = {
+    "max": lambda m, y, x: -y.max(),
+    "median": lambda m, y, x: y.median() * -y.sum(),
+    "product of a batch and a matrix": lambda m, y, x: torch.tanh(y.view(11, 3, 24) @ m.graph).sum(),
+    "weighted and smoothed": lambda m, y, x: F.cross_entropy(y, m.target, m.weight, label_smoothing=0.1),
+    "bce of two dtypes": lambda m, y, x: F.binary_cross_entropy_with_logits(y[:, :16], torch.sigmoid(x).double()),
+    "values of an input": lambda m, y, x: y.sum() * torch.linalg.svdvals(x).sum(),
+    "ormqr": lambda m, y, x: torch.tanh(torch.ormqr(y[:5, :5].mT, y[6, :5], y[7:12, :5])).sum(),
+    "prod of an input": lambda m, y, x: y.sum() * x.prod(1).sum(),
+    "prod without gradients": lambda m, y, x: y.sum() * y.detach().prod(1).sum(),
+    "prod that nobody reads": lambda m, y, x: y.sum() + 0 * y.cumprod(1).detach().sum(),
+    "gradient inside of forward": lambda m, y, x: (
+        torch.autograd.grad(torch.tanh(y).max(), y, create_graph=True)[0] * y
+    ).sum(),
+}
+HEADS_IN_PART: dict[str, Head] = {
+    "prod": lambda m, y, x: y.prod(1).sum(),
+    "prod with a zero": lambda m, y, x: F.relu(y).prod(),
+    "cumprod": lambda m, y, x: (1 - torch.sigmoid(y)).cumprod(1).sum(),
+    "masked_fill": lambda m, y, x: torch.tanh(y.masked_fill(y > 0, m.value)).sum(),
+}
+
+
+def headed(head: Head) -> tuple[nn.Module, nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    net = Headed(head)
+    return net, copy.deepcopy(net), torch.randn(33, 16)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_planned_steps_take_the_way_of_eager(name: str) -> None:
+    plain, net, x = headed(HEADS[name])
+    at_floor(net, x)
+    assert isinstance(memplan.plan_of(net), memplan.Plan)
+    assert_same_bits(run_steps(plain, x), run_steps(net, x))
+
+
+@pytest.mark.parametrize("name", HEADS_IN_PART)
+def test_what_is_refused_is_planned_in_part(name: str) -> None:
+    plain, net, x = headed(HEADS_IN_PART[name])
+    with pytest.raises(memplan.BudgetInfeasible) as infeasible:
+        memplan.apply(net, x, 1, costs="estimate")
+    memplan.apply(net, x, infeasible.value.floor_bytes, costs="estimate")
+    (body,) = memplan.plan_of(net).units
+    assert (body.name, body.kind) == ("body", "captured")
+    assert "test_branches.py" in body.reason
+    assert_same_bits(run_steps(plain, x), run_steps(net, x))
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0])
+def test_scratch_of_selected_weights_does_not_depend_on_data(ignore_index: int) -> None:
+    """It is measured on made-up data."""
+    peaks = []
+    for target in (torch.zeros(999, dtype=torch.int64), torch.full((999,), 3)):
+        with torch.profiler.profile(profile_memory=True) as profiler:
+            torch.ops.memplan.sum_of_weights(torch.rand(24), target, ignore_index)
+        sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+        peaks.append(max(accumulate(sizes)))
+    assert peaks[0] == peaks[1]
