@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from memplan.graph.branches import as_without_modes
 from memplan.graph.layout import strides_that_matter
+from memplan.runtime.fetch import FetchedWhereUsed
 from tests.branch_cases import CASES, REFUSED, Case, Draw, ignoring
 from tests.small import at_floor
 from tests.zoo import assert_same_bits, first_difference, run_steps
@@ -61,6 +62,13 @@ def test_a_dispatch_mode_would_change_bits() -> None:
         with Transparent():
             got = results(CASES[name])
         assert first_difference(results(CASES[name]), got, "result") is not None, name
+
+
+def test_a_forward_that_fetches_parameters_takes_the_way_of_eager() -> None:
+    for name in ("one and batch", "weighted and smoothed", "svdvals of an input"):
+        with FetchedWhereUsed([], torch.device("cpu")):
+            got = results(CASES[name])
+        assert_same_bits(results(CASES[name]), got, name)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from memplan.graph.branches import as_without_modes
 from memplan.graph.layout import storage_key
 from memplan.graph.private_api import TorchDispatchMode, run_in_mode
 
@@ -23,6 +25,15 @@ class FetchedWhereUsed(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._device = device
         self._host = {storage_key(p) for p in parameters}
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> FetchedWhereUsed:
+        self._around.enter_context(as_without_modes())
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._around.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
