@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,14 +27,55 @@ from memplan.graph.source_lines import caller_line
 
 aten = torch.ops.aten
 
-Tensors = tuple[torch.Tensor | None, ...]
-Formula = Callable[[Any, Tensors, Tensors], Tensors | None]  # (node, its results, what it was given) -> eager's results
-
 _MEAN = 1  # the reduction of a loss
-_PLACE = "memplan: line of forward"
+
+Tensors = tuple[torch.Tensor | None, ...]
+# (what the node saved, its results, the gradients it was given) -> eager's results, or None where they are the same
+Formula = Callable[[Sequence[Any], Tensors, Tensors], Tensors | None]
 
 
-_hooks: list[list[Any]] = []  # that formulas of backward have, of each trace in progress
+@dataclass(frozen=True, slots=True)
+class _Differentiated:
+    """Runs an op, and lets its backward give what eager's formula does.
+
+    node: what the name of its node in the autograd graph begins with. saved: what the formula needs of what that saves.
+    """
+
+    op: Any
+    node: str
+    saved: tuple[str, ...]
+    formula: Formula
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = self.op(*args, **kwargs)
+        node: Any = result.grad_fn
+        if node is None or private.is_transformed(result):  # within torch.func eager takes the way of traces
+            return result
+        if not node.name().startswith(self.node):
+            raise UnsupportedModel(
+                f"{self.op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the "
+                "result to a tensor of its own"
+            )
+        saved = [getattr(node, f"_saved_{name}") for name in self.saved]
+        # A hook that knew its node would keep it alive.
+        saved = [t.detach() if name == "result" else t for name, t in zip(self.saved, saved)]
+        node.register_hook(_Hook(self.formula, saved, caller_line()))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """Of one node. place: the line of forward."""
+
+    formula: Formula
+    saved: Sequence[Any]
+    place: str
+
+    def __call__(self, results: Tensors, given: Tensors) -> Tensors | None:
+        try:
+            return self.formula(self.saved, results, given)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}. It is run at {self.place}") from None
 
 
 @contextlib.contextmanager
@@ -42,13 +84,8 @@ def as_without_modes() -> Iterator[None]:
 
     UnsupportedModel comes out of a forward or a backward pass in there where eager's way depends on data.
     """
-    _hooks.append([])
-    try:
-        with _exchanged_ops().active():
-            yield
-    finally:
-        for hook in _hooks.pop():  # one that knows its node keeps that alive
-            hook.remove()
+    with _exchanged_ops().active():
+        yield
 
 
 # -- composite ops ---------------------------------------------------------------------------------------------------
@@ -64,29 +101,24 @@ def _exchanged_ops() -> private.InPlaceOf:
             "linalg_eigvals": _eigvals,
             "linalg_eigvalsh": _eigvalsh,
             "linalg_svdvals": _svdvals,
-            "max": functools.partial(_differentiated, aten.max.default, "Max", _evenly_distributed),
-            "min": functools.partial(_differentiated, aten.min.default, "Min", _evenly_distributed),
-            "median": functools.partial(_differentiated, aten.median.default, "Median", _evenly_distributed),
-            "nanmedian": functools.partial(_differentiated, aten.nanmedian.default, "Nanmedian", _evenly_distributed),
-            "prod": functools.partial(_differentiated, aten.prod.default, "Prod", _product),
-            "prod.dim_int": functools.partial(_differentiated, aten.prod.dim_int, "Prod", _product),
-            "cumprod": functools.partial(_differentiated, aten.cumprod.default, "Cumprod", _cumulative_product),
-            "cumprod_": functools.partial(_differentiated, aten.cumprod_.default, "Cumprod", _cumulative_product),
+            "max": _Differentiated(aten.max.default, "Max", ("self", "result"), _evenly_distributed),
+            "min": _Differentiated(aten.min.default, "Min", ("self", "result"), _evenly_distributed),
+            "median": _Differentiated(aten.median.default, "Median", ("self", "result"), _evenly_distributed),
+            "nanmedian": _Differentiated(aten.nanmedian.default, "Nanmedian", ("self", "result"), _evenly_distributed),
+            "prod": _Differentiated(aten.prod.default, "Prod", ("self",), _product),
+            "prod.dim_int": _Differentiated(aten.prod.dim_int, "Prod", ("self",), _product),
+            "cumprod": _Differentiated(aten.cumprod.default, "Cumprod", ("self", "dim"), _cumulative_product),
+            "cumprod_": _Differentiated(aten.cumprod_.default, "Cumprod", ("self", "dim"), _cumulative_product),
             "masked_fill.Tensor": functools.partial(_masked_fill, aten.masked_fill.Tensor),
             "masked_fill_.Tensor": functools.partial(_masked_fill, aten.masked_fill_.Tensor),
-            "linalg_householder_product": functools.partial(
-                _differentiated,
-                aten.linalg_householder_product.default,
-                "LinalgHouseholderProduct",
-                _in_the_layout_of("_saved_input", "_saved_tau"),
+            "linalg_householder_product": _Differentiated(
+                aten.linalg_householder_product.default, "LinalgHouseholderProduct", ("input", "tau"), _laid_out
             ),
-            "ormqr": functools.partial(
-                _differentiated, aten.ormqr.default, "Ormqr", _in_the_layout_of("_saved_self", "_saved_input2")
-            ),
-            "binary_cross_entropy_with_logits": functools.partial(
-                _differentiated,
+            "ormqr": _Differentiated(aten.ormqr.default, "Ormqr", ("self", "input2"), _laid_out),
+            "binary_cross_entropy_with_logits": _Differentiated(
                 aten.binary_cross_entropy_with_logits.default,
                 "BinaryCrossEntropyWithLogits",
+                ("self", "target", "weight", "pos_weight", "reduction"),
                 _bce_with_logits,
             ),
         }
@@ -185,65 +217,40 @@ def _in_the_dtype_of_autocast(op: str, *tensors: torch.Tensor) -> tuple[torch.Te
 def _masked_fill(op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     if not (torch.is_grad_enabled() and value.requires_grad):
         return op(x, mask, value)  # type: ignore[no-any-return]
-    return _differentiated(op, "MaskedFill", _filled, x, mask, value)
-
-
-def _differentiated(op: Any, name: str, formula: Formula, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Run an op whose backward has a formula of its own in here. name: that its node in the autograd graph begins with.
-
-    Within torch.func's transforms eager takes the way of traces.
-    """
-    result: torch.Tensor = op(*args, **kwargs)
-    node: Any = result.grad_fn
-    if node is None or private.is_transformed(result):
-        return result
-    if not node.name().startswith(name):
-        raise UnsupportedModel(
-            f"{op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the result to a "
-            "tensor of its own"
-        )
-    node.metadata[_PLACE] = caller_line()
-    _hooks[-1].append(node.register_hook(functools.partial(formula, node)))
-    return result
+    return _Differentiated(op, "MaskedFill", (), _filled)(x, mask, value)
 
 
 # -- formulas of backward --------------------------------------------------------------------------------------------
 
 
-def _evenly_distributed(node: Any, results: Tensors, given: Tensors) -> Tensors | None:
+def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
     """Of max, min and median of all elements: zeros, with the elements that are the result filled in.
 
     A mask times the gradient has other signs of zero, and another layout. On CUDA that is eager's way too.
     """
+    x, value = saved
     (grad,) = given
     if grad is None or results[0] is None or grad.device.type != "cpu":
         return None
-    x, value = node._saved_self, node._saved_result
     mask = (x == value).logical_or_(x.isnan().logical_and_(value.isnan()))
     return (grad.new_zeros(x.shape, dtype=x.dtype).masked_fill_(mask, grad / mask.sum()),)
 
 
-def _in_the_layout_of(*names: str) -> Formula:
-    """Results laid out as what the node saved under these names, one by one."""
-
-    def formula(node: Any, results: Tensors, given: Tensors) -> Tensors:
-        found = [None if t is None else _laid_out(t, getattr(node, name)) for t, name in zip(results, names)]
-        return (*found, *results[len(names) :])
-
-    return formula
+def _laid_out(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors:
+    """Gradients of Householder products lie as the arguments do, and not one row after the other."""
+    found = [None if t is None else _in_the_layout_of(like, t) for like, t in zip(saved, results)]
+    return (*found, *results[len(saved) :])
 
 
-def _laid_out(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     made = torch.empty_like(like)
     return tensor if made.stride() == tensor.stride() else made.copy_(tensor)
 
 
-def _bce_with_logits(node: Any, results: Tensors, given: Tensors) -> Tensors | None:
+def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
     """In place, so that the dtype of the logits stays, whatever the targets' is."""
+    x, target, weight, pos_weight, reduction = saved
     (grad,) = given
-    x, target, weight, pos_weight = (
-        getattr(node, f"_saved_{name}") for name in ("self", "target", "weight", "pos_weight")
-    )
     dtypes = {t.dtype for t in (x, target, weight, pos_weight, grad) if t is not None}
     if grad is None or results[0] is None or len(dtypes) == 1:
         return None
@@ -260,39 +267,33 @@ def _bce_with_logits(node: Any, results: Tensors, given: Tensors) -> Tensors | N
     found = found.mul_(grad)
     if weight is not None:
         found = found.mul_(weight)
-    if node._saved_reduction == _MEAN:
+    if reduction == _MEAN:
         found = found.div_(x.numel())
     return (found.to(results[0].dtype), None)
 
 
-def _refused(reason: str) -> Formula:
-    def formula(node: Any, results: Tensors, given: Tensors) -> None:
-        raise UnsupportedModel(f"{reason}. It is run at {node.metadata.get(_PLACE, 'a line that is not known')}")
-
-    return formula
-
-
-def _product(node: Any, results: Tensors, given: Tensors) -> None:
-    if node._saved_self.dim():
-        _refused(_PRODUCT)(node, results, given)
+def _product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    (x,) = saved
+    if x.dim():
+        raise UnsupportedModel(_PRODUCT)
 
 
-def _cumulative_product(node: Any, results: Tensors, given: Tensors) -> None:
-    x, dim = node._saved_self, node._saved_dim
+def _cumulative_product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    x, dim = saved
     dim = dim if dim < x.dim() else dim - 2**64  # a negative one is shown as if it had no sign
     if x.numel() > 1 and x.shape[dim] > 1:
-        _refused(_PRODUCT)(node, results, given)
-
-
-def _filled(node: Any, results: Tensors, given: Tensors) -> None:
-    if results[1] is not None:
-        _refused(
-            "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. "
-            "Use torch.where(mask, value, x)"
-        )(node, results, given)
+        raise UnsupportedModel(_PRODUCT)
 
 
 _PRODUCT = (
     "the backward of prod and cumprod computes other things where an element is zero, which is for data to say. Put it "
     "into a module of its own or outside of the model: what is around it can be planned"
 )
+
+
+def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    if results[1] is not None:
+        raise UnsupportedModel(
+            "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. "
+            "Use torch.where(mask, value, x)"
+        )
