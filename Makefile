@@ -1,4 +1,4 @@
-# make demo | test | lint | test-slow | test-full | bench: each sets up .venv first.
+# make demo | test | lint | test-slow | test-full | test-gpu | bench: each sets up .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test lint test-slow test-full bench format clean
+.PHONY: demo test lint test-slow test-full test-gpu bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -30,6 +30,10 @@ test-slow: $(STAMP)
 
 test-full: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+
+# On a machine with a CUDA device, with a build of torch for it.
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget
