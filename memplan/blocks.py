@@ -275,9 +275,7 @@ class _BlockPlanner:
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         events = [f"{GRADIENT}of block {self.name}, recomputed"]
-        return RecomputedStep(
-            model, forward, ArgumentsKey(call, _device_type(call), traced=False), Collectives.of(events)
-        )
+        return RecomputedStep(model, forward, ArgumentsKey(call, None, traced=False), Collectives.of(events))
 
     def join(self, *arguments: Any) -> Any:
         raise MemplanError(f"block {self.name} is planned by itself, and joins no other rank's plan")
@@ -291,10 +289,6 @@ class _BlockPlanner:
     def for_copy(self) -> _BlockPlanner:
         """It knows nothing of the block itself."""
         return self
-
-
-def _device_type(call: Call) -> str:
-    return call.tensors[0].device.type if call.tensors else "cpu"
 
 
 def _install(unit: Part, way: Candidate | str) -> None:

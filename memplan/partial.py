@@ -213,9 +213,8 @@ def plan_partially(
         baseline_time_s=max(0.0, time_s - choice.time_s),
         units=tuple(rows_of(parts, choice)),
     )
-    device_type = model_device(model).type
-    arguments = ArgumentsKey(call, device_type, traced=False)
-    return PartialStep(plan, ways, model, forward, arguments, ModesKey(model, device_type))
+    arguments = ArgumentsKey(call, None, traced=False)
+    return PartialStep(plan, ways, model, forward, arguments, ModesKey(model, model_device(model).type))
 
 
 def without_graph(call: Call) -> Call:

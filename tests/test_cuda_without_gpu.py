@@ -27,6 +27,7 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.traced import Traced
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower, planned_forward
+from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, replay, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.transfers import CudaStreams, FakeStreams
@@ -440,6 +441,16 @@ def test_copies_wait_for_what_was_computed_and_run_on_a_stream_of_their_own(monk
         "out waits for compute", "copy on out, not waited for", "event on out", "compute waits for an event on out",
         "host waits for out",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_the_plain_forward_reads_parameters_on_the_host_as_autocast_would(autocast: bool) -> None:
+    """Autocast for the device leaves alone what is on the host."""
+    weight, bias, x = torch.randn(4, 8), torch.randn(4), torch.randn(2, 8)
+    given = x.bfloat16() if autocast else x
+    with FetchedWhereUsed([weight, bias], torch.device("cpu")):
+        found = nn.functional.linear(given, weight, bias)
+    assert_same_bits(nn.functional.linear(given, weight.to(given.dtype), bias.to(given.dtype)), found)
 
 
 class Watched(FakeStreams):

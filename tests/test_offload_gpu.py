@@ -35,7 +35,8 @@ def test_gradients_are_the_plain_models_bits_and_peaks_are_predicted(name: str, 
         assert_peak_is_predicted(net, sample)
 
 
-def test_the_plain_forward_finds_parameters_on_the_host() -> None:
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_the_plain_forward_finds_parameters_on_the_host(autocast: bool) -> None:
     net, sample = MODELS["gpt2"](0)
     sample = to_device(sample)
     plain = copy.deepcopy(net).cuda().eval()
@@ -44,7 +45,7 @@ def test_the_plain_forward_finds_parameters_on_the_host() -> None:
     budget = library_bytes + (low - library_bytes) // 2
     memplan.apply(net, sample, budget, device="cuda", host_budget="1GiB")
     assert any(p.is_pinned() for p in net.parameters())
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         assert torch.equal(call(net.eval(), sample).logits, call(plain, sample).logits)
 
 

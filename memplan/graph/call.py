@@ -32,6 +32,11 @@ class Call:
         return tuple(leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor))
 
     @property
+    def device_type(self) -> str:
+        """Where its tensors are: on a GPU, where some of them are on the host beside it."""
+        return next((t.device.type for t in self.tensors if t.device.type != "cpu"), "cpu")
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(p for p, leaf in zip(self.paths, self.leaves, strict=True) if isinstance(leaf, torch.Tensor))
 

@@ -68,8 +68,8 @@ class UnitCall:
 
     @staticmethod
     def of(call: Call) -> UnitCall:
-        device_type = call.tensors[0].device.type if call.tensors else "cpu"
-        return UnitCall(call.without_tensors(), TensorFacts.of_all(call.tensors), Autocast.ambient(device_type))
+        autocast = Autocast.ambient(call.device_type)
+        return UnitCall(call.without_tensors(), TensorFacts.of_all(call.tensors), autocast)
 
     def sample(self) -> Call:
         """The call with tensors of the same layout, all zero."""
@@ -316,6 +316,6 @@ def _signature(module: nn.Module, call: Call) -> Any:
             for t in call.leaves
         ),
         call.paths,
-        Autocast.ambient(call.tensors[0].device.type if call.tensors else "cpu"),
+        Autocast.ambient(call.device_type),
         private.collects_outputs(),
     )

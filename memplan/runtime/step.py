@@ -113,7 +113,7 @@ class EagerStep:
 
     @staticmethod
     def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
-        return EagerStep(forward, ArgumentsKey(call, device_type, traced=False), ModesKey(model, device_type))
+        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type))
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
         """The same for a copy of the model, which has this forward of its own."""
