@@ -24,6 +24,7 @@ from memplan.config import ConfigLike, config_of
 from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.key import ArgumentsKey
+from memplan.graph.libraries import most_library_bytes
 from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
@@ -122,7 +123,7 @@ def _rehearsed(
     parts = parts.updated(update_bytes)
     resident = [t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage())]
     resident_bytes = resident_bytes_of(resident)
-    beside_bytes = reserved_bytes() + held_bytes
+    beside_bytes = reserved_bytes() + held_bytes + (0 if device is None else most_library_bytes(device))
     everything = appraise(parts.problem, [(0, (len(s[0].units[0]) - 1,)) for s in parts.problem.stages])
     least = smallest(parts.problem)
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
