@@ -109,6 +109,11 @@ _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
 )
 
 
+def is_of_pytorch(target: Any) -> bool:
+    """Whether an op is PyTorch's own (or a function of memplan's), of which it is known what it does."""
+    return not isinstance(target, torch._ops.OpOverload) or target.namespace in _PYTORCH
+
+
 def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of an op advances the generator.
 
@@ -116,7 +121,7 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
     (another fused attention, say) nobody knows.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return isinstance(target, torch._ops.OpOverload) and target.namespace not in _PYTORCH
+        return not is_of_pytorch(target)
     if target in _SEEDED_BEFORE:
         return False
     name = _DROPOUT_P_ARGUMENT.get(target._schema.name)

@@ -24,7 +24,7 @@ from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
 from memplan.runtime.gathers import gather, gathered, open_gathers, release
-from memplan.runtime.rng import replay, save_rng
+from memplan.runtime.rng import held_rng, replay, replay_all, save_rng
 from memplan.runtime.transfers import look_at, offload, offload_gradient, on_host, open_slab, prefetch, wait
 from memplan.schedule import (
     Boundary,
@@ -170,7 +170,8 @@ class _Lowering:
                 case Drop(value):
                     self._drop(value)
                 case SaveRng(op):
-                    self.rng[op] = self.side.call(save_rng, (self._drawn_on(op),))
+                    keep = held_rng if self._replaying(op)[0] is replay_all else save_rng
+                    self.rng[op] = self.side.call(keep, (self._replaying(op)[1],))
                 case DropRng(op):
                     del self.rng[op]
                 case Boundary():
@@ -274,7 +275,8 @@ class _Lowering:
         args, kwargs = self._arguments(kernel.repeat_args if again else kernel.args, kernel.kwargs, kernel.reads)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
-            run = self.side.call(replay, (state, self._drawn_on(index), kernel.target, *args), kwargs, op.name)
+            again_as, device = self._replaying(index)
+            run = self.side.call(again_as, (state, device, kernel.target, *args), kwargs, op.name)
         else:
             run = self.side.call(kernel.target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
@@ -286,11 +288,14 @@ class _Lowering:
                 tensor = run if made.index is None else self.side.call(operator.getitem, (run, made.index))
                 self.live.setdefault(made.value, {})[made.node] = tensor
 
-    def _drawn_on(self, index: int) -> torch.device:
-        """The device whose generator a random op draws from: that of its results, which a step on a GPU may move there
-        later."""
-        result = tensors_of(self.traced.kernels[index].node.meta["val"])[0]
-        return self.traced.device if result.device.type == self.traced.device.type else result.device
+    def _replaying(self, index: int) -> tuple[Any, torch.device]:
+        """How a random op runs again, and on what device: PyTorch's draw from the generator of where their results are,
+        which a step on a GPU may well move there later. Of a user's own op nobody knows."""
+        kernel, device = self.traced.kernels[index], self.traced.device
+        if not private.is_of_pytorch(kernel.target):
+            return replay_all, device
+        result = tensors_of(kernel.node.meta["val"])[0]
+        return replay, device if result.device.type == device.type else result.device
 
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:

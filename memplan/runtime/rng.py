@@ -55,3 +55,13 @@ def replay(state: Any, device: torch.device, target: Callable[..., Any], *args: 
         return target(*args, **kwargs)
     finally:
         restore_rng(device, present)
+
+
+def replay_all(state: Any, device: torch.device, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The same for an op of which nobody knows what generator it draws from. state: from `held_rng`."""
+    present = held_rng(device)
+    try:
+        restore_held_rng(device, state)
+        return target(*args, **kwargs)
+    finally:
+        restore_held_rng(device, present)
