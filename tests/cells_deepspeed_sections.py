@@ -68,11 +68,11 @@ def check_sharded_budgets() -> str | None:
     return problem or first_difference(train_sharded(None), train_sharded(section), "result")
 
 
-def attached(stages: int, section: dict[str, Any]) -> Any:
-    """The engine of a pipeline without ZeRO, planned by its section."""
+def attached(stages: int, section: dict[str, Any], kind: str = "plain") -> Any:
+    """The engine of a pipeline, planned by its section."""
     from memplan.integrations.deepspeed import attach
 
-    engine = deepspeed_engine(stages, "plain", 1)
+    engine = deepspeed_engine(stages, kind, 1)
     engine.config["memplan"] = {"costs": "estimate", **section}
     return attach(engine)
 

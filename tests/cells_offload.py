@@ -184,12 +184,12 @@ def torch_shares_a_host_budget() -> str | None:
 # -- DeepSpeed --------------------------------------------------------------------------------------------------------
 
 
-def deepspeed_equals_plain(stages: int) -> str | None:
+def deepspeed_equals_plain(stages: int, kind: str = "plain") -> str | None:
     """The same with budgets for device and host in the section, by stage."""
-    plain = deepspeed_plain(stages, "plain")
+    plain = deepspeed_plain(stages, kind)
     floors = []
     for host in ({}, {"host_budget": HOST}):
-        engine_ = attached(stages, {"budget": 1.0, **host})
+        engine_ = attached(stages, {"budget": 1.0, **host}, kind)
         deepspeed_steps(engine_, 1)
         plan = memplan.plan_of(engine_.module)
         assert plan is not None
@@ -200,36 +200,49 @@ def deepspeed_equals_plain(stages: int) -> str | None:
     section = {"per_stage": per_stage, "host_per_stage": [HOST] * stages}
     for seed in (None, 0):
         with copies_on_fakes(seed):
-            engine_ = attached(stages, section)
+            engine_ = attached(stages, section, kind)
             found = deepspeed_steps(engine_)
-            wrong = deepspeed_bytes(engine_, per_stage[engine_.stage_id])
+            wrong = deepspeed_host_bytes(engine_)
+            if kind == "plain":
+                wrong = wrong or deepspeed_device_bytes(engine_, per_stage[engine_.stage_id])
         wrong = wrong or first_difference(plain, found, "step")
         if wrong:
             return f"copies of seed {seed}: {wrong}"
     return None
 
 
-def deepspeed_bytes(engine_: Any, budget: int) -> str | None:
-    """What is wrong with the bytes that a stage holds while it trains on one batch."""
-    plan, transfers = memplan.plan_of(engine_.module), transfers_of(engine_.module)
+def deepspeed_host_bytes(engine_: Any) -> str | None:
+    """What is wrong with the host memory that a stage has taken in some steps."""
+    plan, streams = memplan.plan_of(engine_.module), transfers_of(engine_.module).streams
     assert plan is not None
+    assert isinstance(streams, CountingStreams)
     if not plan.offloaded_bytes or (plan.problem.in_flight > 1 and not crossing(plan)):
         return "nothing is on the host while a microbatch waits"
-    streams = transfers.streams
-    assert isinstance(streams, CountingStreams)
-    transfers.close()
+    if streams.host_bytes != plan.host_bytes:
+        return f"{streams.host_bytes} bytes on the host, planned {plan.host_bytes}"
+    return None
+
+
+def deepspeed_device_bytes(engine_: Any, budget: int) -> str | None:
+    """What is wrong with the bytes that a stage holds on the device while it trains on one batch."""
+    plan, transfers = memplan.plan_of(engine_.module), transfers_of(engine_.module)
+    assert plan is not None
+    assert isinstance(transfers.streams, CountingStreams)
+    transfers.close()  # so that the meter sees new host memory
     parameters = list(engine_.module.parameters())
     batches = iter([(torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)) for _ in range(MICROBATCHES)])
-    meter = DeviceMeter(streams, 0)
+    meter = DeviceMeter(transfers.streams, 0)
     meter.register([parameters, [p.grad for p in parameters], list(engine_.basic_optimizer.state.values())])
     meter.register([engine_.pipe_recv_buf, engine_.grad_layer, list(engine_.pipe_buffers.values())])
     with meter:
         engine_.train_batch(data_iter=batches)
-    if streams.host_bytes != plan.host_bytes:
-        return f"{streams.host_bytes} bytes on the host, planned {plan.host_bytes}"
     if not meter.device_peak_bytes <= plan.peak_bytes <= budget:
         return f"peaks at {meter.device_peak_bytes}, predicted {plan.peak_bytes}, of {budget}"
     return None
+
+
+def deepspeed_cell(stages: int, kind: str = "plain", **settings: Any) -> Cell:
+    return Cell(functools.partial(deepspeed_equals_plain, stages, kind), needs=("deepspeed", "g++"), **settings)
 
 
 CELLS = {
@@ -239,7 +252,10 @@ CELLS = {
     "torch-1f1b-4": Cell(functools.partial(torch_equals_plain, "1f1b"), world=4, full=True),
     "torch-missing-wait": Cell(functools.partial(torch_misses_a_wait, "1f1b")),
     "torch-shared": Cell(torch_shares_a_host_budget, full=True),
-    "deepspeed-pp2": Cell(functools.partial(deepspeed_equals_plain, 2), needs=("deepspeed", "g++")),
-    "deepspeed-pp4": Cell(functools.partial(deepspeed_equals_plain, 4), 4, full=True, needs=("deepspeed", "g++")),
-    "deepspeed-pp2-dp2": Cell(functools.partial(deepspeed_equals_plain, 2), 4, full=True, needs=("deepspeed", "g++")),
+    "deepspeed-pp2": deepspeed_cell(2),
+    "deepspeed-pp2-zero1": deepspeed_cell(2, "zero1", full=True),
+    "deepspeed-pp2-bf16": deepspeed_cell(2, "bf16", full=True),
+    "deepspeed-pp2-tied": deepspeed_cell(2, "tied", full=True),
+    "deepspeed-pp4": deepspeed_cell(4, world=4, full=True),
+    "deepspeed-pp2-dp2": deepspeed_cell(2, world=4, full=True),
 }
