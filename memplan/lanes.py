@@ -67,7 +67,7 @@ class Lanes:
 
 
 def direction_of(problem: Problem, value: int) -> str:
-    """From where a value comes to the device."""
+    """In which lane a value comes to the device."""
     return "gather" if problem.graph.values[value].home == "sharded" else "in"
 
 

@@ -35,6 +35,7 @@ from tests.test_offload import (
     SLOW,
     CountingStreams,
     DeviceMeter,
+    Interrupted,
     calls_of,
     most_on_host,
     recounted,
@@ -209,7 +210,7 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
     expected = run(plain_stage(), order)
     stage, plan = planned(3, None, parameters_too)
     assert plan.offloaded_bytes and bool(plan.problem.graph.host_resident_bytes) == parameters_too
-    for seed in (None, *range(4)):
+    for seed in (None, 0, 1):
         transfers = use(stage, engine.FakeStreams(seed))
         for _ in range(2):
             assert_same_bits(expected, run(stage, order))
@@ -217,7 +218,7 @@ def test_bits_are_those_of_the_plain_stage(name: str, parameters_too: bool) -> N
         assert not transfers._kept
 
 
-@pytest.mark.parametrize("in_flight", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", [2, 4])
 @pytest.mark.parametrize("name", ORDERS)
 @pytest.mark.parametrize("seed", [None, 0])
 def test_bytes_on_device_and_host_are_the_predicted_ones(name: str, in_flight: int, seed: int | None) -> None:
@@ -327,6 +328,42 @@ def test_a_microbatch_that_is_given_up_leaves_its_host_memory_to_others() -> Non
     for _ in range(3):
         assert_same_bits(expected, run(stage, order))
     assert transfers.allocations == len(transfers.slabs) == 3
+
+
+class FailingStreams(engine.FakeStreams):
+    """left: copies until one fails."""
+
+    left = 1 << 30
+
+    def copy(self, direction: engine.Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise Interrupted
+        return super().copy(direction, source, target)
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_a_forward_that_fails_harms_none_that_wait(seed: int | None) -> None:
+    stage, _ = planned(3, seed)
+    streams = FailingStreams(seed)
+    transfers = use(stage, streams)
+    found = []
+    for model in (plain_stage(), stage):
+        torch.manual_seed(1)
+        inputs = [torch.randn(SAMPLE).requires_grad_() for _ in range(2)]
+        outputs = [model(x) for x in inputs]
+        if model is stage:
+            streams.left = 2
+            with pytest.raises(Interrupted):
+                model(torch.randn(SAMPLE).requires_grad_())
+            streams.left = 1 << 30
+        for out in outputs:
+            out.backward(torch.ones(SAMPLE))
+        found.append([copied(outputs), [copied(x.grad) for x in inputs], [copied(p.grad) for p in model.parameters()]])
+    assert_same_bits(*found)
+    del outputs, out
+    assert transfers.allocations == len(transfers.slabs) == 3
+    assert not transfers._kept
 
 
 def test_a_plan_for_one_forward_runs_two_in_more_host_memory() -> None:
