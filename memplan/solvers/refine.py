@@ -24,7 +24,7 @@ from memplan.solvers.replay import fill
 from memplan.solvers.sketch import Sketch, pareto, sketch_of, thin
 
 _CLOSE = 1e-3  # of the bound
-_PATIENCE = 1000  # neighbours in a row that are no better, for a gap as large as the bound
+_PATIENCE = 5.0  # of the neighbours: how many in a row may be no better, for a gap as large as the bound
 
 
 def refine(
@@ -76,21 +76,14 @@ def trade(flat: Flat, sketches: list[Sketch], bound: Bound, config: Config) -> I
             sketch = sketch_of(flat, sketch.solver, order)
         tries = min(config.neighbours, left // (len(thinned) - index))
         if tries and not _close([sketch], bound, peak_bytes):
-            sketch, tried = _improved(flat, sketch, peak_bytes, bound.time_s(peak_bytes), tries, index + 1)
+            patience = _PATIENCE * config.neighbours * (sketch.time_s / bound.time_s(peak_bytes) - 1)
+            least_s = (1 + _CLOSE) * bound.time_s(peak_bytes)
+            state = np.array([index + 1], dtype=np.uint64)
+            order, tried = improve(flat.arrays, sketch.order, peak_bytes, least_s, tries, int(patience), state)
+            sketch = sketch_of(flat, sketch.solver, order)
             left -= tried
         last = sketch
         yield sketch
-
-
-def _improved(
-    flat: Flat, sketch: Sketch, limit_bytes: int, bound_s: float, tries: int, seed: int
-) -> tuple[Sketch, int]:
-    """What its large neighbourhood has, and how many tries that took: fewer near the bound."""
-    patience = int(_PATIENCE * (sketch.time_s / bound_s - 1))
-    state = np.array([seed], dtype=np.uint64)
-    least_s = (1 + _CLOSE) * bound_s
-    order, tried = improve(flat.arrays, sketch.order, limit_bytes, least_s, tries, patience, state)
-    return sketch_of(flat, sketch.solver, order), int(tried)
 
 
 def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
