@@ -7,9 +7,14 @@ beside those from minimum cuts and from a local search (`hierarchy_options`). Fi
 nothing is added up over levels, so no level's rounding or pessimism reaches the next.
 
 What is not a chain needs no rule of its own. A block with branches inside has cuts that several values cross, and the
-local search works on its ops. What nests (a U-Net) is a chain of three, the middle of which is solved by itself; values
-that span the middle are kept, or made again (`hierarchy_detours`). What repeats is solved once: options are remembered
-by a block's signature, across places, levels and granularities.
+local search works on its ops. Branches are a chain, too, for ops have an order. Cuts wherever a region of one entry and
+one exit begins, ends or goes on with another branch (6 regions in Inception, 24 in DenseNet, 16 in ResNet-50, 13 in a
+U-Net, by dominators) found no point of the first three's fronts that was not there, and of the U-Net's six of 192,
+which leave its mean gap as it was.
+
+What nests (a U-Net) is a chain of three, the middle of which is solved by itself; values that span the middle are kept,
+or made again (`hierarchy_detours`). What repeats is solved once: options are remembered by a block's signature, across
+places, levels and granularities.
 
 Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and
 pairs of layers as one block can drop the value between them. Several are tried at the top; all of them share children.

@@ -4,6 +4,22 @@ Leaves out a few repeated runs that stand together, in time or in the model, bri
 others, and fills up what that leaves. An order that takes a little longer is gone on from, the less so the later
 (record-to-record travel, Dueck, 1993); the best one is the answer, so it is never worse than the start.
 
+On fourteen captured steps it takes the mean gap to the bound, over forty budgets, from 1.22 to 1.17% for 6% more
+seconds of planning, most at tight budgets: Inception's overhead at 0.35 of the unplanned activation peak from 32.7 to
+30.8%, ResNet-50's from 31.1 to 30.6%. More tries lead little further: with a hundred times as many, ResNet-50's gap
+there goes from 5.4 to 4.8%, Inception's and DenseNet's stay. From a plan for that very budget, two searches of twenty
+thousand tries both end at an overhead of 29.6%, and none of four from other plans comes below in ten thousand: the
+bound is 23.9%, an integer programme over its moments says 27.8%.
+
+Tried beside it: moving repeated runs, splits that free memory for `fill`, splits before the inputs of a run are gone,
+noise on what is promised, no threshold or a larger one, and more or fewer steps. None of it found more for its seconds.
+
+First runs keep the order of the forward pass. `simulate` allows any in which random ops draw in turn and nothing
+reads what has been overwritten, but it does not pay: Inception, DenseNet and U-Net were solved with five other orders
+of their forward ops each (greedily by memory in two ways, other branches first, depth first, and at random). The
+floors stay, for they are within 0.1% of the bound's, and no order is ahead by more than 0.01 points of overhead at
+0.7, 0.5 or 0.35; some are behind by up to 2.5.
+
 `dag_search` does the same on plain DAGs, where anything may move.
 """
 
