@@ -148,6 +148,39 @@ def test_what_is_refused_is_planned_in_part(name: str) -> None:
     assert_same_bits(run_steps(plain, x), run_steps(net, x))
 
 
+AUTOCAST_INSIDE: dict[str, Head] = {
+    "bilinear": lambda m, y, x: (
+        F.bilinear(y.float(), y.float(), m.graph.view(4, 24, 16)[:, :, :1].expand(4, 24, 24)).float().sum()
+    ),
+    "affine_grid": lambda m, y, x: F.affine_grid(
+        y[:, :6].float().reshape(33, 2, 3), [33, 1, 4, 4], align_corners=False
+    ).sum(),
+    "pinv": lambda m, y, x: torch.linalg.pinv(x).sum() * y.sum(),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST_INSIDE)
+def test_kernels_that_autocast_reaches_inside_are_planned_around_or_with_autocast_off(name: str) -> None:
+    plain, net, x = headed(AUTOCAST_INSIDE[name])
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(memplan.BudgetInfeasible) as infeasible:
+            memplan.apply(net, x, 1, costs="estimate")
+        memplan.apply(net, x, infeasible.value.floor_bytes, costs="estimate")
+    (body,) = memplan.plan_of(net).units
+    assert "autocast" in body.reason
+    assert_same_bits(run_steps(plain, x, autocast=True), run_steps(net, x, autocast=True))
+
+    def off(m: Headed, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return AUTOCAST_INSIDE[name](m, y.float(), x)
+
+    plain, net, x = headed(off)
+    with torch.autocast("cpu", torch.bfloat16):
+        memplan.apply(net, x, 1.0, costs="estimate")
+    assert isinstance(memplan.plan_of(net), memplan.Plan)
+    assert_same_bits(run_steps(plain, x, autocast=True), run_steps(net, x, autocast=True))
+
+
 @pytest.mark.parametrize("ignore_index", [-100, 0])
 def test_scratch_of_selected_weights_does_not_depend_on_data(ignore_index: int) -> None:
     """It is measured on made-up data."""

@@ -9,6 +9,10 @@ The ones that are not in here give the same bits: out-of-place variants (index, 
 other selections, clamp, atan2, matrix_exp, embedding_bag, isclose, quantile, ranking losses, attention's mask), `view`
 for `_reshape_alias`, max_pool1d with indices that nobody asked for, checks of values that are left out (quantile,
 linalg.eig), and what runs for gradients of gradients or forward mode only. `tests/test_branches.py` compares.
+
+Planned ops run without autocast, for what it casts is in the trace. Three kernels call other ops, where autocast meets
+them in eager and never in a trace: they are refused under it. Found by running every kernel of PyTorch's own op
+database with autocast inside and without.
 """
 
 from __future__ import annotations
@@ -121,8 +125,27 @@ def _exchanged_ops() -> private.InPlaceOf:
                 ("self", "target", "weight", "pos_weight", "reduction"),
                 _bce_with_logits,
             ),
+            **{
+                name: functools.partial(_without_autocast, op)
+                for name, op in (
+                    ("_trilinear", aten._trilinear.default),
+                    ("affine_grid_generator", aten.affine_grid_generator.default),
+                    ("linalg_pinv.atol_rtol_tensor", aten.linalg_pinv.atol_rtol_tensor),
+                )
+            },
         }
     )
+
+
+def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A kernel that multiplies matrices by other ops, which autocast meets where it has none for the kernel itself."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and not private.autocast_knows(op._schema.name[6:], device_type):
+        raise UnsupportedModel(
+            f"{op} multiplies matrices inside, which autocast casts in eager and can't in a planned step, at "
+            f'{caller_line()}. Run it under torch.autocast("{device_type}", enabled=False)'
+        )
+    return op(x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
