@@ -5,8 +5,8 @@
 On a machine without a GPU the CPU stands for the device: copies to and from "host memory" then happen as late as the
 plan's waits allow, and what is on its way holds NaN. The loop is the same in both cases. Prints the loss of every step
 beside that of the plain loop; the exit code is 0 only if losses and weights are the same numbers. (On a GPU the first
-loss is, and the others are near: parameters that live on the host are updated by the CPU, which rounds otherwise.) Needs
-transformers, and no download: the weights are random, and the data are the bytes of this repository's licence.
+loss is, and the others are near: parameters that live on the host are updated by the CPU, which rounds otherwise.)
+Needs transformers, and no download: the weights are random, and the data are the bytes of this repository's licence.
 """
 
 from __future__ import annotations
