@@ -28,6 +28,7 @@ from memplan.graph.libraries import most_library_bytes
 from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
+from memplan.graph.shards import Shards
 from memplan.partial import PartialPlan, resident_bytes_of, rows_of, without_graph
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
 from memplan.plans import Plan
@@ -43,7 +44,9 @@ from memplan.units import format_bytes
 
 log = logging.getLogger("memplan")
 
-_ROUNDS = 2  # of choosing and measuring: a fixed number, for ranks rehearse together
+# Rounds of choosing and measuring: fixed numbers, for ranks rehearse together.
+_ROUNDS = 2
+_ROUNDS_WITH_SHARDS = 4  # whoever gathers does so ahead of use, and other choices make for other moments
 
 
 def apply_blocks(
@@ -60,6 +63,7 @@ def apply_blocks(
     reserved_bytes: Callable[[], int] = lambda: 0,
     leaves_out: LeavesOut | None = None,
     group: torch.distributed.ProcessGroup | None = None,
+    shards: Shards | None = None,
 ) -> PartialPlan:
     """Plan blocks of a model in place, so that its whole step fits a budget. Outputs and gradients stay the same bits.
 
@@ -68,7 +72,8 @@ def apply_blocks(
     whole: has the parameters of a block there for as long, where they are only while it runs. reserved_bytes: what is
     held beside all that the step itself makes, and not for blocks to schedule (gathered parameters); asked after a
     first step. leaves_out: storages that it covers. group: the ranks that rehearse together, where blocks run
-    collectives around them: what can't be met on one is then raised on all.
+    collectives around them: what can't be met on one is then raised on all. shards: who has sharded the parameters by
+    other means than DTensors, has them whole around each pass of a block, and takes their gradients.
 
     Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives
     its plan, `memplan.remove(block)` takes it off. Rehearses on the sample, of which nothing stays.
@@ -81,7 +86,7 @@ def apply_blocks(
     agreement = None if group is None else Agreement.of(group)
     rehearsed = functools.partial(
         _rehearsed, model, blocks, sample, budget, optimizer, accumulate, costs, config, whole, reserved_bytes,
-        leaves_out,
+        leaves_out, shards,
     )  # fmt: skip
     plan, units, ways = rehearsed() if agreement is None else agreement.together(rehearsed)
     for unit, way in zip(units, ways, strict=True):
@@ -107,10 +112,12 @@ def _rehearsed(
     whole: Whole,
     reserved_bytes: Callable[[], int],
     leaves_out: LeavesOut | None,
+    shards: Shards | None,
 ) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
     """The plan, and how each block runs. Runs as many steps on every rank."""
     call = without_graph(CallReader(model.forward).read_sample(sample))
-    units = _units(model, blocks, Rehearsal(model, model, call, metered=False), whole)
+    rehearse = functools.partial(Rehearsal, model, model, call, takes_gradients=shards is not None)
+    units = _units(model, blocks, rehearse(metered=False), whole, shards)
     solve_units(units, costs, functools.partial(solve_saved, config=config_of(config)), whole)
     device = next((unit.captured.traced.device for unit in units if unit.captured is not None), None)
 
@@ -119,7 +126,7 @@ def _rehearsed(
         return on_host or (leaves_out is not None and leaves_out(storage))
 
     held_bytes, update_bytes = _held_beside(model, optimizer, accumulate, device)
-    parts = measured_parts(functools.partial(Rehearsal, model, model, call, leaves_out=elsewhere), units, {})
+    parts = measured_parts(functools.partial(rehearse, leaves_out=elsewhere), units, {})
     parts = parts.updated(update_bytes)
     resident = [t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage())]
     resident_bytes = resident_bytes_of(resident)
@@ -128,11 +135,12 @@ def _rehearsed(
     least = smallest(parts.problem)
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
     excess_bytes = 0
-    for _ in range(_ROUNDS):
+    for _ in range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS):
         choice = choose(parts.problem, limit - beside_bytes - excess_bytes) or least
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
         with _exchanged(units, ways):
-            peak_bytes = measured_peak(model, call, functools.partial(_called, model, call), elsewhere)
+            run = functools.partial(_called, model, call)
+            peak_bytes = measured_peak(model, call, run, elsewhere, takes_gradients=shards is not None)
         excess_bytes += max(0, peak_bytes + beside_bytes - limit)
     peak_bytes = max(choice.peak_bytes, peak_bytes) + beside_bytes
     if peak_bytes > limit:
@@ -150,7 +158,9 @@ def _called(model: nn.Module, call: Call) -> Any:
     return model(*call.variadic, **call.arguments)
 
 
-def _units(model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, whole: Whole) -> list[Part]:
+def _units(
+    model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, whole: Whole, shards: Shards | None
+) -> list[Part]:
     """The blocks as parts of the step, captured with the arguments that a first forward hands them."""
     names = {module: name for name, module in model.named_modules()}
     strangers = [type(block).__name__ for block in blocks if block not in names]
@@ -165,7 +175,7 @@ def _units(model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, 
                 "each block has to be called once, by the model's forward. Leave it out of the blocks"
             )
     reason = "blocks are planned each by itself, for something may happen between them"
-    units = [Part(v.module, Site(names[v.module], "captured", reason), v) for v in rehearsal.visits]
+    units = [Part(v.module, Site(names[v.module], "captured", reason), v, shards=shards) for v in rehearsal.visits]
     for unit in units:
         with whole(unit.module):
             capture_unit(unit, shares_parameters(model, unit.module))

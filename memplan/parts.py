@@ -20,9 +20,11 @@ from memplan.graph.call import Call
 from memplan.graph.capture import capture_part
 from memplan.graph.probe import Site, find_sites
 from memplan.graph.raw_trace import Surroundings
+from memplan.graph.shards import Shards
 from memplan.plans import same_structure
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower
+from memplan.runtime.gathers import Gathers
 from memplan.runtime.measures import StepMeasure, UnitMeasure
 from memplan.runtime.rehearsal import EditedArguments, Passage, Rehearsal, Visit, nothing_kept
 from memplan.runtime.units import UnitStep
@@ -41,7 +43,8 @@ _MOST_OPTIONS = 16  # of one unit
 class Part:
     """One call of a unit or of a block. front: of a captured one. ways: what each of its options runs.
 
-    further: positions of arguments that the program takes once more.
+    further: positions of arguments that the program takes once more. shards: who has sharded its parameters, and has
+    them whole around its passes.
     """
 
     module: nn.Module
@@ -49,6 +52,7 @@ class Part:
     visit: Visit | None = None
     captured: Capture | None = None
     further: tuple[int, ...] = ()
+    shards: Shards | None = None
     problem: Problem | None = None
     front: Front | None = None
     ways: list[Candidate | str] = field(default_factory=list)
@@ -66,7 +70,8 @@ class Part:
         """A schedule of it, ready to run."""
         assert self.captured is not None
         program = lower(candidate.schedule, self.captured.traced, "edges")
-        return UnitStep.of(self.module, self.captured, program, self.further)
+        gathers = None if self.shards is None else Gathers(self.shards)
+        return UnitStep.of(self.module, self.captured, program, self.further, gathers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +170,7 @@ def capture_unit(unit: Part, shares: bool) -> None:
         if shares and autocast.enabled and autocast.cache_enabled:
             raise UnsupportedModel("it shares parameters, whose casts autocast shares too")
         with autocast.context():
-            unit.captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around)
+            unit.captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around, unit.shards)
     except UnsupportedModel as error:
         unit.site = Site(site.name, "opaque", str(error))
         return
@@ -192,7 +197,7 @@ def solve_units(
             continue
         try:
             with whole(unit.module):
-                costs = _costs(unit.module, unit.captured, unit.further, source)
+                costs = _costs(unit, unit.captured, source)
         except UnsupportedModel as error:  # an op does not do what its trace says
             unit.captured, unit.site = None, Site(unit.site.name, "opaque", str(error))
             continue
@@ -211,14 +216,16 @@ def _equal(a: Problem, b: Problem) -> bool:
     return a.costs == b.costs and sizes[0] == sizes[1] and same_structure(a.graph, b.graph)
 
 
-def _costs(module: nn.Module, captured: Capture, further: Sequence[int], source: str) -> Costs:
+def _costs(unit: Part, captured: Capture, source: str) -> Costs:
     if source == "estimate":
         return estimate(captured.traced)
-    tensors = dict([*module.named_parameters(), *module.named_buffers()])
+    tensors = dict([*unit.module.named_parameters(), *unit.module.named_buffers()])
     inputs = captured.call.tensors
-    inputs = (*inputs, *(inputs[position] for position in further))
+    inputs = (*inputs, *(inputs[position] for position in unit.further))
 
-    def resident(kind: str, name: str, position: int) -> torch.Tensor:
+    def resident(kind: str, name: str, position: int) -> torch.Tensor | None:
+        if kind == "parameter" and unit.shards is not None:
+            return None
         return inputs[position] if kind == "input" else tensors[name]
 
     return measure(captured.traced, resident)

@@ -123,27 +123,33 @@ def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
 
 
 def capture_part(
-    module: nn.Module, forward: Callable[..., Any], call: Call, around: Surroundings | None = None
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    around: Surroundings | None = None,
+    shards: Shards | None = None,
 ) -> Capture:
     """Capture one call of a submodule, for the step of which it is a part.
 
     around: what is known of that step; without it, whether the call can be captured at all. Arguments must require
-    grad where they do in the step. Raises UnsupportedModel.
+    grad where they do in the step. shards: who has sharded the parameters, and has them whole around the call. Raises
+    UnsupportedModel.
     """
     refuse_wrappers(module)
     device = model_device(module)
     if any(t.device.type != device.type for t in call.tensors):
         raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
     _refuse_odd_arguments(call)
-    _refuse_hooks(module, False)
+    _refuse_hooks(module, False, shards)
     if private.collects_outputs():
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
-    with AttributesKept(module) as attributes:
-        raw = trace_step(module, call, forward, autocast, device, around=around)
+    with AttributesKept(module, () if shards is None else shards.attributes) as attributes:
+        with contextlib.nullcontext() if shards is None else shards.tracing():
+            raw = trace_step(module, call, forward, autocast, device, around=around, shapes=_shapes(module, shards))
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
-        key = StepKey(module, call, autocast, device.type)
+        key = StepKey(module, call, autocast, device.type, shards)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to_inputs(traced)
     key.guard(traced, raw.attribute_reads)

@@ -72,8 +72,11 @@ class Passage:
 
 
 @contextlib.contextmanager
-def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
-    """Put back what steps change: gradients, buffers, Python attributes, generators. Hooks of parameters do not run."""
+def nothing_kept(model: nn.Module, call: Call, takes_gradients: bool = False) -> Iterator[None]:
+    """Put back what steps change: gradients, buffers, Python attributes, generators. Hooks of parameters do not run.
+
+    takes_gradients: those of parameters are let go of as they come, as where a hook takes them.
+    """
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
@@ -82,6 +85,7 @@ def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
     # Such a hook may well be an optimizer's step.
     tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
     hooks = [(table, dict(table)) for table in tables]
+    taken: list[Any] = []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     generators = [(g, g.get_state()) for g in own_generators(model)]
     try:
@@ -91,9 +95,15 @@ def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
             home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
         for table, _ in hooks:
             table.clear()
+        if takes_gradients:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
         with torch.random.fork_rng(devices=devices), AttributesKept(model):
             yield
     finally:
+        for hook in taken:
+            hook.remove()
         for table, held in hooks:
             table.update(held)
         random.setstate(python_state)
@@ -107,6 +117,10 @@ def nothing_kept(model: nn.Module, call: Call) -> Iterator[None]:
             leaf.grad = gradient
 
 
+def _let_go(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
 class Rehearsal(UnitObserver):
     """One step with real data.
 
@@ -114,15 +128,23 @@ class Rehearsal(UnitObserver):
     """
 
     def __init__(
-        self, model: nn.Module, forward: Forward, call: Call, metered: bool = True, leaves_out: LeavesOut | None = None
+        self,
+        model: nn.Module,
+        forward: Forward,
+        call: Call,
+        metered: bool = True,
+        leaves_out: LeavesOut | None = None,
+        takes_gradients: bool = False,
     ) -> None:
-        """metered: bytes are counted, which slows the step down. leaves_out: storages that do not count."""
+        """metered: bytes are counted, which slows the step down. leaves_out: storages that do not count.
+        takes_gradients: those of parameters are let go of as they come."""
         self.events: list[Event] = []
         self.visits: list[Visit] = []
         self.passages: list[Passage] = []
         self._metered = metered
         self.last_bytes = self.left_bytes = 0
         self._model, self._original, self._call = model, forward, call
+        self._takes_gradients = takes_gradients
         self._meter = LiveMeter(leaves_out)
 
     @property
@@ -140,7 +162,7 @@ class Rehearsal(UnitObserver):
         forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
         forwards |= {m: self._passed(m, m.forward) for m in blocks}
         args, kwargs = self._call.variadic, self._call.arguments
-        with nothing_kept(self._model, self._call), torch.enable_grad():
+        with nothing_kept(self._model, self._call, self._takes_gradients), torch.enable_grad():
             self._meter.register(resident_tensors(self._model, self._call))
             with self._meter if self._metered else contextlib.nullcontext():
                 # A rerun that stopped early would not tell what a forward leaves.
@@ -300,15 +322,22 @@ def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
     return [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
 
 
-def measured_peak(model: nn.Module, call: Call, run: Callable[[], Any], leaves_out: LeavesOut | None = None) -> int:
+def measured_peak(
+    model: nn.Module,
+    call: Call,
+    run: Callable[[], Any],
+    leaves_out: LeavesOut | None = None,
+    takes_gradients: bool = False,
+) -> int:
     """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
-    leaves_out: storages that do not count. Two steps are run, because the first may leave something in Python
-    attributes that the second still holds, and libraries on the device.
+    leaves_out: storages that do not count. takes_gradients: those of parameters are let go of as they come. Two steps
+    are run, because the first may leave something in Python attributes that the second still holds, and libraries on
+    the device.
     """
     meter = LiveMeter(leaves_out)
     allocated_bytes = 0
-    with nothing_kept(model, call), torch.enable_grad():
+    with nothing_kept(model, call, takes_gradients), torch.enable_grad():
         meter.register(resident_tensors(model, call))
         resident_bytes = meter.live_bytes
         for _ in range(2):

@@ -25,6 +25,7 @@ from memplan.graph.call import Call
 from memplan.graph.capture import Capture
 from memplan.graph.key import StepKey
 from memplan.runtime.execute import Gradients, InFlight, ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 
 Forward = Callable[..., Any]
@@ -125,7 +126,7 @@ class UnitRunner(Runner):
     index: int = -1
 
     @staticmethod
-    def of(module: nn.Module, capture: Capture, program: Program) -> UnitRunner:
+    def of(module: nn.Module, capture: Capture, program: Program, gathers: Gathers | None = None) -> UnitRunner:
         traced = capture.traced
         names = tuple(name or "output" for name in traced.template.names)
         layouts = {
@@ -137,7 +138,7 @@ class UnitRunner(Runner):
         names_of_state = [*state, *(n for n in program.parameter_gradients if n not in state)]
         return UnitRunner(
             program=program,
-            store=ParameterStore(module, names_of_state, traced.device),
+            store=ParameterStore(module, names_of_state, traced.device, gathers),
             trainable=program.parameter_gradients,
             backwards=((layouts, program.backward),),
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
@@ -173,8 +174,14 @@ class UnitStep:
     further: tuple[int, ...]
 
     @staticmethod
-    def of(module: nn.Module, capture: Capture, program: Program, further: tuple[int, ...]) -> UnitStep:
-        return UnitStep(capture, program, capture.key, UnitRunner.of(module, capture, program), further)
+    def of(
+        module: nn.Module,
+        capture: Capture,
+        program: Program,
+        further: tuple[int, ...],
+        gathers: Gathers | None = None,
+    ) -> UnitStep:
+        return UnitStep(capture, program, capture.key, UnitRunner.of(module, capture, program, gathers), further)
 
     def bound_to(self, module: nn.Module) -> UnitStep:
         """The same for a copy of the module."""

@@ -1,0 +1,114 @@
+"""ZeRO stage 3 where memplan can't gather itself: blocks of the model are planned, and DeepSpeed gathers around them.
+
+A step that can't be captured whole, or in which DeepSpeed gathers in ways of its own (quantized, from NVMe, under
+autocast), still has blocks that can be planned each by itself. Each becomes a leaf for DeepSpeed's hooks, which gather
+all of its parameters before its forward and before its backward; in between nothing of it is gathered, so that what is
+recomputed in its backward finds its parameters there. Gradients are reduced by the hooks on parameters as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+from torch import nn
+
+import memplan
+
+from .memory import needs_beside_shards
+from .zero3 import ZeroShards
+
+
+def apply_sharded_blocks(
+    engine: Any,
+    sample: Any,
+    budget: int | float | str | memplan.Budget,
+    *,
+    blocks: Sequence[nn.Module] | None = None,
+    **keywords: Any,
+) -> memplan.PartialPlan:
+    """Plan blocks of the model of a DeepSpeed engine of ZeRO stage 3, so that this rank's step fits a budget.
+
+    To be called by all of its ranks, in train mode. Their budgets may differ, and their batches. Counted is what
+    `apply_sharded` counts, with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample.
+
+    blocks: what to plan; None takes the modules that are repeated, as layers of a transformer are. keywords: as for
+    `memplan.apply_blocks`.
+
+    Gives the plan. Raises BudgetInfeasible, on every rank, where one can't meet its budget; ValueError where there is
+    nothing to plan.
+    """
+    model = engine.module
+    blocks = repeated_blocks(model) if blocks is None else list(blocks)
+    if not blocks:
+        raise ValueError(
+            f"nothing in {type(model).__name__} is repeated that could be planned. Say what its blocks are: blocks="
+        )
+    shards = BlockShards(engine)
+    needs = needs_beside_shards(engine, shards.reducing_bytes)
+    around = needs.surroundings
+    shards.gather_around(blocks)
+    with shards.fresh_forwards():
+        return memplan.apply_blocks(
+            model, blocks, sample, budget, optimizer=needs.optimizer, shards=shards, group=shards.group,
+            reserved_bytes=lambda: shards.resident_bytes + around.held_bytes + around.after_bytes, **keywords,
+        )  # fmt: skip
+
+
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Modules that stand in a list of several of their kind, and are in no other such."""
+    found: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for module in model.modules():
+        children = list(module.children())
+        alike = len(children) > 1 and len({type(child) for child in children}) == 1
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and alike and module not in inside:
+            if any(p.requires_grad for p in module.parameters()):
+                found += children
+                inside.update(module.modules())
+    return found
+
+
+class BlockShards(ZeroShards):
+    """The parameters of an engine whose hooks gather them around each pass of a block."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__(engine, memplan.GatherSpeed())
+
+    def begin(self) -> None:
+        """DeepSpeed's hooks have gathered what a block reads."""
+
+    def gather_around(self, blocks: Sequence[nn.Module]) -> None:
+        """Have DeepSpeed gather all of a block before any of it runs.
+
+        The hooks on modules in it stay: where a block runs as it is they do no harm, and autograd adds up gradients in
+        the order that their nodes make.
+        """
+        self._offload.partition_all_parameters()
+        for block in blocks:
+            set_z3_leaf_module(block, True)
+        self._forget_order()
+
+    @contextlib.contextmanager
+    def fresh_forwards(self) -> Iterator[None]:
+        """Each forward begins as after a step, with nothing gathered, and so does what comes next."""
+        hook = self._module.register_forward_pre_hook(lambda *_: self._begin_anew(), prepend=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+            self._begin_anew()
+            self._forget_order()
+
+    def _begin_anew(self) -> None:
+        if torch.is_grad_enabled():
+            self._offload.partition_all_parameters()
+
+    def _forget_order(self) -> None:
+        """DeepSpeed gathers ahead in the order in which modules ran; now other ones run."""
+        coordinator = self._offload.get_param_coordinator()
+        if not coordinator.is_invalid_trace():
+            coordinator._invalidate_trace()
