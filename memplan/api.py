@@ -253,16 +253,18 @@ def grown_bytes(model: nn.Module) -> int | None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and give the original forward back. Does nothing to a model without a plan.
+    """Take the plan off the model, and those off blocks of it, and give the original forwards back. Does nothing to a
+    model without a plan.
 
     Parameters that live on the host stay there; `model.to(device)` brings them back.
     """
-    planned = planned_forward(model)
-    if planned is not None:
-        planned.uninstall()
-        for undo in reversed(planned.undo):
-            undo()
-        planned.warn_of_host()
+    for module in model.modules():
+        planned = planned_forward(module)
+        if planned is not None:
+            planned.uninstall()
+            for undo in reversed(planned.undo):
+                undo()
+            planned.warn_of_host()
     return model
 
 

@@ -342,7 +342,8 @@ class Planner(Planning):
         if self.shards is not None:
             raise UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be captured whole, for what runs unplanned would not "
-                "gather. Mend that, or leave the parameters whole (ZeRO stage 2 or less, or FSDP with planned blocks)"
+                "gather. Mend that, leave the parameters whole (ZeRO stage 2 or less), or plan blocks: with DeepSpeed "
+                "give attach() a sample, with FSDP call apply_blocks"
             ) from error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         peak_bytes = self._unplanned_bytes(call, known)

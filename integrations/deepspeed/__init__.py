@@ -16,11 +16,19 @@ from .config import MemplanConfig as MemplanConfig
 from .engine import attach as attach
 from .engine import initialize as initialize
 from .memory import DeviceMemory as DeviceMemory
+from .zero3_blocks import apply_sharded_blocks as apply_sharded_blocks
 
 if TYPE_CHECKING:
     from .trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
 
-__all__ = ["DeviceMemory", "MemplanConfig", "MemplanDeepSpeedCallback", "attach", "initialize"]
+__all__ = [
+    "DeviceMemory",
+    "MemplanConfig",
+    "MemplanDeepSpeedCallback",
+    "apply_sharded_blocks",
+    "attach",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import deepspeed
@@ -17,7 +18,10 @@ from .memory import DeviceMemory, memory_of, needs_of
 from .pipeline import apply_to_stage
 from .refusals import refuse, strip_checkpointing
 from .watch import Watch
-from .zero3 import apply_sharded
+from .zero3 import GathersUnplanned, apply_sharded
+from .zero3_blocks import apply_sharded_blocks
+
+log = logging.getLogger("memplan")
 
 
 def initialize(
@@ -38,7 +42,8 @@ def attach(engine: DeepSpeedEngine, sample: Any = None, *, memory: DeviceMemory 
     The engine may come from `deepspeed.initialize`, or be what `accelerator.prepare` of Accelerate gives for a model.
     The loop around it does not change; `memplan.remove(engine.module)` takes the plan off again.
     sample: a batch like those that the engine will be called with: a tensor, a tuple of arguments, or a dict of keyword
-        arguments, on the engine's device. None: the first call is planned when it comes.
+        arguments, on the engine's device. None: the first call is planned when it comes. Under ZeRO 3 a step that can't
+        be captured whole takes a sample: its blocks are then planned each by itself.
     memory: says what the device has free, where no budget is given. None is the device's own memory, which a CPU does
         not have.
 
@@ -72,11 +77,15 @@ def plan_engine(
     return watch
 
 
-def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any) -> None:
-    """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
+def apply_plan(
+    engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any
+) -> memplan.PartialPlan | None:
+    """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises.
+
+    Gives the plan where blocks are planned each by itself; that of the whole is `memplan.plan_of(engine.module)`.
+    """
     if engine.zero_optimization_partition_weights():
-        apply_sharded(engine, sample, budget, **apply_keywords)
-        return
+        return _plan_sharded(engine, sample, budget, apply_keywords)
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None
     keywords = {**needs_of(engine).apply_keywords(), **apply_keywords, "group": group}
@@ -85,3 +94,27 @@ def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_key
             apply_to_stage(engine, sample, budget, **keywords)
         else:
             memplan.apply(engine.module, sample, budget, **keywords)
+    return None
+
+
+def _plan_sharded(
+    engine: DeepSpeedEngine, sample: Any, budget: Budget, apply_keywords: dict[str, Any]
+) -> memplan.PartialPlan | None:
+    """The whole step, or its blocks where that can't be captured, or DeepSpeed gathers in ways of its own."""
+    problem: Exception | None = None
+    try:
+        apply_sharded(engine, sample, budget, **apply_keywords)
+    except Exception as error:
+        problem = error
+    found: list[Any] = [None] * engine.dp_world_size
+    mends = isinstance(problem, (memplan.UnsupportedModel, GathersUnplanned)) and sample is not None
+    torch.distributed.all_gather_object(found, mends, engine.data_parallel_group)
+    if problem is None:
+        return None
+    if not all(found):
+        raise problem
+    if apply_keywords.get("host_budget") is not None:
+        log.warning("memplan: nothing is offloaded by planned blocks, though there is a host budget")
+    log.warning("memplan: blocks are planned each by itself, because %s", str(problem).partition("\n")[0])
+    taken = {key: apply_keywords[key] for key in ("costs", "config") if key in apply_keywords}
+    return apply_sharded_blocks(engine, sample, budget, **taken)

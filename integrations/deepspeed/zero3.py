@@ -54,10 +54,13 @@ def apply_sharded(
     sample: None plans the first call when it comes. gather_speed: of one parameter after the other; None measures it.
     apply_keywords: as for `memplan.apply`.
 
-    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix, and on all ranks
-    what `memplan.apply` raises on one.
+    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix (a
+    `GathersUnplanned` where DeepSpeed gathers in ways of its own), and on all ranks what `memplan.apply` raises on one.
     """
-    _refuse(engine)
+    refuse_stage(engine)
+    for found, reason, _ in reasons(engine):
+        if found:
+            raise GathersUnplanned(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
     shards = ZeroShards(engine, gather_speed)
     _look_at_budgets(budget, shards.group)
     keywords = {**needs_beside_shards(engine, shards.reducing_bytes).apply_keywords(), **apply_keywords}
@@ -216,6 +219,18 @@ class ZeroShards:
                         table[key] = resting = _RestingHook(hook, self)
                         own[id(resting)] = resting
 
+    def rest_within(self, module: nn.Module) -> None:
+        """DeepSpeed's hooks on modules in this one gather nothing any more. Nodes that they put into autograd's graph
+        stay, for autograd adds up gradients in the order that these make."""
+        for inner in module.modules():
+            if inner is module:
+                continue
+            for table in (inner._forward_pre_hooks, inner._forward_hooks):
+                for key, hook in list(table.items()):
+                    if id(hook) in self._gathering:
+                        del table[key]
+            vars(inner).update(dict.fromkeys([name for name in _FUNCTIONS if name in vars(inner)], _Passing))
+
     # -- speed ------------------------------------------------------------------------------------------------------
 
     def _measured_speed(self) -> memplan.GatherSpeed:
@@ -290,8 +305,12 @@ class _RestingHook:
 # -- what can't be planned --------------------------------------------------------------------------------------------
 
 
-def _refuse(engine: Any) -> None:
-    """Raise ValueError for an engine whose gathers can't be planned."""
+class GathersUnplanned(ValueError):
+    """DeepSpeed does with gathers what a plan of them can't follow."""
+
+
+def refuse_stage(engine: Any) -> None:
+    """Raise ValueError for an engine that does not train under ZeRO 3."""
     if engine.zero_optimization_stage() != 3:
         raise ValueError(
             f"the engine is of ZeRO stage {engine.zero_optimization_stage()}; sharded plans are for stage 3"
@@ -302,46 +321,51 @@ def _refuse(engine: Any) -> None:
         )
     if not engine.module.training:
         raise ValueError("the engine is in eval mode; call engine.train() first, for the plan is one of training")
-    for found, reason in _reasons(engine):
-        if found:
-            raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
 
 
-def _reasons(engine: Any) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what it is and what to do) of what DeepSpeed does with gathers and memplan can't follow."""
+def reasons(engine: Any) -> Iterator[tuple[bool, str, bool]]:
+    """(whether it is so, what it is and what to do, whether blocks can be planned nevertheless) of what DeepSpeed does
+    with gathers and memplan can't follow."""
     zero, offload = engine.config.get("zero_optimization", {}), engine.optimizer.parameter_offload
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
     yield (
         engine.is_deepcompile_enabled(),
         'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
+        False,
     )
     yield (
         str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
         'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop it',
+        False,
     )
     yield (
         any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
         or int(zero.get("zero_hpz_partition_size", 1)) > 1,
         "a secondary partition (hpZ). Leave zero_hpz_partition_size out",
+        True,
     )
     yield (
         bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
         "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
+        False,
     )
-    yield int(zero.get("mics_shard_size", -1)) > 0, "MiCS. Leave mics_shard_size out"
-    yield bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out"
+    yield int(zero.get("mics_shard_size", -1)) > 0, "MiCS. Leave mics_shard_size out", False
+    yield bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out", False
     yield (
         bool(engine.torch_autocast_enabled()),
         'torch_autocast, under which parameters are sent in another dtype. Use "bf16": {"enabled": true} instead',
+        True,
     )
     yield (
         bool(leaves),
         f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
         "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
+        True,
     )
     yield (
         any(not hasattr(p, "ds_id") for p in engine.module.parameters()),
         "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
+        False,
     )
 
 

@@ -1,9 +1,14 @@
 """ZeRO stage 3 where memplan can't gather itself: blocks of the model are planned, and DeepSpeed gathers around them.
 
-A step that can't be captured whole, or in which DeepSpeed gathers in ways of its own (quantized, from NVMe, under
-autocast), still has blocks that can be planned each by itself. Each becomes a leaf for DeepSpeed's hooks, which gather
-all of its parameters before its forward and before its backward; in between nothing of it is gathered, so that what is
-recomputed in its backward finds its parameters there. Gradients are reduced by the hooks on parameters as ever.
+A step that can't be captured whole, or in which DeepSpeed gathers in ways of its own (in another dtype under autocast,
+from a secondary partition), still has blocks that can be planned each by itself. Each becomes a leaf for DeepSpeed's
+hooks, which gather all of its parameters before its forward and before its backward, so that what is recomputed in
+backward finds them there; this stays so when plans are removed. Gradients are reduced by the hooks on parameters as
+ever, when a block's backward is over.
+
+Registering DeepSpeed's hooks anew, with the blocks as leaves, was tried: without the nodes that its hooks on inner
+modules put into the graph, autograd adds up gradients in another order, and results differ in the last bits. Leaving
+these hooks to gather was tried, too: then ranks that run a block in other ways gather in other orders, and hang.
 """
 
 from __future__ import annotations
@@ -13,13 +18,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
+from deepspeed.runtime.torch_autocast import autocast_if_enabled
+from deepspeed.utils.z3_leaf_module import set_z3_leaf_module, z3_leaf_parameter
 from torch import nn
 
 import memplan
 
 from .memory import needs_beside_shards
-from .zero3 import ZeroShards
+from .zero3 import ZeroShards, reasons, refuse_stage
 
 
 def apply_sharded_blocks(
@@ -42,6 +48,16 @@ def apply_sharded_blocks(
     nothing to plan.
     """
     model = engine.module
+    refuse_stage(engine)
+    for found, reason, blocks_can_be_planned in reasons(engine):
+        if found and not blocks_can_be_planned:
+            raise ValueError(f"memplan can't plan blocks of ZeRO-3 with {reason}")
+    if any(map(z3_leaf_parameter, model.parameters())):
+        raise ValueError(
+            "the engine was made with leaf modules, whose gradients are reduced when DeepSpeed has called them. Leave "
+            "set_z3_leaf_modules, and stage3_module_granularity_threshold, out"
+        )
+    memplan.remove(model)
     blocks = repeated_blocks(model) if blocks is None else list(blocks)
     if not blocks:
         raise ValueError(
@@ -51,7 +67,7 @@ def apply_sharded_blocks(
     needs = needs_beside_shards(engine, shards.reducing_bytes)
     around = needs.surroundings
     shards.gather_around(blocks)
-    with shards.fresh_forwards():
+    with shards.fresh_forwards(), autocast_if_enabled(engine):
         return memplan.apply_blocks(
             model, blocks, sample, budget, optimizer=needs.optimizer, shards=shards, group=shards.group,
             reserved_bytes=lambda: shards.resident_bytes + around.held_bytes + around.after_bytes, **keywords,
@@ -81,15 +97,18 @@ class BlockShards(ZeroShards):
     def begin(self) -> None:
         """DeepSpeed's hooks have gathered what a block reads."""
 
-    def gather_around(self, blocks: Sequence[nn.Module]) -> None:
-        """Have DeepSpeed gather all of a block before any of it runs.
+    def let_hooks_rest(self) -> None:
+        """They gather around blocks."""
 
-        The hooks on modules in it stay: where a block runs as it is they do no harm, and autograd adds up gradients in
-        the order that their nodes make.
+    def gather_around(self, blocks: Sequence[nn.Module]) -> None:
+        """Have DeepSpeed gather all of a block before any of it runs, and nothing for the modules in it.
+
+        So ranks gather in one order however each of them runs a block.
         """
         self._offload.partition_all_parameters()
         for block in blocks:
             set_z3_leaf_module(block, True)
+            self.rest_within(block)
         self._forget_order()
 
     @contextlib.contextmanager
