@@ -73,7 +73,9 @@ def apply_blocks(
     held beside all that the step itself makes, and not for blocks to schedule (gathered parameters); asked after a
     first step. leaves_out: storages that it covers. group: the ranks that rehearse together, where blocks run
     collectives around them: what can't be met on one is then raised on all. shards: who has sharded the parameters by
-    other means than DTensors, has them whole around each pass of a block, and takes their gradients.
+    other means than DTensors, has them whole around each pass of a block, and takes their gradients. Ranks then agree
+    before each call of a block that they hand its gradients over in one order, or raise PlanMismatch: where one has
+    another batch than its sample, all need to.
 
     Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives
     its plan, `memplan.remove(block)` takes it off. Rehearses on the sample, of which nothing stays.
@@ -86,12 +88,12 @@ def apply_blocks(
     agreement = None if group is None else Agreement.of(group)
     rehearsed = functools.partial(
         _rehearsed, model, blocks, sample, budget, optimizer, accumulate, costs, config, whole, reserved_bytes,
-        leaves_out, shards,
+        leaves_out, shards, agreement,
     )  # fmt: skip
     plan, units, ways = rehearsed() if agreement is None else agreement.together(rehearsed)
     for unit, way in zip(units, ways, strict=True):
         if way != "keep":
-            _install(unit, way)
+            _install(unit, way, None if shards is None else agreement)
     again = [row.name for row in plan.units if row.way != "keep"]
     log.info(
         "memplan: %d of %d blocks recompute; the step is planned to peak at %s of %s",
@@ -113,6 +115,7 @@ def _rehearsed(
     reserved_bytes: Callable[[], int],
     leaves_out: LeavesOut | None,
     shards: Shards | None,
+    agreement: Agreement | None,
 ) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
     """The plan, and how each block runs. Runs as many steps on every rank."""
     call = without_graph(CallReader(model.forward).read_sample(sample))
@@ -138,10 +141,13 @@ def _rehearsed(
     for _ in range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS):
         choice = choose(parts.problem, limit - beside_bytes - excess_bytes) or least
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
-        with _exchanged(units, ways):
+        if shards is not None:
+            ways = [_in_one_order(u, way) for u, way in zip(units, ways, strict=True)]
+        with _exchanged(units, ways, None if shards is None else agreement):
             run = functools.partial(_called, model, call)
             peak_bytes = measured_peak(model, call, run, elsewhere, takes_gradients=shards is not None)
-        excess_bytes += max(0, peak_bytes + beside_bytes - limit)
+        if peak_bytes + beside_bytes > limit:
+            excess_bytes = peak_bytes - choice.peak_bytes  # more than worked out, and more than allowed for until now
     peak_bytes = max(choice.peak_bytes, peak_bytes) + beside_bytes
     if peak_bytes > limit:
         raise BudgetInfeasible(
@@ -248,12 +254,16 @@ class BlockStep:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedStep:
-    """Calls of a block that run again in backward as a whole, which holds as little as can be."""
+    """Calls of a block that run again in backward as a whole, which holds as little as can be.
+
+    ignored: attributes of modules that change without changing what forward computes.
+    """
 
     model: nn.Module
     forward: Callable[..., Any]
     arguments: ArgumentsKey
     collectives: Collectives
+    ignored: frozenset[str] = frozenset()
     plan: None = None
     provisional: bool = False
 
@@ -266,7 +276,8 @@ class RecomputedStep:
 
     def run(self, call: Call) -> Any:
         """What the block's forward returns."""
-        return recomputed(self.model, self.forward, -1, call.variadic, call.arguments)
+        arguments = call.variadic, call.arguments
+        return recomputed(self.model, self.forward, -1, *arguments, ignored=self.ignored)
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> RecomputedStep:
         """The same for a copy of the block, which has this forward of its own."""
@@ -278,6 +289,7 @@ class _BlockPlanner:
     """Makes steps for calls of a block that are unlike the one in the sample."""
 
     name: str
+    ignored: frozenset[str] = frozenset()
     margin: float = 0.0
     host: frozenset[str] | None = None
     device: torch.device | None = None
@@ -286,7 +298,9 @@ class _BlockPlanner:
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         events = [f"{GRADIENT}of block {self.name}, recomputed"]
-        return RecomputedStep(model, forward, ArgumentsKey(call, None, traced=False), Collectives.of(events))
+        return RecomputedStep(
+            model, forward, ArgumentsKey(call, None, traced=False), Collectives.of(events), self.ignored
+        )
 
     def join(self, *arguments: Any) -> Any:
         raise MemplanError(f"block {self.name} is planned by itself, and joins no other rank's plan")
@@ -302,10 +316,20 @@ class _BlockPlanner:
         return self
 
 
-def _install(unit: Part, way: Candidate | str) -> None:
+def _in_one_order(unit: Part, way: Candidate | str) -> Candidate | str:
+    """The same so that gradients arrive in the order in which they arrive on other ranks, whatever way those choose:
+    that of the program for what is captured, else autograd's. Buckets are reduced in that order."""
+    if unit.front is None:
+        return "recompute"
+    return unit.front.keep_all if way == "keep" else way
+
+
+def _install(unit: Part, way: Candidate | str, agreement: Agreement | None) -> None:
+    """agreement: between ranks that have to hand gradients over in one order, call by call."""
     module = unit.module
     forward = module.forward
-    planned = PlannedForward(module, forward, _BlockPlanner(unit.site.name), CallReader(forward))
+    planner = _BlockPlanner(unit.site.name, frozenset(() if unit.shards is None else unit.shards.attributes))
+    planned = PlannedForward(module, forward, planner, CallReader(forward), agreement=agreement)
     if isinstance(way, Candidate):
         step = unit.step(way)
         planned.add(BlockStep(_plan_of(unit, way), step, Collectives.of(step.program.collectives)))
@@ -323,12 +347,12 @@ def _plan_of(unit: Part, way: Candidate) -> Plan:
 
 
 @contextlib.contextmanager
-def _exchanged(units: Sequence[Part], ways: Sequence[Candidate | str]) -> Any:
+def _exchanged(units: Sequence[Part], ways: Sequence[Candidate | str], agreement: Agreement | None) -> Any:
     """The blocks are planned for as long."""
     chosen = [unit for unit, way in zip(units, ways, strict=True) if way != "keep"]
     for unit, way in zip(units, ways, strict=True):
         if way != "keep":
-            _install(unit, way)
+            _install(unit, way, agreement)
     try:
         yield
     finally:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,23 @@ NOBODY = UnitObserver()
 
 
 def recomputed(
-    module: nn.Module, forward: Forward, index: int, args: Any, kwargs: Any, observer: UnitObserver = NOBODY
+    module: nn.Module,
+    forward: Forward,
+    index: int,
+    args: Any,
+    kwargs: Any,
+    observer: UnitObserver = NOBODY,
+    ignored: Collection[str] = (),
 ) -> Any:
     """`forward(*args, **kwargs)` of a module, saving only its arguments and the generator's state.
 
+    ignored: attributes of modules that change without changing what forward computes.
     Raises RuntimeError in backward where an argument, or (in a step that counts, with no observer) the module, is
     another than it was when forward began.
     """
     given = tensors_in((args, kwargs))
     versions = [t._version for t in given]
-    before = _state_of(module)
+    before = _state_of(module, ignored)
     runs, drew = 0, False
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +82,7 @@ def recomputed(
                 "memplan: an argument of a part of the model that is recomputed in backward has been modified by an "
                 "inplace operation since forward. Call memplan.remove(model) to train without a plan"
             )
-        if observer is NOBODY and (drew or _state_of(module) != before):
+        if observer is NOBODY and (drew or _state_of(module, ignored) != before):
             what = "random of Python or numpy" if drew else "parameters, buffers, modes or attributes"
             raise RuntimeError(
                 f"memplan: {what} of a {type(module).__name__} that is recomputed in backward have changed since its "
@@ -90,11 +97,12 @@ def recomputed(
     return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
 
-def _state_of(module: nn.Module) -> tuple[Any, ...]:
+def _state_of(module: nn.Module, ignored: Collection[str]) -> tuple[Any, ...]:
     """What a forward may depend on: tensors with their versions, modes, attributes as far as they are easily told."""
     tensors = tuple((id(t), t._version) for t in (*module.parameters(), *module.buffers()))
+    checked_elsewhere = _OF_NO_CONCERN.union(ignored)
     plain = tuple(
-        (inner.training, tuple((k, _told(v)) for k, v in vars(inner).items() if k not in _OF_NO_CONCERN))
+        (inner.training, tuple((k, _told(v)) for k, v in vars(inner).items() if k not in checked_elsewhere))
         for inner in module.modules()
     )
     return tensors, plain
