@@ -138,6 +138,32 @@ def check_other_budgets() -> str | None:
     return first_difference(train(False, 1.0, "fp32", 1), found, "result")
 
 
+def train_other_batches(planned: bool) -> Any:
+    """Batches of another length on both ranks, and evaluation; then on one rank alone, which both refuse."""
+    engine, found = engine_of(build=BranchingNet), []
+    try:
+        if planned:
+            plan_blocks(engine, 0.88)
+        for i, x in enumerate(batches(4)):
+            found.append(step_of(engine, x[:, : 40 - 10 * (i % 2)].contiguous()))
+            engine.eval()
+            with torch.no_grad():
+                found.append(engine(x).clone())
+            engine.train()
+        found.append(weights(engine))
+        if planned:
+            x = batches(1)[0][:, : 40 - 10 * torch.distributed.get_rank()].contiguous()
+            problem = refused(lambda: engine(x), memplan.PlanMismatch, "rank 0 and rank 1", "recomputed")
+            assert problem is None, problem
+        return found
+    finally:
+        engine.destroy()
+
+
+def compare_other_batches() -> str | None:
+    return first_difference(train_other_batches(False), train_other_batches(True), "result")
+
+
 def leafy() -> torch.nn.Module:
     """A model whose blocks DeepSpeed was told to gather as a whole."""
     import deepspeed
@@ -189,6 +215,7 @@ CELLS |= {
     "what can't be captured": Cell(functools.partial(compare_by_section, Branching), needs=NEEDS),
     "autocast": Cell(functools.partial(compare_by_section, Branching, "autocast", 0.95), full=True, needs=NEEDS),
     "budgets of ranks": Cell(check_other_budgets, needs=NEEDS),
+    "other batches": Cell(compare_other_batches, needs=NEEDS),
     "refusals": Cell(check_refusals, needs=NEEDS),
     "secondary partitions": Cell(
         functools.partial(compare_by_section, Branching, zero_hpz_partition_size=2), full=True, needs=NEEDS

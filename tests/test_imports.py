@@ -33,13 +33,16 @@ OURS: dict[str, set[str]] = {
     "report": PLAIN,
     "problem_file": {"errors", "problem"},
     "plans": PLAIN | {"addresses", "problem_file", "report"},
+    "uneven": {"plans", "problem", "schedule"},
 }
 # What a layer may name in annotations only, under `if TYPE_CHECKING:`.
 ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
 # What each layer may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS: dict[str, set[str]] = {
-    **{layer: set() for layer in PLAIN | {"addresses", "budgets", "lanes", "problem_file", "report", "plans"}},
+    **{
+        layer: set() for layer in PLAIN | {"addresses", "budgets", "lanes", "problem_file", "report", "plans", "uneven"}
+    },
     "solvers": NUMERIC,
     "graph": NUMERIC | {"torch"},
     "runtime": NUMERIC | {"torch"},
