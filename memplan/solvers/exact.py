@@ -11,14 +11,16 @@ What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from memplan.schedule import BOUNDARY
-from memplan.solvers.exact_block import Rows, Unsuited, reverse
-from memplan.solvers.exact_bound import NEVER, Space, least_after, space_of, windows
+from memplan.solvers.exact_block import Reversed, Rows, Unsuited, reverse
+from memplan.solvers.exact_bound import NEVER, Space, barring, least_after, space_of, windows
+from memplan.solvers.exact_fuse import fused
 from memplan.solvers.exact_kernel import Cell, Found, Rules, search
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget, improved
 from memplan.solvers.flat import Ints
@@ -58,11 +60,12 @@ class BlockSearch:
         """most_forwards: an order that repeats more than so many forward parts in seconds is of no interest, and not
         to be told from none. Raises Unsuited where the search can't take the block."""
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
-        self._arrays, self._tick_s = reverse(block)
+        self._whole, self._tick_s = reverse(block)
+        self._fused = fused(self._whole) if self.rules.fuse else self._whole
         self._most_ticks = NEVER
         if most_forwards is not None:
-            self._most_ticks = int(most_forwards * int(self._arrays.ticks.sum()))
-        self._spaces: dict[bool, Space] = {}
+            self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
+        self._spaces: dict[tuple[bool, bool], Space] = {}
         self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
 
     def solve(self, budget: BlockBudget, known: Iterable[Sequence[int]] = (), bound_s: float = 0.0) -> Answer:
@@ -73,40 +76,47 @@ class BlockSearch:
             ticks = self._ticks(tuple(order))
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
-        if self.most_nodes == 0:
-            found = Found(NEVER, int(bound_s / self._tick_s * (1 - 1e-12)), np.empty(0, dtype=np.int64), 0)
-        else:
-            found = self._found(budget, upper, int(bound_s / self._tick_s * (1 - 1e-12)))
+        bound_ticks = int(bound_s / self._tick_s * (1 - 1e-12))
+        found = self._found(self._fused, budget, upper, bound_ticks)
+        nodes = found.nodes
         if found.ticks < upper:
-            upper, incumbent = found.ticks, self._order(found.path)
+            order = self._order(self._fused, found.path)
+            if self._fused is not self._whole and not budget.admits(measured(self.block, order)):
+                found = self._found(self._whole, budget, upper, found.bound_ticks)
+                nodes += found.nodes
+                order = self._order(self._whole, found.path)
+            if found.ticks < upper:
+                upper, incumbent = found.ticks, order
         certified = found.bound_ticks >= upper
         least_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
         recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
-        return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, found.nodes)
+        return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
 
-    def _found(self, budget: BlockBudget, upper: int, bound_ticks: int) -> Found:
+    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int) -> Found:
         nothing = np.empty(0, dtype=np.int64)
         if upper <= bound_ticks:
             return Found(NEVER, upper, nothing, 0)
-        space = self._space(budget.forward_peak_bytes < NO_LIMIT)
-        cell = self._cell(space, budget, upper)
+        if self.most_nodes == 0:
+            return Found(NEVER, bound_ticks, nothing, 0)
+        space = self._space(b, budget.forward_peak_bytes < NO_LIMIT)
+        space, cell = self._cell(b, space, budget, upper)
         root = int(cell.before[-1])
         if self.rules.windows and root >= upper:
             return Found(NEVER, min(root, upper), nothing, 0)
-        if len(self._arrays.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
+        if len(b.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
             forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
             fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
             return Found(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
         ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, self.most_nodes)
         return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks))), path, int(nodes))
 
-    def _space(self, with_forward: bool) -> Space:
-        if with_forward not in self._spaces:
-            self._spaces[with_forward] = space_of(self._arrays, with_forward)
-        return self._spaces[with_forward]
+    def _space(self, b: Reversed, with_forward: bool) -> Space:
+        which = b is self._whole, with_forward
+        if which not in self._spaces:
+            self._spaces[which] = space_of(b, with_forward)
+        return self._spaces[which]
 
-    def _cell(self, space: Space, budget: BlockBudget, upper: int) -> Cell:
-        b = self._arrays
+    def _cell(self, b: Reversed, space: Space, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
         steps = len(b.step_bytes)
         room = [
             budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
@@ -116,6 +126,7 @@ class BlockSearch:
         if budget.forward_peak_bytes < NO_LIMIT:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
         room_bytes = np.array(room, dtype=np.int64)
+        space = barring(space, room_bytes)
         before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
         if self.rules.windows:
             before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)
@@ -125,32 +136,33 @@ class BlockSearch:
                 least = least_after(space.ops, weight, low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
                 before[-1] = max(int(before[-1]), int(least))
         limits = (budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes)
-        return Cell(np.array(limits, dtype=np.int64), room_bytes, before, price)
+        return space, Cell(np.array(limits, dtype=np.int64), room_bytes, before, price)
 
     def _ticks(self, order: tuple[int, ...]) -> int:
         if order not in self._ticks_of:
             n = self.block.flat.arrays.boundary
             runs = np.bincount([op for op in order if 0 <= op < n], minlength=n)
-            self._ticks_of[order] = int(((runs - 1) * self._arrays.ticks).sum())
+            self._ticks_of[order] = int(((runs - 1) * self._whole.ticks).sum())
         return self._ticks_of[order]
 
-    def _order(self, path: Ints) -> tuple[int, ...]:
+    def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
         n = self.block.flat.arrays.boundary
-        return (*range(n), BOUNDARY, n, *(int(move) if move >= 0 else n - int(move) for move in path))
+        moves = (b.parts[move] if move >= 0 else (n - move,) for move in path.tolist())
+        return (*range(n), BOUNDARY, n, *itertools.chain.from_iterable(moves))
 
     def least_saved_bytes(self) -> int:
         """Saved where the cut alone is kept."""
-        return self._arrays.cut_bytes
+        return self._whole.cut_bytes
 
     def least_peak_bytes(self) -> int:
         """No order has a lower backward peak: each backward op needs its operands beside the gradients."""
-        b = self._arrays
+        b = self._whole
         reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
         return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
 
     def least_forward_bytes(self) -> int:
         """The forward peak where the cut alone is kept."""
-        return int(max([0, *self._arrays.forward_bytes]))
+        return int(max([0, *self._whole.forward_bytes]))
 
     def keep_all(self) -> tuple[int, ...]:
         """The order that repeats nothing."""

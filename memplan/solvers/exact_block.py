@@ -12,6 +12,7 @@ generator state is one more value that each repeated run of its op reads and tha
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -31,14 +32,19 @@ class Rows(NamedTuple):
     start: Ints
     item: Ints
 
+    def lists(self) -> list[list[int]]:
+        """The rows."""
+        return [self.item[i:j].tolist() for i, j in itertools.pairwise(self.start.tolist())]
+
 
 class Reversed(NamedTuple):
     """Values are those of the forward part that can be dropped, then kept generator states; ops those of the forward
     part; steps the backward ops in their order.
 
     size_bytes[v]. maker[v]: op, or -1 for a generator state. reads, makes, takes: rows of ops in a repeated run.
-    run_bytes[op]: new memory and scratch of a repeated run. ticks[op]: its time, one at least. again[op]: it can run
-    again. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
+    stage_start[op]: first moment of a repeated run, which has one here; stage_reads: rows of such moments, what stands
+    beside what else is demanded; stage_bytes: new memory and scratch. ticks[op]: its time, one at least. again[op]: it can run again.
+    parts[op]: the block's ops that it stands for, in the order of time. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
     between_bytes[t]: the same just before step t, and after the last.
     cut[v]: held at the boundary in any case. barred[v]: gone at the boundary in any case.
     forward_bytes[i]: held while op i runs for the first time, if nothing is saved. forward_extra[i, v]: v would be
@@ -50,9 +56,12 @@ class Reversed(NamedTuple):
     reads: Rows
     makes: Rows
     takes: Rows
-    run_bytes: Ints
+    stage_start: Ints
+    stage_reads: Rows
+    stage_bytes: Ints
     ticks: Ints
     again: Flags
+    parts: tuple[tuple[int, ...], ...]
     step_reads: Rows
     step_takes: Rows
     step_bytes: Ints
@@ -112,18 +121,22 @@ def reverse(block: LocalBlock) -> tuple[Reversed, float]:
     leaf = np.arange(n + 1, dtype=np.int64)
     during = np.zeros(n + 1, dtype=np.int64)
     replay(a, leaf, during)
+    reads = rows([inside(flat.reads[op]) + ([state[op]] if op in state else []) for op in range(n)])
     found = Reversed(
         size_bytes=np.array(size, dtype=np.int64),
         maker=np.array(maker, dtype=np.int64),
-        reads=rows([inside(flat.reads[op]) + ([state[op]] if op in state else []) for op in range(n)]),
+        reads=reads,
         makes=rows([inside(flat.makes[op]) for op in range(n)]),
         takes=rows([taken(op) for op in range(n)]),
-        run_bytes=np.array(
+        stage_start=np.arange(n + 1, dtype=np.int64),
+        stage_reads=reads,
+        stage_bytes=np.array(
             [new_bytes[op] + int(a.scratch_bytes[op]) + (a.rng_state_bytes if a.random[op] else 0) for op in range(n)],
             dtype=np.int64,
         ),
         ticks=np.array([max(1, round(float(a.time_s[op]) / total_s * TICKS)) for op in range(n)], dtype=np.int64),
         again=a.rerunnable[:n].copy(),
+        parts=tuple((op,) for op in range(n)),
         step_reads=rows([inside(flat.reads[op]) for op in steps]),
         step_takes=rows([taken(op) for op in steps]),
         step_bytes=step_bytes,

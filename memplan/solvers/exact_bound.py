@@ -28,7 +28,7 @@ _BARRED = -1
 _ROUNDS = 12  # prices tried for one moment
 
 # Columns of `Space.ops`, `Space.steps` and rows of `Space.work`.
-MADE, READ, TAKEN, RUN_BYTES, TICKS = 0, 2, 4, 6, 7
+MADE, READ, TAKEN, STAGE, STAGES, TICKS = 0, 2, 4, 6, 7, 8
 STEP_READ, STEP_TAKEN, STEP_BYTES, BETWEEN_BYTES = 0, 2, 4, 5
 _HEAD, _LEVEL, _QUEUE, _PATH, _CURSOR = 0, 1, 2, 3, 4
 _SOURCE, _TARGET, _AFTER, _ROOM, _LEFT = 0, 1, 2, 3, 4
@@ -37,8 +37,9 @@ _SOURCE, _TARGET, _AFTER, _ROOM, _LEFT = 0, 1, 2, 3, 4
 class Space(NamedTuple):
     """A block with what its bounds need; sets of values are two words of bits.
 
-    size_bytes[v]. ops[i]: words of what it makes, reads and takes over, bytes of a repeated run, ticks (NEVER where it
-    can't run again). steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
+    size_bytes[v]. ops[i]: words of what it makes, reads and takes over, its first stage and the one after its last,
+    ticks (NEVER where it can't run again). stages: words of what stands in a moment of a repeated run beside what is
+    demanded otherwise, and bytes on top. steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
     for the end. ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
     rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
     after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against the moment's
@@ -50,6 +51,7 @@ class Space(NamedTuple):
 
     size_bytes: Ints
     ops: Ints
+    stages: Ints
     steps: Ints
     ahead: Ints
     rest: Ints
@@ -69,13 +71,25 @@ def space_of(b: Reversed, with_forward: bool) -> Space:
     step_rows[:steps, STEP_TAKEN : STEP_TAKEN + 2] = _words(b.step_takes)
     step_rows[:steps, STEP_BYTES] = b.step_bytes
     step_rows[:, BETWEEN_BYTES] = b.between_bytes
-    columns = (_words(b.makes), _words(b.reads), _words(b.takes), b.run_bytes[:, None], ticks[:, None])
-    ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in range(ops)], dtype=np.int64)
+    spans = np.stack([b.stage_start[:-1], b.stage_start[1:], ticks], axis=1)
+    columns = (_words(b.makes), _words(b.reads), _words(b.takes), spans)
+    stages = np.concatenate([_words(b.stage_reads), b.stage_bytes[:, None]], axis=1)
+    moments = range(len(b.forward_bytes))
+    ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in moments], dtype=np.int64)
     after, weight, needed = _moments(b, step_rows, with_forward)
     edge, work = _network(b, ticks)
     rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
     rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
-    return Space(b.size_bytes, rows, step_rows, ahead.reshape(ops, 3), rest, after, weight, needed, edge, work)
+    return Space(b.size_bytes, rows, stages, step_rows, ahead.reshape(len(moments), 3), rest, after, weight, needed, edge, work)
+
+
+def barring(space: Space, room_bytes: Ints) -> Space:
+    """The space for these rooms: what is too large for one of the limits on what is saved is not saved at all."""
+    saving = space.after < 0
+    alone = (space.weight[saving] > room_bytes[saving, None]).any(axis=0)
+    weight = space.weight.copy()
+    weight[np.ix_(saving, alone)] = _BARRED
+    return space._replace(weight=weight)
 
 
 def _word_pair(flags: Flags) -> tuple[int, int]:

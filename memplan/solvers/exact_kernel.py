@@ -30,7 +30,8 @@ from memplan.solvers.exact_bound import (
     MADE,
     NEVER,
     READ,
-    RUN_BYTES,
+    STAGE,
+    STAGES,
     STEP_BYTES,
     STEP_READ,
     STEP_TAKEN,
@@ -70,7 +71,7 @@ class Rules(NamedTuple):
     capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run
     before a moment. postpone: cross no step just after a run that could have been taken back on the other side of it.
     ordered: of two runs that could be taken back in either order, take back the later op first. dominance: drop nodes
-    whose demand includes that of one no dearer. plunge: dive for solutions now and then.
+    whose demand includes that of one no dearer. plunge: dive for solutions now and then. fuse: of `exact_fuse`.
     """
 
     capacity: bool = True
@@ -80,6 +81,7 @@ class Rules(NamedTuple):
     ordered: bool = True
     dominance: bool = True
     plunge: bool = True
+    fuse: bool = True
 
     @property
     def bits(self) -> int:
@@ -126,19 +128,22 @@ def _cross(size_bytes: Ints, steps: Ints, step: int, low: int, high: int, limit_
 
 
 @kernel
-def _take_back(size_bytes: Ints, ops: Ints, op: int, between_bytes: int, low: int, high: int,
+def _take_back(space: Space, op: int, between_bytes: int, low: int, high: int,
                limit_bytes: int) -> tuple[bool, int, int]:  # fmt: skip
     """Take back a repeated run of `op` where other things take so many bytes: whether that fits, and what is demanded
     before it."""
+    ops, stages = space.ops, space.stages
     if ops[op, TICKS] >= NEVER:
         return False, 0, 0
     low &= ~ops[op, MADE]
     high &= ~ops[op, MADE + 1]
     if (low & ops[op, TAKEN]) | (high & ops[op, TAKEN + 1]) != 0:
         return False, 0, 0
-    low |= ops[op, READ]
-    high |= ops[op, READ + 1]
-    return between_bytes + _bytes(size_bytes, low, high) + ops[op, RUN_BYTES] <= limit_bytes, low, high
+    for stage in range(ops[op, STAGE], ops[op, STAGES]):
+        held = _bytes(space.size_bytes, low | stages[stage, 0], high | stages[stage, 1])
+        if between_bytes + held + stages[stage, 2] > limit_bytes:
+            return False, 0, 0
+    return True, low | ops[op, READ], high | ops[op, READ + 1]
 
 
 @kernel
@@ -312,7 +317,7 @@ def _postponable(space: Space, tree: Ints, node: int, limit_bytes: int) -> bool:
     if not fits:
         return False
     between = space.steps[step - 1, BETWEEN_BYTES]
-    fits, low, high = _take_back(space.size_bytes, space.ops, op, between, low, high, limit_bytes)
+    fits, low, high = _take_back(space, op, between, low, high, limit_bytes)
     return bool(fits)
 
 
@@ -328,10 +333,10 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
     before = tree[node, _BEFORE]
     between = space.steps[tree[node, _STEP], BETWEEN_BYTES]
     low, high = tree[before, _LOW], tree[before, _HIGH]
-    fits, low, high = _take_back(space.size_bytes, space.ops, op, between, low, high, limit_bytes)
+    fits, low, high = _take_back(space, op, between, low, high, limit_bytes)
     if not fits:
         return False
-    fits, low, high = _take_back(space.size_bytes, space.ops, last, between, low, high, limit_bytes)
+    fits, low, high = _take_back(space, last, between, low, high, limit_bytes)
     return bool(fits)
 
 
@@ -350,7 +355,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         else:
             if (ops[op, MADE] & low) | (ops[op, MADE + 1] & high) == 0:
                 continue
-            fits, to_low, to_high = _take_back(size_bytes, ops, op, between, low, high, limit_bytes)
+            fits, to_low, to_high = _take_back(space, op, between, low, high, limit_bytes)
         if not fits or (bits & ORDERED != 0 and op >= 0 and _out_of_order(space, tree, node, op, limit_bytes)):
             continue
         spent = tree[node, _SPENT] + (ops[op, TICKS] if op >= 0 else 0)
