@@ -10,7 +10,6 @@ What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,12 @@ import numpy as np
 
 from memplan.schedule import BOUNDARY
 from memplan.solvers.exact_block import Reversed, Rows, Unsuited, reverse
-from memplan.solvers.exact_bound import NEVER, Space, barring, least_after, space_of, windows
+from memplan.solvers.exact_bound import least_after, windows
 from memplan.solvers.exact_fuse import fused
 from memplan.solvers.exact_kernel import Cell, Found, Rules, search
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget, improved
+from memplan.solvers.exact_space import NEVER, Space, barring, space_of
+from memplan.solvers.exact_table import NO_TABLE, table_of
 from memplan.solvers.flat import Ints
 from memplan.solvers.options import LocalBlock, Option
 from memplan.solvers.options import measured as option_of
@@ -33,6 +34,7 @@ _LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
 _TRIES = 4  # incumbents that local search starts from, for each budget
 _SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
 _BOUNDARY_LABELS = 8192  # of the one at the boundary
+_SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, that one may take at a look
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +68,31 @@ class BlockSearch:
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
         self._spaces: dict[tuple[bool, bool], Space] = {}
+        self._cells: dict[tuple[bool, BlockBudget], tuple[Space, Cell]] = {}
         self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
 
-    def solve(self, budget: BlockBudget, known: Iterable[Sequence[int]] = (), bound_s: float = 0.0) -> Answer:
-        """known: orders that keep the budget; the best of them is where the search starts from. bound_s: known to hold
-        for this budget."""
+    def solve(
+        self,
+        budget: BlockBudget,
+        known: Iterable[Sequence[int]] = (),
+        bound_s: float = 0.0,
+        most_nodes: int | None = None,
+    ) -> Answer:
+        """known: orders that keep the budget; the best of them is where the search starts from. bound_s: of an answer
+        that holds for this budget. most_nodes: instead of the search's own."""
+        most_nodes = self.most_nodes if most_nodes is None else most_nodes
         upper, incumbent = self._most_ticks, None
         for order in known:
             ticks = self._ticks(tuple(order))
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
-        bound_ticks = int(bound_s / self._tick_s * (1 - 1e-12))
-        found = self._found(self._fused, budget, upper, bound_ticks)
+        least = NEVER if bound_s == float("inf") else round(bound_s / self._tick_s)
+        found = self._found(self._fused, budget, upper, least, most_nodes)
         nodes = found.nodes
         if found.ticks < upper:
             order = self._order(self._fused, found.path)
             if self._fused is not self._whole and not budget.admits(measured(self.block, order)):
-                found = self._found(self._whole, budget, upper, found.bound_ticks)
+                found = self._found(self._whole, budget, upper, found.bound_ticks, most_nodes - nodes)
                 nodes += found.nodes
                 order = self._order(self._whole, found.path)
             if found.ticks < upper:
@@ -92,51 +102,54 @@ class BlockSearch:
         recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
         return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
 
-    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int) -> Found:
+    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> Found:
+        """The least of a block that is this one, or bounds it from below."""
         nothing = np.empty(0, dtype=np.int64)
         if upper <= bound_ticks:
             return Found(NEVER, upper, nothing, 0)
-        if self.most_nodes == 0:
+        if most_nodes == 0:
             return Found(NEVER, bound_ticks, nothing, 0)
-        space = self._space(b, budget.forward_peak_bytes < NO_LIMIT)
-        space, cell = self._cell(b, space, budget, upper)
-        root = int(cell.before[-1])
-        if self.rules.windows and root >= upper:
-            return Found(NEVER, min(root, upper), nothing, 0)
         if len(b.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
             forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
             fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
             return Found(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
-        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, self.most_nodes)
-        return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks))), path, int(nodes))
+        space, cell = self._cell(b, budget, upper)
+        if self.rules.windows and cell.before[-1] >= upper:
+            return Found(NEVER, upper, nothing, 0)
+        if self.rules.table:
+            table, index = table_of(b, space, cell.limits, most_nodes)
+            cell = cell._replace(table=table, index=index)
+        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes)
+        return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
 
-    def _space(self, b: Reversed, with_forward: bool) -> Space:
-        which = b is self._whole, with_forward
-        if which not in self._spaces:
-            self._spaces[which] = space_of(b, with_forward)
-        return self._spaces[which]
-
-    def _cell(self, b: Reversed, space: Space, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
+    def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
+        """What the search needs for a budget, without a table."""
+        which, with_forward = (b is self._whole, budget), budget.forward_peak_bytes < NO_LIMIT
+        if which in self._cells:
+            return self._cells[which]
+        if (b is self._whole, with_forward) not in self._spaces:
+            self._spaces[b is self._whole, with_forward] = space_of(b, with_forward)
         steps = len(b.step_bytes)
         room = [
             budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
             for t in range(steps)
         ]
         room.append(budget.saved_bytes - b.cut_bytes)
-        if budget.forward_peak_bytes < NO_LIMIT:
+        if with_forward:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
         room_bytes = np.array(room, dtype=np.int64)
-        space = barring(space, room_bytes)
+        space = barring(self._spaces[b is self._whole, with_forward], room_bytes)
         before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
         if self.rules.windows:
             before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)
-            if self.rules.whole and steps and before[-1] < upper:
+            if self.rules.whole and before[-1] < upper:
                 low, high = space.needed[0, steps]
                 weight = space.weight[steps]
                 least = least_after(space.ops, weight, low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
                 before[-1] = max(int(before[-1]), int(least))
-        limits = (budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes)
-        return space, Cell(np.array(limits, dtype=np.int64), room_bytes, before, price)
+        limits = np.array((budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes), dtype=np.int64)
+        self._cells[which] = space, Cell(limits, room_bytes, before, price, *NO_TABLE)
+        return self._cells[which]
 
     def _ticks(self, order: tuple[int, ...]) -> int:
         if order not in self._ticks_of:
@@ -144,6 +157,15 @@ class BlockSearch:
             runs = np.bincount([op for op in order if 0 <= op < n], minlength=n)
             self._ticks_of[order] = int(((runs - 1) * self._whole.ticks).sum())
         return self._ticks_of[order]
+
+    def seconds(self, order: tuple[int, ...]) -> float:
+        """What an order repeats."""
+        return self._ticks(order) * self._tick_s
+
+    @property
+    def most_s(self) -> float:
+        """What repeats no less is of no interest."""
+        return _MOST_S if self._most_ticks == NEVER else self._most_ticks * self._tick_s
 
     def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
         n = self.block.flat.arrays.boundary
@@ -188,8 +210,8 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     """Budgets from the least saved bytes and peaks to those that need no recomputation.
 
     known: orders to start from. Local search goes over all budgets first, the loosest first; what it finds for one
-    starts it on the next. Then each budget is closed: an answer that a tighter one admits is its answer too, and what a
-    looser one takes at least, so does this one. forward_parts: limits on the forward peak, beside none.
+    starts it on the next. Then the budgets are closed: an answer that a tighter one admits is its answer too, and what
+    a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits on the forward peak, beside none.
     """
     block, everything = searched.block, measured(searched.block, searched.keep_all())
     orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}
@@ -197,17 +219,60 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     for budget in budgets:
         for better in improved(block, budget, orders, _TRIES):
             orders.setdefault(tuple(better.tolist()), option_of(block, better))
-    found: dict[BlockBudget, Answer] = {}
-    for budget in budgets:
-        fitting = [order for order, option in orders.items() if budget.admits(option)]
-        bound_s = max(
-            [0.0, *(a.bound_s for looser, a in found.items() if budget.within(looser) and a.bound_s < _MOST_S)]
+    closing = _Closing(searched, budgets, orders)
+    for share in _SHARES:
+        closing.look(int(share * searched.most_nodes))
+    return Grid(tuple(budgets), tuple(closing.answer(budget) for budget in budgets))
+
+
+class _Closing:
+    """Budgets on the way to certain answers; what is found for one counts for the others."""
+
+    def __init__(
+        self, searched: BlockSearch, budgets: list[BlockBudget], orders: dict[tuple[int, ...], Option]
+    ) -> None:
+        self.searched, self.budgets = searched, budgets
+        self.left = searched.most_nodes * len(budgets)
+        self.best: dict[BlockBudget, tuple[float, tuple[int, ...] | None]] = dict.fromkeys(budgets, (_MOST_S, None))
+        self.found: dict[BlockBudget, Answer] = {}
+        for order, option in orders.items():
+            self._enter(order, option)
+
+    def _enter(self, order: tuple[int, ...], option: Option) -> None:
+        recompute_s = self.searched.seconds(order)
+        for budget in self.budgets:
+            if recompute_s < min(self.best[budget][0], self.searched.most_s) and budget.admits(option):
+                self.best[budget] = recompute_s, order
+
+    def answer(self, budget: BlockBudget) -> Answer:
+        """What is known of a budget."""
+        own = self.found.get(budget, Answer(None, _MOST_S, 0.0, False, 0))
+        if own.certified:
+            return own
+        recompute_s, order = self.best[budget]
+        bound_s = max([own.bound_s, *(a.bound_s for looser, a in self.found.items() if budget.within(looser))])
+        certified = bound_s >= min(recompute_s, self.searched.most_s)
+        return Answer(order, recompute_s, min(bound_s, recompute_s), certified, own.nodes)
+
+    def look(self, most_nodes: int) -> None:
+        """Search each budget that is open, within so many nodes; from the second look on, one waits for a looser one
+        that is open and has the same order so far."""
+        for budget in self.budgets:
+            answer = self.answer(budget)
+            if not answer.certified and not (budget in self.found and self._waits(budget)):
+                known = [answer.order] if answer.order else []
+                answer = self.searched.solve(budget, known, answer.bound_s, min(self.left, most_nodes))
+                self.left -= answer.nodes
+                if answer.order is not None and answer.recompute_s < self.best[budget][0]:
+                    self._enter(answer.order, measured(self.searched.block, answer.order))
+            self.found[budget] = answer
+
+    def _waits(self, budget: BlockBudget) -> bool:
+        return any(
+            looser != budget and budget.within(looser) and self.best[looser] == self.best[budget]
+            for looser in self.found
+            if not self.found[looser].certified
         )
-        found[budget] = searched.solve(budget, fitting, bound_s)
-        order = found[budget].order
-        if order is not None and order not in orders:
-            orders[order] = measured(block, order)
-    return Grid(tuple(budgets), tuple(_settled(found, orders, budget) for budget in budgets))
 
 
 def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_parts: int,
@@ -224,17 +289,6 @@ def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_p
         ahead = []  # forward peaks at the boundary: the limit on saved bytes is the limit
     budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
     return list(dict.fromkeys(budgets))
-
-
-def _settled(found: dict[BlockBudget, Answer], orders: dict[tuple[int, ...], Option], budget: BlockBudget) -> Answer:
-    """The answer to a budget once all are known: the best order that any budget brought to light."""
-    answer = found[budget]
-    if answer.certified:
-        return answer
-    fitting = [a for tighter, a in found.items() if tighter.within(budget) and a.order is not None]
-    best = min([answer, *fitting], key=lambda a: a.recompute_s)
-    certified = best.order is not None and best.recompute_s <= answer.bound_s
-    return dataclasses.replace(answer, order=best.order, recompute_s=best.recompute_s, certified=certified)
 
 
 def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:

@@ -25,7 +25,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact_bound import (
+from memplan.solvers.exact_bound import asked_bytes, best_line, bound_of, cut_at, least_after
+from memplan.solvers.exact_space import (
     BETWEEN_BYTES,
     MADE,
     NEVER,
@@ -38,18 +39,15 @@ from memplan.solvers.exact_bound import (
     TAKEN,
     TICKS,
     Space,
-    asked_bytes,
-    best_line,
-    bound_of,
-    cut_at,
-    has,
-    least_after,
+    rests,
+    sum_of,
 )
 from memplan.solvers.flat import Floats, Ints
 from memplan.solvers.jit import kernel
 
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
+_MEASURED = 200  # nodes that are bounded by moments, too, where there is a table
 _SHELF = 512  # expanded nodes of a step that dominance looks through
 # These two, and _LABELS, are passed on as int(...): numba compiles a kernel anew for each literal argument.
 _ROOT, _TOP = 0, 1  # the first node of the tree, and the first entry of a heap
@@ -71,7 +69,8 @@ class Rules(NamedTuple):
     capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run
     before a moment. postpone: cross no step just after a run that could have been taken back on the other side of it.
     ordered: of two runs that could be taken back in either order, take back the later op first. dominance: drop nodes
-    whose demand includes that of one no dearer. plunge: dive for solutions now and then. fuse: of `exact_fuse`.
+    whose demand includes that of one no dearer. plunge: dive for solutions now and then. fuse: search with
+    fewer values (`exact_fuse`). table: bound by a table over sets of the largest values (`exact_table`).
     """
 
     capacity: bool = True
@@ -82,6 +81,7 @@ class Rules(NamedTuple):
     dominance: bool = True
     plunge: bool = True
     fuse: bool = True
+    table: bool = True
 
     @property
     def bits(self) -> int:
@@ -90,12 +90,14 @@ class Rules(NamedTuple):
 
 class Cell(NamedTuple):
     """limits: bytes saved, forward peak, backward peak. room_bytes[m]: what moment m leaves. before, price: of
-    `windows`."""
+    `windows`. table, index: of `table_of`; a table of no rows is none."""
 
     limits: Ints
     room_bytes: Ints
     before: Ints
     price: Floats
+    table: Ints
+    index: Ints
 
 
 class Found(NamedTuple):
@@ -109,22 +111,13 @@ class Found(NamedTuple):
 
 
 @kernel
-def _bytes(size_bytes: Ints, low: int, high: int) -> int:
-    total = 0
-    for v in range(len(size_bytes)):
-        if has(low, high, v):
-            total += size_bytes[v]
-    return total
-
-
-@kernel
-def _cross(size_bytes: Ints, steps: Ints, step: int, low: int, high: int, limit_bytes: int) -> tuple[bool, int, int]:
+def _cross(parcels: Ints, steps: Ints, step: int, low: int, high: int, limit_bytes: int) -> tuple[bool, int, int]:
     """Take back step `step`: whether that fits, and what is demanded before it."""
     if (low & steps[step, STEP_TAKEN]) | (high & steps[step, STEP_TAKEN + 1]) != 0:
         return False, 0, 0
     low |= steps[step, STEP_READ]
     high |= steps[step, STEP_READ + 1]
-    return steps[step, STEP_BYTES] + _bytes(size_bytes, low, high) <= limit_bytes, low, high
+    return steps[step, STEP_BYTES] + sum_of(parcels, low, high) <= limit_bytes, low, high
 
 
 @kernel
@@ -140,25 +133,10 @@ def _take_back(space: Space, op: int, between_bytes: int, low: int, high: int,
     if (low & ops[op, TAKEN]) | (high & ops[op, TAKEN + 1]) != 0:
         return False, 0, 0
     for stage in range(ops[op, STAGE], ops[op, STAGES]):
-        held = _bytes(space.size_bytes, low | stages[stage, 0], high | stages[stage, 1])
+        held = sum_of(space.parcels, low | stages[stage, 0], high | stages[stage, 1])
         if between_bytes + held + stages[stage, 2] > limit_bytes:
             return False, 0, 0
     return True, low | ops[op, READ], high | ops[op, READ + 1]
-
-
-@kernel
-def _rests(space: Space, limits: Ints, low: int, high: int) -> bool:
-    """Whether the demand can be what is saved."""
-    rest, size_bytes = space.rest, space.size_bytes
-    if (low & rest[2]) | (high & rest[3]) != 0:
-        return False
-    if rest[4] + _bytes(size_bytes, low & ~rest[0], high & ~rest[1]) > limits[0]:
-        return False
-    for i in range(len(space.ahead)):
-        extra = _bytes(size_bytes, low & space.ahead[i, 1], high & space.ahead[i, 2])
-        if space.ahead[i, 0] + extra > limits[1]:
-            return False
-    return True
 
 
 @kernel
@@ -300,7 +278,7 @@ def _enter(tree: Ints, table: Ints, count: int, step: int, low: int, high: int, 
     if node < 0:
         node = count
         table[slot] = node + 1
-        tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH] = step, low, high
+        tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH], tree[node, _NEXT] = step, low, high, 0
     tree[node, _SPENT] = spent
     tree[node, _STATE] = _OPEN
     return int(node)
@@ -313,7 +291,7 @@ def _postponable(space: Space, tree: Ints, node: int, limit_bytes: int) -> bool:
     if op < 0 or before < 0:
         return False
     low, high = tree[before, _LOW], tree[before, _HIGH]
-    fits, low, high = _cross(space.size_bytes, space.steps, step - 1, low, high, limit_bytes)
+    fits, low, high = _cross(space.parcels, space.steps, step - 1, low, high, limit_bytes)
     if not fits:
         return False
     between = space.steps[step - 1, BETWEEN_BYTES]
@@ -343,7 +321,7 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 @kernel
 def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: Ints, node: int, tally: Ints) -> int:
     """Makes the nodes one move further. Returns the most promising. tally: nodes made, best solution, its ticks."""
-    ops, size_bytes, limit_bytes = space.ops, space.size_bytes, cell.limits[2]
+    ops, limit_bytes = space.ops, cell.limits[2]
     step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
     between = space.steps[step, BETWEEN_BYTES]
     best = -1
@@ -351,7 +329,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         if op < 0:
             if step == 0 or (bits & POSTPONE != 0 and _postponable(space, tree, node, limit_bytes)):
                 continue
-            fits, to_low, to_high = _cross(size_bytes, space.steps, step - 1, low, high, limit_bytes)
+            fits, to_low, to_high = _cross(space.parcels, space.steps, step - 1, low, high, limit_bytes)
         else:
             if (ops[op, MADE] & low) | (ops[op, MADE + 1] & high) == 0:
                 continue
@@ -365,6 +343,8 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         ahead = 0  # a step that is crossed leaves what each moment is asked for as it was
         if op >= 0:
             ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
+        if len(cell.table) > 0:
+            ahead = max(ahead, cell.table[to, sum_of(cell.index, to_low, to_high)])
         bound = max(tree[node, _BOUND], spent + ahead)
         if bound >= tally[2]:
             continue
@@ -374,7 +354,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         tally[0] = max(tally[0], child + 1)
         tree[child, _BEFORE], tree[child, _MOVE] = node, -step if op < 0 else op
         tree[child, _BOUND], tree[child, _MOMENT] = bound, tree[node, _MOMENT]
-        if to == 0 and _rests(space, cell.limits, to_low, to_high):
+        if to == 0 and rests(space, cell.limits, to_low, to_high):
             tally[1], tally[2] = child, spent
             tree[child, _STATE] = _EXPANDED
             continue
@@ -392,8 +372,9 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
     slots = 1
     while slots < 2 * room:
         slots *= 2
-    tree = np.zeros((room, _COLUMNS), dtype=np.int64)
-    heap = np.zeros((3 * room, 2), dtype=np.int64)
+    tree = np.empty((room, _COLUMNS), dtype=np.int64)
+    heap = np.empty((3 * room, 2), dtype=np.int64)
+    heap[0, 0] = 0
     table = np.zeros(slots, dtype=np.int64)
     shelf = np.zeros(steps + 1, dtype=np.int64)
     tally = np.array([1, -1, upper_ticks])
@@ -401,6 +382,8 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
     _enter(tree, table, zero, steps, zero, zero, zero)
     tree[0, _BEFORE], tree[0, _MOVE], tree[0, _MOMENT] = -1, -1, -1
     tree[0, _BOUND] = cell.before[steps] if bits & WINDOWS != 0 else 0
+    if len(cell.table) > 0:
+        tree[0, _BOUND] = max(tree[0, _BOUND], cell.table[steps, 0])
     _push(tree, heap, zero)
     nodes, dive, since, open_bound = 0, -1, 0, NEVER
     while True:
@@ -432,6 +415,8 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
                 open_bound = min(open_bound, tree[top, _BOUND]) if top >= 0 else open_bound
             break
         nodes += 1
+        if nodes == int(_MEASURED) and len(cell.table) > 0:
+            bits &= ~int(CAPACITY)
         tree[node, _STATE] = _EXPANDED
         if tree[node, _NEXT] == 0:
             tree[node, _NEXT] = shelf[tree[node, _STEP]] + 1

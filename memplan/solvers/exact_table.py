@@ -1,17 +1,17 @@
-"""Least recomputation where only the largest values take memory: a table over their sets, for every step.
+"""Least recomputation where only the largest values take memory: a table over sets of those, for each step.
 
-With the smaller values free, what is demanded of the larger ones is all that a node has, and sets of `most_bits` values
-can be counted through: taking back a run demands values of earlier ops instead of its own, so with bits in the order of
-ops each set leads to lesser ones alone. What repeated runs need for a while is in this bound, unlike in those of
-moments. A relaxation by projection: Culberson and Schaeffer's pattern databases (1998, doi:10.1111/0824-7935.00065).
+Where the smaller values are free, a node is no more than what is demanded of the larger ones. Taking back a run demands
+values of earlier ops instead of its own, so with bits in the order of ops every set leads to lesser ones, and one sweep
+over all of them has the least time from each. Unlike bounds of moments this one sees what repeated runs need for a
+while. It is a pattern database (Culberson and Schaeffer, 1998, doi:10.1111/0824-7935.00065).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from memplan.solvers.exact_block import Reversed
-from memplan.solvers.exact_bound import (
+from memplan.solvers.exact_block import WORD, Reversed
+from memplan.solvers.exact_space import (
     BETWEEN_BYTES,
     MADE,
     NEVER,
@@ -24,74 +24,114 @@ from memplan.solvers.exact_bound import (
     TAKEN,
     TICKS,
     Space,
+    parcels_of,
+    rests,
+    sum_of,
 )
 from memplan.solvers.flat import Ints
 from memplan.solvers.jit import kernel
 
+_MOST_BITS = 16
+_SETS_A_NODE = 256  # of all steps together, for each node that may be expanded
+NO_TABLE = np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.int64)
+
+
+def table_of(b: Reversed, space: Space, limits: Ints, most_nodes: int) -> tuple[Ints, Ints]:
+    """(least ticks by step and set, parcels that say which set a demand is). No more work than a share of so many
+    nodes."""
+    steps, values = len(b.step_bytes), len(b.size_bytes)
+    bits = min(_MOST_BITS, values, (most_nodes * _SETS_A_NODE // (steps + 1)).bit_length() - 1)
+    if bits < 1:
+        return NO_TABLE
+    largest = np.lexsort((np.arange(values), -b.size_bytes))[:bits]
+    chosen = sorted(largest.tolist(), key=lambda v: (int(b.maker[v]), v))
+    index = np.zeros(values, dtype=np.int64)
+    index[chosen] = 1 << np.arange(bits)
+    parcels = parcels_of(index)
+    return least_of_sets(space, limits, parcels, np.array(chosen, dtype=np.int64)), parcels
+
 
 @kernel
-def least_of_sets(space: Space, limits: Ints, bits: int, rests: Ints) -> Ints:
-    ops, steps, stages = space.ops, space.steps, space.stages
-    count, sets = len(steps) - 1, 1 << bits
-    mask = sets - 1
-    table = np.full((count + 1, sets), NEVER, dtype=np.int64)
-    size = np.zeros(sets, dtype=np.int64)
-    for v in range(bits):
-        size[1 << v : 2 << v] = size[: 1 << v] + space.size_bytes[v]
-    beside = np.empty(len(stages), dtype=np.int64)
+def _spread(amounts: Ints) -> Ints:
+    """Sums over all sets."""
+    sums = np.zeros(1 << len(amounts), dtype=np.int64)
+    for k in range(len(amounts)):
+        for i in range(1 << k):
+            sums[(1 << k) + i] = sums[i] + amounts[k]
+    return sums
+
+
+@kernel
+def _within_reach(space: Space, parcels: Ints) -> Ints:
+    """Of the chosen values, which can be demanded before each step and after the last."""
+    steps, ops = space.steps, space.ops
+    reach = np.zeros(len(steps), dtype=np.int64)
+    low = high = 0
+    for step in range(len(steps) - 2, -1, -1):
+        low |= steps[step, STEP_READ]
+        high |= steps[step, STEP_READ + 1]
+        for op in range(len(ops) - 1, -1, -1):
+            if ops[op, TICKS] < NEVER and (ops[op, MADE] & low) | (ops[op, MADE + 1] & high) != 0:
+                low |= ops[op, READ]
+                high |= ops[op, READ + 1]
+        reach[step] = sum_of(parcels, low, high)
+    return reach
+
+
+@kernel
+def least_of_sets(space: Space, limits: Ints, parcels: Ints, chosen: Ints) -> Ints:
+    """Least ticks before each step and after the last, by the set of chosen values that is demanded there; sets out of
+    reach are left undefined. Smaller values count where an op or step reads them."""
+    ops, stages, steps = space.ops, space.stages, space.steps
+    held = _spread(space.size_bytes[chosen])
+    low_bits = np.zeros(len(chosen), dtype=np.int64)
+    high_bits = np.zeros(len(chosen), dtype=np.int64)
+    for k in range(len(chosen)):
+        if chosen[k] < WORD:
+            low_bits[k] = 1 << chosen[k]
+        else:
+            high_bits[k] = 1 << (chosen[k] - WORD)
+    low, high = _spread(low_bits), _spread(high_bits)
+    made, read, taken = np.zeros((3, len(ops)), dtype=np.int64)
+    for op in range(len(ops)):
+        made[op] = sum_of(parcels, ops[op, MADE], ops[op, MADE + 1])
+        read[op] = sum_of(parcels, ops[op, READ], ops[op, READ + 1])
+        taken[op] = sum_of(parcels, ops[op, TAKEN], ops[op, TAKEN + 1])
+    stood, beside = np.zeros((2, len(stages)), dtype=np.int64)
     for i in range(len(stages)):
-        beside[i] = stages[i, 2]
-        for v in range(bits, len(space.size_bytes)):
-            word = stages[i, 0] if v < 63 else stages[i, 1]
-            if (word >> (v if v < 63 else v - 63)) & 1:
-                beside[i] += space.size_bytes[v]
-    reach = np.zeros(count + 1, dtype=np.int64)
-    reach_now = 0
-    for s in range(count - 1, -1, -1):
-        reach_now |= steps[s, STEP_READ] & mask
-        for o in range(len(ops) - 1, -1, -1):
-            if ops[o, MADE] & reach_now:
-                reach_now |= ops[o, READ] & mask
-        reach[s] = reach_now
-    # ops through small values too
-    limit = limits[2]
-    for s in range(count + 1):
-        between = steps[s, BETWEEN_BYTES]
-        step_beside = 0
-        step_read = 0
-        step_taken = 0
-        if s > 0:
-            step_read = steps[s - 1, STEP_READ] & mask
-            step_taken = steps[s - 1, STEP_TAKEN] & mask
-            step_beside = steps[s - 1, STEP_BYTES]
-            for v in range(bits, len(space.size_bytes)):
-                word = steps[s - 1, STEP_READ] if v < 63 else steps[s - 1, STEP_READ + 1]
-                if (word >> (v if v < 63 else v - 63)) & 1:
-                    step_beside += space.size_bytes[v]
-        for d in range(sets):
-            best = NEVER
-            if s == 0:
-                if rests[d]:
-                    best = 0
-            elif d & step_taken == 0:
-                to = d | step_read
-                if step_beside + size[to] <= limit:
-                    best = table[s - 1, to]
-            for o in range(len(ops)):
-                if d & ops[o, MADE] == 0 or ops[o, TICKS] >= NEVER:
+        stood[i] = sum_of(parcels, stages[i, 0], stages[i, 1])
+        beside[i] = stages[i, 2] + sum_of(space.parcels, stages[i, 0], stages[i, 1]) - held[stood[i]]
+    reach = _within_reach(space, parcels)
+    table = np.empty((len(steps), len(held)), dtype=np.int64)
+    for step in range(len(steps)):
+        step_read = step_taken = step_bytes = 0
+        if step > 0:
+            row = steps[step - 1]
+            step_read = sum_of(parcels, row[STEP_READ], row[STEP_READ + 1])
+            step_taken = sum_of(parcels, row[STEP_TAKEN], row[STEP_TAKEN + 1])
+            step_bytes = row[STEP_BYTES] + sum_of(space.parcels, row[STEP_READ], row[STEP_READ + 1]) - held[step_read]
+        room_bytes = limits[2] - steps[step, BETWEEN_BYTES]
+        demand = 0
+        while True:
+            least = NEVER
+            if step == 0:
+                if rests(space, limits, low[demand], high[demand]):
+                    least = 0
+            elif demand & step_taken == 0 and step_bytes + held[demand | step_read] <= limits[2]:
+                least = table[step - 1, demand | step_read]
+            for op in range(len(ops)):
+                left = demand & ~made[op]
+                if left == demand or left & taken[op] != 0:
                     continue
-                left = d & ~ops[o, MADE]
-                if left & ops[o, TAKEN]:
-                    continue
-                to = left | (ops[o, READ] & mask)
-                if table[s, to] + ops[o, TICKS] >= best:
-                    continue
-                fits = True
-                for i in range(ops[o, STAGE], ops[o, STAGES]):
-                    if between + size[left | (stages[i, 0] & mask)] + beside[i] > limit:
-                        fits = False
-                        break
-                if fits:
-                    best = table[s, to] + ops[o, TICKS]
-            table[s, d] = best
+                ticks = table[step, left | read[op]] + ops[op, TICKS]
+                if ticks < least:
+                    fits = True
+                    for i in range(ops[op, STAGE], ops[op, STAGES]):
+                        fits = fits and held[left | stood[i]] + beside[i] <= room_bytes
+                    if fits:
+                        least = ticks
+            table[step, demand] = least
+            if demand == reach[step]:
+                break
+            demand = ((demand | ~reach[step]) + 1) & reach[step]
     return table
