@@ -10,6 +10,7 @@ What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ _LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
 _TRIES = 4  # incumbents that local search starts from, for each budget
 _SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
 _BOUNDARY_LABELS = 8192  # of the one at the boundary
+import os
+_MOST_BOUNDED = int(os.environ.get("CUTS", "100"))  # nodes that are bounded by moments, where there is a table as well
 _SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, that one may take at a look
 
 
@@ -116,10 +119,12 @@ class BlockSearch:
         space, cell = self._cell(b, budget, upper)
         if self.rules.windows and cell.before[-1] >= upper:
             return Found(NEVER, upper, nothing, 0)
+        most_bounded = most_nodes
         if self.rules.table:
-            table, index = table_of(b, space, cell.limits, most_nodes)
-            cell = cell._replace(table=table, index=index)
-        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes)
+            table, places = table_of(b, space, cell.limits, most_nodes)
+            cell = cell._replace(table=table, places=places)
+            most_bounded = _MOST_BOUNDED if len(table) else most_nodes
+        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes, most_bounded)
         return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
 
     def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
@@ -259,10 +264,12 @@ class _Closing:
         that is open and has the same order so far."""
         for budget in self.budgets:
             answer = self.answer(budget)
-            if not answer.certified and not (budget in self.found and self._waits(budget)):
+            if not answer.certified and self.left and not (budget in self.found and self._waits(budget)):
                 known = [answer.order] if answer.order else []
+                before = answer.nodes
                 answer = self.searched.solve(budget, known, answer.bound_s, min(self.left, most_nodes))
                 self.left -= answer.nodes
+                answer = dataclasses.replace(answer, nodes=before + answer.nodes)
                 if answer.order is not None and answer.recompute_s < self.best[budget][0]:
                     self._enter(answer.order, measured(self.searched.block, answer.order))
             self.found[budget] = answer

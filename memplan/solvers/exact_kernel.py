@@ -47,7 +47,6 @@ from memplan.solvers.jit import kernel
 
 _PLUNGE_EVERY = 16  # nodes taken in order of their bounds between two dives for a solution
 _NODES_EACH = 12  # nodes that may be made for each one that may be expanded
-_MEASURED = 200  # nodes that are bounded by moments, too, where there is a table
 _SHELF = 512  # expanded nodes of a step that dominance looks through
 # These two, and _LABELS, are passed on as int(...): numba compiles a kernel anew for each literal argument.
 _ROOT, _TOP = 0, 1  # the first node of the tree, and the first entry of a heap
@@ -90,14 +89,14 @@ class Rules(NamedTuple):
 
 class Cell(NamedTuple):
     """limits: bytes saved, forward peak, backward peak. room_bytes[m]: what moment m leaves. before, price: of
-    `windows`. table, index: of `table_of`; a table of no rows is none."""
+    `windows`. table, places: of `table_of`; a table of no rows is none."""
 
     limits: Ints
     room_bytes: Ints
     before: Ints
     price: Floats
     table: Ints
-    index: Ints
+    places: Ints
 
 
 class Found(NamedTuple):
@@ -344,7 +343,7 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
         if op >= 0:
             ahead = _glance(space, cell, bits, to, to_low, to_high, tree[node, _MOMENT])
         if len(cell.table) > 0:
-            ahead = max(ahead, cell.table[to, sum_of(cell.index, to_low, to_high)])
+            ahead = max(ahead, cell.table[to, sum_of(cell.places, to_low, to_high)])
         bound = max(tree[node, _BOUND], spent + ahead)
         if bound >= tally[2]:
             continue
@@ -365,8 +364,9 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
 
 
 @kernel
-def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int) -> tuple[int, int, Ints, int]:
-    """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand."""
+def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int, most_bounded: int) -> tuple[int, int, Ints, int]:
+    """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand.
+    most_bounded: so many of them are bounded by moments."""
     ops, steps = len(space.ops), len(space.steps) - 1
     room = 1024 + _NODES_EACH * most_nodes
     slots = 1
@@ -415,7 +415,7 @@ def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: in
                 open_bound = min(open_bound, tree[top, _BOUND]) if top >= 0 else open_bound
             break
         nodes += 1
-        if nodes == int(_MEASURED) and len(cell.table) > 0:
+        if nodes == most_bounded:
             bits &= ~int(CAPACITY)
         tree[node, _STATE] = _EXPANDED
         if tree[node, _NEXT] == 0:
