@@ -5,7 +5,8 @@ Incumbents come from minimum cuts and local search (`exact_local`), the certific
 limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the answer
 has an incumbent, a lower bound and a gap.
 
-What exactly is solved stands in `exact_block`; how, in `exact_kernel`.
+What exactly is solved stands in `exact_block`; how, in `exact_kernel`, with fewer values (`exact_fuse`), bounds of
+moments (`exact_bound`) and a table over sets of large values (`exact_table`). A certificate has no tolerance.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ _LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
 _TRIES = 4  # incumbents that local search starts from, for each budget
 _SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
 _BOUNDARY_LABELS = 8192  # of the one at the boundary
-import os
-_MOST_BOUNDED = int(os.environ.get("CUTS", "100"))  # nodes that are bounded by moments, where there is a table as well
-_SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, that one may take at a look
+_MOST_BOUNDED = 100  # nodes that are bounded by moments, where there is a table as well
+_SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, what one may take at a look
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class BlockSearch:
         to be told from none. Raises Unsuited where the search can't take the block."""
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
         self._whole, self._tick_s = reverse(block)
-        self._fused = fused(self._whole) if self.rules.fuse else self._whole
+        self._fused = fused(self._whole) if self.rules.fuse else self._whole  # what is searched, a bound for the whole
         self._most_ticks = NEVER
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
@@ -216,7 +216,8 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
 
     known: orders to start from. Local search goes over all budgets first, the loosest first; what it finds for one
     starts it on the next. Then the budgets are closed: an answer that a tighter one admits is its answer too, and what
-    a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits on the forward peak, beside none.
+    a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits
+    on the forward peak, beside none.
     """
     block, everything = searched.block, measured(searched.block, searched.keep_all())
     orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}

@@ -42,10 +42,11 @@ class Reversed(NamedTuple):
     part; steps the backward ops in their order.
 
     size_bytes[v]. maker[v]: op, or -1 for a generator state. reads, makes, takes: rows of ops in a repeated run.
-    stage_start[op]: first moment of a repeated run, which has one here; stage_reads: rows of such moments, what stands
-    beside what else is demanded; stage_bytes: new memory and scratch. ticks[op]: its time, one at least. again[op]: it can run again.
-    parts[op]: the block's ops that it stands for, in the order of time. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward values left out.
-    between_bytes[t]: the same just before step t, and after the last.
+    stage_start[op]: the first stage of a repeated run, which has a single one here, and is several runs in turn in
+    `exact_fuse`; stage_reads: rows of stages, what stands beside what else is demanded; stage_bytes: new memory and
+    scratch. ticks[op]: its time, one at least. again[op]: it can run again. parts[op]: the block's ops that it stands
+    for, in the order of time. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward
+    values left out. between_bytes[t]: the same just before step t, and after the last.
     cut[v]: held at the boundary in any case. barred[v]: gone at the boundary in any case.
     forward_bytes[i]: held while op i runs for the first time, if nothing is saved. forward_extra[i, v]: v would be
     held on top of that. cut_bytes: of all that is held at the boundary in any case.

@@ -364,7 +364,9 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
 
 
 @kernel
-def search(space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int, most_bounded: int) -> tuple[int, int, Ints, int]:
+def search(
+    space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int, most_bounded: int
+) -> tuple[int, int, Ints, int]:
     """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand.
     most_bounded: so many of them are bounded by moments."""
     ops, steps = len(space.ops), len(space.steps) - 1

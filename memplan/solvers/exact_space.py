@@ -1,4 +1,4 @@
-"""A block as arrays for the kernels of the exact search: words of bits for sets of values, and moments with what they weigh.
+"""A block as arrays for the kernels of the exact search: sets of values as words of bits, moments with what they weigh.
 
 Kernels take few arrays of many columns: numba's time of compilation grows with the number of arrays that are passed.
 """
@@ -27,9 +27,9 @@ SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
 class Space(NamedTuple):
     """A block with what its bounds need; sets of values are two words of bits.
 
-    size_bytes[v]. ops[i]: words of what it makes, reads and takes over, its first stage and the one after its last,
-    ticks (NEVER where it can't run again). stages: words of what stands in a moment of a repeated run beside what is
-    demanded otherwise, and bytes on top. steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
+    size_bytes[v]. parcels: of those. ops[i]: words of what it makes, reads and takes over, its first stage and the one
+    after its last, ticks (NEVER where it can't run again). stages: words of what stands beside what else is demanded,
+    and bytes on top. steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
     for the end. ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
     rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
     after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against the moment's
@@ -55,7 +55,7 @@ class Space(NamedTuple):
 
 def space_of(b: Reversed, with_forward: bool) -> Space:
     """with_forward: there is a limit on the forward peak, so forward ops are moments too."""
-    ops, steps = len(b.ticks), len(b.step_bytes)
+    steps = len(b.step_bytes)
     ticks = np.where(b.again, b.ticks, NEVER)
     step_rows = np.zeros((steps + 1, 6), dtype=np.int64)
     step_rows[:steps, STEP_READ : STEP_READ + 2] = _words(b.step_reads)
@@ -97,7 +97,8 @@ def parcels_of(amounts: Ints) -> Ints:
 
 
 def barring(space: Space, room_bytes: Ints) -> Space:
-    """The space for these rooms: what is too large for one of the limits on what is saved is not saved at all."""
+    """The space for these rooms: a value that alone is too large for a limit on what is saved is not saved, whichever
+    of those limits a bound looks at."""
     saving = space.after < 0
     alone = (space.weight[saving] > room_bytes[saving, None]).any(axis=0)
     weight = space.weight.copy()
