@@ -36,6 +36,7 @@ _LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
 _TRIES = 4  # incumbents that local search starts from, for each budget
 _SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
 _BOUNDARY_LABELS = 8192  # of the one at the boundary
+_FREE = 5  # values of no more than this power of two less than the largest are free at first
 _MOST_BOUNDED = 100  # nodes that are bounded by moments, where there is a table as well
 _SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, what one may take at a look
 
@@ -66,12 +67,14 @@ class BlockSearch:
         to be told from none. Raises Unsuited where the search can't take the block."""
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
         self._whole, self._tick_s = reverse(block)
-        self._fused = fused(self._whole) if self.rules.fuse else self._whole  # what is searched, a bound for the whole
+        self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
+        if self.rules.fuse:
+            self._blocks += [fused(self._whole), fused(self._whole, int(self._whole.size_bytes.max(initial=0)) >> _FREE)]
         self._most_ticks = NEVER
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
-        self._spaces: dict[tuple[bool, bool], Space] = {}
-        self._cells: dict[tuple[bool, BlockBudget], tuple[Space, Cell]] = {}
+        self._spaces: dict[tuple[int, bool], Space] = {}
+        self._cells: dict[tuple[int, BlockBudget], tuple[Space, Cell]] = {}
         self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
 
     def solve(
@@ -90,16 +93,17 @@ class BlockSearch:
             if ticks < upper:
                 upper, incumbent = ticks, tuple(order)
         least = NEVER if bound_s == float("inf") else round(bound_s / self._tick_s)
-        found = self._found(self._fused, budget, upper, least, most_nodes)
-        nodes = found.nodes
-        if found.ticks < upper:
-            order = self._order(self._fused, found.path)
-            if self._fused is not self._whole and not budget.admits(measured(self.block, order)):
-                found = self._found(self._whole, budget, upper, found.bound_ticks, most_nodes - nodes)
-                nodes += found.nodes
-                order = self._order(self._whole, found.path)
-            if found.ticks < upper:
+        nodes = 0
+        for b in reversed(self._blocks):
+            found = self._found(b, budget, upper, least, most_nodes - nodes)
+            nodes += found.nodes
+            least = found.bound_ticks
+            if found.ticks >= upper:
+                break
+            order = self._order(b, found.path)
+            if b is self._whole or budget.admits(measured(self.block, order)):
                 upper, incumbent = found.ticks, order
+                break
         certified = found.bound_ticks >= upper
         least_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
         recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
@@ -129,11 +133,11 @@ class BlockSearch:
 
     def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
         """What the search needs for a budget, without a table."""
-        which, with_forward = (b is self._whole, budget), budget.forward_peak_bytes < NO_LIMIT
+        which, with_forward = (id(b), budget), budget.forward_peak_bytes < NO_LIMIT
         if which in self._cells:
             return self._cells[which]
-        if (b is self._whole, with_forward) not in self._spaces:
-            self._spaces[b is self._whole, with_forward] = space_of(b, with_forward)
+        if (id(b), with_forward) not in self._spaces:
+            self._spaces[id(b), with_forward] = space_of(b, with_forward)
         steps = len(b.step_bytes)
         room = [
             budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
@@ -143,7 +147,7 @@ class BlockSearch:
         if with_forward:
             room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
         room_bytes = np.array(room, dtype=np.int64)
-        space = barring(self._spaces[b is self._whole, with_forward], room_bytes)
+        space = barring(self._spaces[id(b), with_forward], room_bytes)
         before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
         if self.rules.windows:
             before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)

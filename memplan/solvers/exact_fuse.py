@@ -52,21 +52,24 @@ class _Run:
 class _Fusing:
     """runs: by the op whose outputs are demanded."""
 
-    def __init__(self, b: Reversed) -> None:
+    def __init__(self, b: Reversed, free_bytes: int) -> None:
         self.b = b
-        self.by_steps = _union(b.step_reads.lists())
         self.taken_by_steps = _union(b.step_takes.lists())
-        reads = b.reads.lists()
+        kept = self.taken_by_steps | _union(b.takes.lists()) | set(np.flatnonzero(b.barred).tolist())
+        self.free = frozenset(np.flatnonzero(b.size_bytes <= free_bytes).tolist()) - kept
+        self.by_steps = _union(b.step_reads.lists()) - self.free
+        reads = [frozenset(row) for row in b.reads.lists()]
         self.demanded = self._demanded(reads)
         self.runs: dict[int, _Run] = {}
         for op, (makes, takes) in enumerate(zip(b.makes.lists(), b.takes.lists(), strict=True)):
-            made, read = self.demanded & frozenset(makes), frozenset(reads[op])
+            made, read = self.demanded & frozenset(makes), reads[op] - self.free
             if made and b.again[op]:
-                stages = ((read, int(b.stage_bytes[b.stage_start[op]])),)
-                self.runs[op] = _Run(made, read, self.demanded & frozenset(takes), stages, int(b.ticks[op]), (op,))
+                held = int(b.stage_bytes[b.stage_start[op]]) + self.bytes_of(reads[op] & self.free)
+                taken = self.demanded & frozenset(takes)
+                self.runs[op] = _Run(made, read, taken, ((read, held),), int(b.ticks[op]), (op,))
         self.calm = bool((b.between_bytes[1:] <= b.step_bytes).all())  # what a step leaves stood while it ran
 
-    def _demanded(self, reads: list[list[int]]) -> Values:
+    def _demanded(self, reads: list[Values]) -> Values:
         """Values that can come to be demanded."""
         found: set[int] = set()
         stack = list(self.by_steps)
@@ -74,7 +77,7 @@ class _Fusing:
             v = stack.pop()
             maker = int(self.b.maker[v])
             if v not in found and maker >= 0 and self.b.again[maker]:
-                stack += reads[maker]
+                stack += reads[maker] - self.free
             found.add(v)
         return frozenset(found)
 
@@ -181,15 +184,17 @@ class _Fusing:
             parts=tuple(run.parts for run in runs),
             step_reads=rows(b.step_reads.lists()),
             step_takes=rows(b.step_takes.lists()),
+            step_bytes=b.step_bytes + [self.bytes_of(self.free.intersection(row)) for row in b.step_reads.lists()],
             cut=b.cut[values],
             barred=b.barred[values],
             forward_extra=b.forward_extra[:, values],
         )
 
 
-def fused(b: Reversed) -> Reversed:
-    """A block of no more time at least, with fewer values and ops."""
-    fusing = _Fusing(b)
+def fused(b: Reversed, free_bytes: int = -1) -> Reversed:
+    """A block of no more time at least, with fewer values and ops. Values of no more than `free_bytes` are there for
+    nothing."""
+    fusing = _Fusing(b, free_bytes)
     fusing.fuse()
     return fusing.block()
 
