@@ -31,7 +31,7 @@ from memplan.solvers.exact_space import (
 from memplan.solvers.flat import Ints
 from memplan.solvers.jit import kernel
 
-_MOST_BITS = 16
+_MOST_BITS = 17
 _SETS_A_NODE = 256  # of all steps together, for each node that may be expanded
 NO_TABLE = np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.int64)
 
