@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -93,6 +94,31 @@ def test_a_table_is_a_bound_and_exact_where_it_has_all_values(
         found = math.inf if table[-1, 0] >= NEVER else float(table[-1, 0]) * tick_s
         assert found <= least * (1 + 1e-9)
     assert found == pytest.approx(least, rel=1e-9, abs=1e-9)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
+def test_runs_are_joined_only_where_nothing_is_lost(beside: bool) -> None:
+    """One value between two ops, with operands and outputs smaller and larger than it, at every kind of budget."""
+    for sizes in itertools.product((8, 128, 256), repeat=3):
+        for scratch, keeps, late in itertools.product((0, 256), (False, True), (False, True)):
+            b = StepBuilder()
+            given_ = b.value(512, "input")
+            (x,) = b.forward("first", (given_,), (sizes[0],), time_s=9.0)
+            (u,) = b.forward("second", (given_,), (128,), time_s=7.0) if beside else (x,)
+            (v,) = b.forward("maker", (x,), (sizes[1],), saved=(x,) if keeps else (), time_s=5.0, scratch_bytes=scratch)
+            reads = (v, u) if beside else (v,)
+            (y,) = b.forward("reader", reads, (sizes[2],), time_s=3.0)
+            (z,) = b.forward("last", (y,), (64,), saved=(y,), scratch_bytes=256 if late else 0)
+            (loss,) = b.forward("loss", (z, y), (8,), saved=(y,))
+            block = only_block(b, loss)
+            low, high = range_of_budgets(block)
+            for saved, peak in itertools.product(range(2), range(4)):
+                budget = BlockBudget(
+                    low[0] + max(0, high[0] - low[0]) * saved // 2, NO_LIMIT, low[2] + (high[2] - low[2]) * peak // 4
+                )
+                answer = solve_block(block, budget)
+                assert answer.certified
+                assert checked(block, budget, answer) == pytest.approx(shortest(block, budget), rel=1e-9, abs=1e-9)
 
 
 def only_block(b: StepBuilder, output: int) -> LocalBlock:

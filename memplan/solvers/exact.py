@@ -69,7 +69,10 @@ class BlockSearch:
         self._whole, self._tick_s = reverse(block)
         self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
         if self.rules.fuse:
-            self._blocks += [fused(self._whole), fused(self._whole, int(self._whole.size_bytes.max(initial=0)) >> _FREE)]
+            self._blocks += [
+                fused(self._whole),
+                fused(self._whole, int(self._whole.size_bytes.max(initial=0)) >> _FREE),
+            ]
         self._most_ticks = NEVER
         if most_forwards is not None:
             self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
