@@ -3,8 +3,9 @@
     python -m benchmarks.solvers.blocks [--instances NAME ...] [--parts N] [--nodes N] [--ops N ...] [--highs SECONDS]
 
 A cell is a budget of saved bytes and peaks; `certified` is the share of cells whose answer is proven, with no
-tolerance, `gap` the worst gap of the others in forward parts. `--nodes` is for each cell; what some leave is for others. `--ops` makes blocks of at most so many forward ops. `--highs` gives HiGHS so long
-for the tightest open or feasible cell of each block and prints its seconds over ours (needs SciPy and the tests).
+tolerance, `gap` the worst gap of the others in forward parts. `--nodes` is for each cell; what some leave is for
+others. `--ops` makes blocks of at most so many forward ops. `--highs` gives HiGHS so long for the tightest open or
+feasible cell of each block and prints its seconds over ours (needs SciPy and the tests).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ import math
 import time
 from collections.abc import Iterator
 
+from benchmarks.gpt8 import gpt8
 from benchmarks.solvers.__main__ import instances
 from memplan.problem import Problem
+from memplan.solvers import solve_front
 from memplan.solvers.chain import coarse_cuts, make_chain
 from memplan.solvers.exact import BlockSearch, Grid, solve_grid
 from memplan.solvers.exact_block import Unsuited
@@ -63,6 +66,7 @@ def main() -> int:
     parser.add_argument("--ops", type=int, nargs="+", default=[0, 45])
     parser.add_argument("--highs", type=float, default=0.0)
     args = parser.parse_args()
+    solve_front(gpt8())  # loads the compiled solvers
     print(
         f"{'instance':16} {'most ops':>8} {'ops':>4} {'cells':>5} {'certified':>9} {'gap':>7} {'nodes':>7} {'s':>6}  "
         "highs"

@@ -185,7 +185,8 @@ class _Fusing:
             parts=tuple(run.parts for run in runs),
             step_reads=rows(b.step_reads.lists()),
             step_takes=rows(b.step_takes.lists()),
-            step_bytes=b.step_bytes + [self.bytes_of(self.free.intersection(row)) for row in b.step_reads.lists()],
+            step_bytes=b.step_bytes
+            + np.array([self.bytes_of(self.free.intersection(row)) for row in b.step_reads.lists()], dtype=np.int64),
             cut=b.cut[values],
             barred=b.barred[values],
             forward_extra=b.forward_extra[:, values],
