@@ -215,6 +215,7 @@ CELLS |= {
     for dtype in ("fp32", "bf16")
     for n in (1, 2)
 }
+CELLS["four ranks"] = Cell(functools.partial(compare, 0.9), world=4, full=True, needs=NEEDS)
 CELLS |= {
     "what can't be captured": Cell(functools.partial(compare_by_section, Branching), needs=NEEDS),
     "autocast": Cell(functools.partial(compare_by_section, Branching, "autocast", 0.95), full=True, needs=NEEDS),

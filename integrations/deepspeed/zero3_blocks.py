@@ -38,8 +38,9 @@ def apply_sharded_blocks(
 ) -> memplan.PartialPlan:
     """Plan blocks of the model of a DeepSpeed engine of ZeRO stage 3, so that this rank's step fits a budget.
 
-    To be called by all of its ranks, in train mode. Their budgets may differ, and their batches. Counted is what
-    `apply_sharded` counts, with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample.
+    To be called by all of its ranks, in train mode. Their budgets may differ. Counted is what `apply_sharded` counts,
+    with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample. Where all ranks call a block
+    unlike their samples it is recomputed as a whole; where some do, PlanMismatch is raised on all.
 
     blocks: what to plan; None takes the modules that are repeated, as layers of a transformer are. keywords: as for
     `memplan.apply_blocks`.
