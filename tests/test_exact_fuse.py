@@ -163,6 +163,27 @@ def test_what_two_ops_read_stays() -> None:
     assert all(len(parts) == 1 for parts in fused(whole).parts)
 
 
+def test_a_value_is_held_where_its_operands_are_larger() -> None:
+    """The value is made while its operand is there, and read when that is gone and another one is there."""
+    b = StepBuilder()
+    given_ = b.value(512, "input")
+    (x,) = b.forward("first", (given_,), (256,), time_s=9.0)
+    (u,) = b.forward("second", (given_,), (256,), time_s=7.0)
+    (v,) = b.forward("maker", (x,), (16,), time_s=5.0)
+    (y,) = b.forward("reader", (v, u), (16,), time_s=3.0)
+    (z,) = b.forward("third", (y,), (64,), saved=(y,))
+    (w,) = b.forward("wide", (z,), (64,), scratch_bytes=512)
+    (loss,) = b.forward("loss", (w, x, u), (8,), saved=(x, u))
+    block = only_block(b, loss)
+    assert all(len(parts) == 1 for parts in fused(reverse(block)[0]).parts)
+    low, high = range_of_budgets(block)
+    for saved, peak in itertools.product(range(4), range(8)):
+        limits = [low[i] + max(0, high[i] - low[i]) * part // 8 for i, part in ((0, saved), (2, peak))]
+        budget = BlockBudget(limits[0], NO_LIMIT, limits[1])
+        answer = solve_block(block, budget)
+        assert checked(block, budget, answer) == pytest.approx(shortest(block, budget), rel=1e-9, abs=1e-9)
+
+
 @pytest.mark.parametrize(("name", "ops"), [("gpt2", 36), ("bert", 32), ("llama", 34)])
 def test_layers_of_captured_models_are_certified(name: str, ops: int) -> None:
     """All three are a layer as `Config.exact_ops` cuts it; the nodes are those of `benchmarks.solvers.blocks`."""
