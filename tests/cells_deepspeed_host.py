@@ -80,7 +80,7 @@ def check_peak(stage: int) -> str | None:
 
 NEEDS = ("deepspeed", "g++")
 SETTINGS = [Setting(stage, dtype, n) for stage in range(4) for dtype in DTYPES for n in (1, 2)]
-QUICK = {Setting(1, "bfloat16", 2), Setting(3)}
+QUICK = {Setting(1, "bfloat16", 2)}
 CELLS = {
     f"{setting}": Cell(functools.partial(compare, setting), full=setting not in QUICK, needs=NEEDS)
     for setting in SETTINGS

@@ -528,7 +528,7 @@ CELLS |= {
 CELLS |= {
     "gathers are those of the plan": Cell(gathers_are_those_of_the_plan, needs=NEEDS),
     "evaluation and checkpoints between steps": Cell(compare_lives, needs=NEEDS),
-    "uneven batches": Cell(compare_uneven, needs=NEEDS),
+    "uneven batches": Cell(compare_uneven, full=True, needs=NEEDS),
     "other lengths on each rank": Cell(functools.partial(compare_dynamic, False), needs=NEEDS),
     "other lengths on each rank, with a sample": Cell(functools.partial(compare_dynamic, True), full=True, needs=NEEDS),
     "padded texts of transformers": Cell(functools.partial(compare_texts, 0.5), needs=(*NEEDS, "transformers")),
@@ -536,6 +536,6 @@ CELLS |= {
         functools.partial(compare_texts, 0.9), full=True, needs=(*NEEDS, "transformers")
     ),
     "peaks of other lengths": Cell(check_peaks_of_other_lengths, needs=NEEDS),
-    "batches of several lengths": Cell(compare_other_lengths, needs=NEEDS),
+    "batches of several lengths": Cell(compare_other_lengths, full=True, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
 }

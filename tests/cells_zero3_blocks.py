@@ -220,7 +220,7 @@ CELLS |= {
     "what can't be captured": Cell(functools.partial(compare_by_section, Branching), needs=NEEDS),
     "autocast": Cell(functools.partial(compare_by_section, Branching, "autocast", 0.95), full=True, needs=NEEDS),
     "budgets of ranks": Cell(check_other_budgets, needs=NEEDS),
-    "other batches": Cell(compare_other_batches, needs=NEEDS),
+    "other batches": Cell(compare_other_batches, full=True, needs=NEEDS),
     "refusals": Cell(check_refusals, needs=NEEDS),
     "secondary partitions": Cell(
         functools.partial(compare_by_section, Branching, zero_hpz_partition_size=2), full=True, needs=NEEDS
