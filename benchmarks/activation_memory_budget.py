@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import functools
 import gc
 import itertools
 import json
@@ -24,7 +25,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,20 +179,39 @@ class Bench:
         return times
 
 
-def compiled(model: nn.Module, setting: Setting, code: list[str]) -> Callable[..., torch.Tensor]:
-    """The model under the rival's knob. `code` receives the text of the forward and backward programs."""
+class Known(Exception):
+    """The setting leads to a program that is measured already."""
+
+
+def compiled(model: nn.Module, code: list[str], known: Container[tuple[str, ...]]) -> Callable[..., torch.Tensor]:
+    """The model under the rival's knob. `code` receives the text of the forward and backward programs.
+
+    Raises Known, before anything runs, where `known` has these.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-    def eager_kernels(program: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., Any]:
-        code.append(program.code)
-        return boxed_nop(program, example)
+    def partitioned(*args: Any, **kwargs: Any) -> tuple[torch.fx.GraphModule, torch.fx.GraphModule]:
+        programs = min_cut_rematerialization_partition(*args, **kwargs)
+        code.extend(program.code for program in programs)
+        return programs
+
+    def forward_kernels(program: torch.fx.GraphModule, example: list[torch.Tensor]) -> Callable[..., Any]:
+        run = boxed_nop(program, example)
+
+        def unless_known(args: list[Any]) -> Any:
+            if tuple(code) in known:
+                raise Known
+            return run(args)
+
+        unless_known._boxed_call = True  # type: ignore[attr-defined]
+        return unless_known
 
     backend = aot_autograd(
-        fw_compiler=eager_kernels,
-        bw_compiler=eager_kernels,
-        partition_fn=min_cut_rematerialization_partition,
+        fw_compiler=forward_kernels,
+        bw_compiler=boxed_nop,
+        partition_fn=partitioned,
         keep_inference_input_mutations=True,
     )
     return torch.compile(model, backend=backend, fullgraph=True)
@@ -229,18 +249,17 @@ class Comparison:
         code: list[str] = []
         try:
             with knob(setting):
-                run = compiled(self.rival, setting, code)
+                run = compiled(self.rival, code, self.programs)
                 gradients = self.bench.gradients_of(run, self.rival)
-                key = tuple(code)
-                if key in self.programs:
-                    self.programs[key].settings.append(str(setting))
-                    return
                 row = self._measured(run, gradients)
+        except Known:
+            self.programs[tuple(code)].settings.append(str(setting))
+            return
         except Exception as error:
             self.failures.append({"setting": str(setting), "reason": reason_of(error)})
             print(f"    {setting!s:45s} failed: {reason_of(error)[:100]}", flush=True)
             return
-        self.programs[key] = Program([str(setting)], row)
+        self.programs[tuple(code)] = Program([str(setting)], row)
         print_row(str(setting), row)
 
     def _measured(self, run: Callable[..., torch.Tensor], gradients: list[torch.Tensor]) -> dict[str, Any]:
@@ -325,7 +344,8 @@ def print_row(name: str, row: dict[str, Any]) -> None:
     print(f"    {name:45s} {rival:66s} {ours}", flush=True)
 
 
-def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
+def run_config(name: str, args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
+    """Measure one configuration, and save what there is after each setting."""
     bench = Bench(CONFIGS[name], args.repeats)
     resident_bytes = storage_bytes([*bench.model.parameters(), *bench.model.buffers()])
     print(f"{name}: plain activation peak {bench.peak_bytes / MEGABYTE:.1f} MB", flush=True)
@@ -335,17 +355,16 @@ def run_config(name: str, args: argparse.Namespace) -> dict[str, Any]:
     for setting in settings_of(args):
         comparison.add(setting)
         gc.collect()
+        result = {
+            "plain_peak_bytes": bench.peak_bytes,
+            "parameter_and_buffer_bytes": resident_bytes,
+            "floor": floor,
+            "programs": [{"settings": p.settings, **p.row} for p in comparison.programs.values()],
+            "failures": comparison.failures,
+        }
+        save(result)
     torch._dynamo.reset()
-    programs = [{"settings": p.settings, **p.row} for p in comparison.programs.values()]
-    result = {
-        "plain_peak_bytes": bench.peak_bytes,
-        "parameter_and_buffer_bytes": resident_bytes,
-        "floor": floor,
-        "programs": programs,
-        "failures": comparison.failures,
-    }
     print_summary(name, result)
-    return result
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -406,10 +425,13 @@ def main() -> int:
 
 
 def _run(names: list[str], args: argparse.Namespace, result: dict[str, Any]) -> None:
-    for name in names:
-        result["configs"][name] = run_config(name, args)
+    def save(name: str, found: dict[str, Any]) -> None:
+        result["configs"][name] = found
         args.output.parent.mkdir(parents=True, exist_ok=True)
         args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+    for name in names:
+        run_config(name, args, functools.partial(save, name))
 
 
 if __name__ == "__main__":

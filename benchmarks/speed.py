@@ -2,6 +2,8 @@
 
     python -m benchmarks.speed [--only planning solving unlimited guards batches prediction] [--output FILE]
 
+With --only, what the file has of the other parts stays.
+
 planning: capture, costs and solve of a 12-layer GPT-2, with an empty cost cache and with a full one; a small plan in a
 new process that has to compile the solvers first.
 solving: the front of a 32-layer Llama whose costs are known.
@@ -238,7 +240,8 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "speed.json")
     args = parser.parse_args()
-    result: dict[str, Any] = {"environment": environment()}
+    known = json.loads(args.output.read_text()) if args.output.exists() else {}
+    result: dict[str, Any] = {**known, "environment": environment()}
     with tempfile.TemporaryDirectory() as folder:
         os.environ["MEMPLAN_CACHE_DIR"] = folder
         for name in args.only:

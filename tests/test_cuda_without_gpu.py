@@ -24,6 +24,7 @@ from memplan.graph.costs import _Bench
 from memplan.graph.key import ArgumentsKey
 from memplan.graph.layout import device_bytes_of
 from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.traced import Traced
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower, planned_forward
@@ -46,7 +47,7 @@ def test_what_attention_draws_with_is_on_the_host_where_its_backward_looks_for_i
     op = aten._scaled_dot_product_efficient_attention.default
     with private.FakeTensorMode():
         q = torch.empty(2, 4, 64, 32, device=CUDA)
-        outputs = private.corrected_outputs(op, (q, q, q, None, True, 0.1), op(q, q, q, None, True, 0.1))
+        outputs = corrected_outputs(op, (q, q, q, None, True, 0.1), op(q, q, q, None, True, 0.1))
     assert [t.device.type for t in outputs] == ["cuda", "cuda", "cpu", "cpu"]
     assert [(t.shape, t.dtype) for t in outputs[2:]] == [((), torch.int64)] * 2
 
@@ -62,7 +63,7 @@ def test_notes_of_batch_norm_have_the_size_that_cudnn_wants(monkeypatch: pytest.
         row = torch.empty(8, device=CUDA)
         args = (x, row, row, row, row, True, 0.1, 1e-5)
         notes = torch.empty(0, dtype=torch.uint8, device=CUDA)
-        outputs = private.corrected_outputs(op, args, (x, row, row, notes))
+        outputs = corrected_outputs(op, args, (x, row, row, notes))
     assert outputs[3].shape == (4099,) and outputs[3].device == CUDA
     assert asked[0].stride() == x.stride()
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memplan.graph import private_api as private
+from memplan.graph import op_facts
 from memplan.graph.call import CallReader
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import Autocast
@@ -139,7 +139,7 @@ LOOKS: dict[Any, tuple[Any, ...]] = {
 
 @pytest.mark.parametrize("made", [(4, 1, 6), (8, 2, 6)], ids=["contiguous", "strided"])
 def test_views_lie_as_those_of_real_tensors(made: tuple[int, ...]) -> None:
-    assert LOOKS.keys() == private.VIEWS
+    assert LOOKS.keys() == op_facts.VIEWS
     for func, args in LOOKS.items():
         results = []
         for device in ("cpu", "meta"):

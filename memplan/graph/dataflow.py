@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key
 
@@ -39,7 +40,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     for position, name in _written_arguments(node.target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
         found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
-    hidden = private.HIDDEN_WRITES.get(node.target)
+    hidden = op_facts.HIDDEN_WRITES.get(node.target)
     if hidden is not None and node.args[hidden[1]]:
         found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
     return found

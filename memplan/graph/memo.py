@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key
 
@@ -138,7 +139,7 @@ class Memo:
             return trace()
         try:
             call = _Call(recording, args, kwargs)
-            if func in private.VIEWS and _is_plain(call.tensors, args[0]):
+            if func in op_facts.VIEWS and _is_plain(call.tensors, args[0]):
                 return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
             met = key in self._known
@@ -171,7 +172,7 @@ def _is_plain(given: Sequence[torch.Tensor], first: Any) -> bool:
 def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _Call) -> Any:
     """The results of a view, and nodes for them in the trace."""
     (tensor,) = call.tensors
-    with recording.without_modes():
+    with private.without_modes():
         results = func(_Layout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
     node = recording.write(func, call.args, call.kwargs)
     if isinstance(results, torch.Tensor):
@@ -217,7 +218,7 @@ def _output(
     recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
 ) -> torch.Tensor:
     """One of these results."""
-    with recording.without_modes():
+    with private.without_modes():
         if result.argument is None:
             memory = result.layout.in_memory_of_its_own()
         else:
@@ -263,7 +264,7 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         raise _Unfit
     if around:
         return _Result(around[0], same, layout, output.device)
-    with recording.without_modes():
+    with private.without_modes():
         own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
     if layout.offset or own_bytes != output.untyped_storage().nbytes():
         raise _Unfit

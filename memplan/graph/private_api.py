@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 from torch._C import DispatchKey, DispatchKeySet
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -53,86 +53,6 @@ TRACING = threading.RLock()
 DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 READ_SCALAR = aten._local_scalar_dense.default
 READ_DEVICE = torch.ops.prim.device.default
-
-# Ops that write to arguments though their schema does not say so: op -> (argument indices, index of `training`).
-HIDDEN_WRITES: dict[Any, tuple[tuple[int, ...], int]] = {
-    aten.native_batch_norm.default: ((3, 4), 5),
-    aten.cudnn_batch_norm.default: ((3, 4), 5),
-    aten.miopen_batch_norm.default: ((3, 4), 5),
-}
-
-# Ops that can't be traced exactly: op -> why, and what to do.
-UNPLANNABLE: dict[Any, str] = {
-    aten.mkldnn_rnn_layer.default: (
-        "its fake kernel does not know the size of the workspace that backward reads, and the kernel leaves it out "
-        "under no_grad. Set torch.backends.mkldnn.enabled = False: recurrent layers then run as plain ops, which can "
-        "be planned"
-    ),
-    aten._cudnn_rnn.default: (
-        "its fake kernel does not know the size of the memory that backward reads. Set torch.backends.cudnn.enabled = "
-        "False: recurrent layers then run as plain ops, which can be planned"
-    ),
-}
-
-# Ops that read nothing of a tensor argument but its shape, strides, dtype and device.
-METADATA_ONLY = frozenset(
-    getattr(aten, name).default
-    for name in (
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like",
-        "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full",
-    )
-)  # fmt: skip
-
-# Ops that look at a tensor's memory, by the same code on the meta device as anywhere else.
-VIEWS = frozenset(
-    getattr(getattr(aten, name), overload)
-    for name, overload in (
-        ("_unsafe_view", "default"), ("alias", "default"), ("as_strided", "default"), ("detach", "default"),
-        ("diagonal", "default"), ("expand", "default"), ("permute", "default"), ("select", "int"), ("slice", "Tensor"),
-        ("split", "Tensor"), ("split_with_sizes", "default"), ("squeeze", "default"), ("squeeze", "dim"),
-        ("squeeze", "dims"), ("t", "default"), ("transpose", "int"), ("unbind", "int"), ("unfold", "default"),
-        ("unsqueeze", "default"), ("view", "default"),
-    )
-)  # fmt: skip
-
-_DROPOUT_P_ARGUMENT = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "dropout_p",
-    "aten::_scaled_dot_product_flash_attention": "dropout_p",
-    "aten::_scaled_dot_product_efficient_attention": "dropout_p",
-    "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
-}
-
-
-_PYTORCH = ("aten", "prims", "prim")
-_SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
-    getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
-)
-
-
-def is_of_pytorch(target: Any) -> bool:
-    """Whether an op is PyTorch's own (or a function of memplan's), of which it is known what it does."""
-    return not isinstance(target, torch._ops.OpOverload) or target.namespace in _PYTORCH
-
-
-def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of an op advances the generator.
-
-    Fused attention is tagged random, but draws nothing without dropout, nor ever in backward. Of a user's own op
-    (another fused attention, say) nobody knows.
-    """
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
-        return not is_of_pytorch(target)
-    if target in _SEEDED_BEFORE:
-        return False
-    name = _DROPOUT_P_ARGUMENT.get(target._schema.name)
-    if name is None:
-        return True
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            given = kwargs.get(name, args[position] if position < len(args) else argument.default_value)
-            return bool(given)
-    return True
-
 
 # Nobody reads which torch functions the ops come from, and to note it takes a mode that each of them goes through.
 _LEAN: dict[str, Any] = {
@@ -326,10 +246,6 @@ class Recording:
         """A fake tensor in the memory, and with the layout, of one on the meta device."""
         return FakeTensor(self._fake_mode, contents, device)
 
-    def without_modes(self) -> contextlib.AbstractContextManager[Any]:
-        """Where ops on the meta device are no part of the trace."""
-        return torch._C._DisableTorchDispatch()
-
 
 @contextlib.contextmanager
 def not_tracing_for_transformers() -> Iterator[None]:
@@ -415,135 +331,19 @@ def outside_of_tracing() -> Iterator[None]:
         yield
 
 
-# Normalisation ops whose fake kernels give the statistics the input's dtype, where the real ones keep float32 weights'
-# dtype: op -> indices of weight, bias and running statistics.
-_STATISTICS: dict[Any, tuple[int, ...]] = {
-    aten.native_layer_norm.default: (2, 3),
-    aten.native_batch_norm.default: (1, 2, 3, 4),
-    aten.native_group_norm.default: (1, 2),
-}
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Where ops on the meta device are no part of the trace."""
+    return torch._C._DisableTorchDispatch()
 
 
-def _contiguous(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, device="meta")
+def batch_norm_reserve_elements(x: torch.Tensor) -> int:
+    """How many bytes cuDNN's batch norm takes for its notes for backward."""
+    with _disable_current_modes():
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)  # type: ignore[attr-defined, no-any-return]
 
 
-def _channels_as(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, device="meta", memory_format=suggest_memory_format(like))
-
-
-def _elementwise(*operands: Any) -> torch.Tensor:
-    """As a kernel that goes through its operands element by element, in this order of preference."""
-    return functools.reduce(operator.add, operands)  # type: ignore[no-any-return]
-
-
-# Ops whose fake kernels lay results out in other strides than the real CPU kernels do, where arguments are not
-# contiguous: op -> what lies as the real results of that shape do, made of the arguments on the meta device.
-_LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
-    aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous(x),
-    aten.native_batch_norm.default: lambda x, *_: _channels_as(x),
-    aten.native_batch_norm_backward.default: lambda grad, x, *_: _channels_as(x),
-    aten._log_softmax_backward_data.default: lambda grad, *_: _contiguous(grad),
-    aten.mse_loss_backward.default: lambda grad, x, *_: _contiguous(x),
-    aten.smooth_l1_loss_backward.default: lambda grad, x, *_: _contiguous(x),
-    aten.huber_loss_backward.default: lambda grad, x, *_: _contiguous(x),
-    aten.roll.default: lambda x, *_: _channels_as(x),
-    aten.reflection_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
-    aten.replication_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
-    aten.elu_backward.default: lambda grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),
-    aten.softplus_backward.default: lambda grad, x, *_: _elementwise(grad, x),
-    aten.hardswish_backward.default: _elementwise,
-    aten.hardsigmoid_backward.default: _elementwise,
-    aten.gelu_backward.default: _elementwise,
-    aten.silu_backward.default: _elementwise,
-    aten.mish_backward.default: _elementwise,
-    aten.tanh_backward.default: _elementwise,
-    aten.mul.Tensor: _elementwise,
-    aten.xlogy.Tensor: _elementwise,
-    aten.rrelu_with_noise.default: lambda x, *_: _contiguous(x),
-    aten.rrelu_with_noise_backward.default: lambda grad, x, noise, *_: _elementwise(noise, grad),
-    aten.log_sigmoid_forward.default: lambda x: _contiguous(x),
-    aten.log_sigmoid_backward.default: lambda grad, *_: torch.empty_like(grad),
-}
-
-
-# Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
-# the memory holds, from the arguments. Fake kernels make the small result.
-_ELEMENTS: dict[Any, Callable[..., int]] = {
-    aten.mse_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
-    aten.smooth_l1_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
-    aten.binary_cross_entropy.default: lambda x, *_: x.numel(),
-    aten.soft_margin_loss.default: lambda x, *_: x.numel(),
-    aten.col2im.default: lambda x, *_: x.numel(),
-}
-
-
-# Ops whose real CUDA kernels give small results on the host, from where backward reads them: op -> which results.
-_ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_attention.default: (2, 3)}
-
-
-def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    """The outputs of a fake op, with the dtypes, strides, bytes and devices that the real kernel gives them.
-
-    On a CPU: dtypes, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm,
-    and the gradient of group norm's input. Strides: the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to
-    which fake kernels are made: the ops in `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes.
-    """
-    if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
-        return outputs
-    if args[0].device.type == "cuda":
-        return _as_on_cuda(func, args, outputs)
-    if func in _ELEMENTS:
-        elements = _ELEMENTS[func](*args)
-        return _exchanged(outputs, elements=elements) if elements > outputs.numel() else outputs
-    return _with_strides(func, args, _with_dtypes(func, args, outputs))
-
-
-def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    if func in _ON_HOST:
-        return tuple(_exchanged(t, device="cpu") if i in _ON_HOST[func] else t for i, t in enumerate(outputs))
-    if func is aten.cudnn_batch_norm.default and args[5]:
-        with _disable_current_modes():
-            like = torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="meta")
-        elements = torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)  # type: ignore[attr-defined]
-        return (*outputs[:3], _exchanged(outputs[3], size=(elements,), stride=(1,)))
-    return outputs
-
-
-def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    if func is aten.native_group_norm_backward.default:
-        first = outputs[0]
-        wrong = first is not None and first.dtype != args[1].dtype
-        return (_exchanged(first, dtype=args[1].dtype), *outputs[1:]) if wrong else outputs
-    parameters = _STATISTICS.get(func)
-    if parameters is None:
-        return outputs
-    dtypes = {args[i].dtype for i in parameters if i < len(args) and isinstance(args[i], torch.Tensor)}
-    if dtypes != {torch.float32} or args[0].dtype == torch.float32:
-        return outputs
-    return (outputs[0], *(_exchanged(t, dtype=torch.float32) for t in outputs[1:]))
-
-
-def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
-    rule = _LAYOUTS.get(func)
-    if rule is None or all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)):
-        return outputs
-    with torch._C._DisableTorchDispatch():
-        layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
-
-    def fixed(result: Any) -> Any:
-        wrong = result is not None and result.shape == layout.shape and result.stride() != layout.stride()
-        return _exchanged(result, stride=layout.stride()) if wrong else result
-
-    return tuple(map(fixed, outputs)) if isinstance(outputs, (list, tuple)) else fixed(outputs)
-
-
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in of the same layout; in float32, for fake arithmetic in lower precisions gets layouts wrong too."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
-
-
-def _exchanged(
+def exchanged(
     tensor: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,

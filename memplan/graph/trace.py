@@ -18,6 +18,7 @@ import torch
 from torch import fx, nn
 
 from memplan.errors import UnsupportedModel
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
@@ -26,6 +27,7 @@ from memplan.graph.edges import Edges
 from memplan.graph.layout import dense_layout, strides_that_matter
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
+from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.source_lines import caller_line, first_line, line_of
 
 
@@ -372,7 +374,7 @@ class _Watch(private.TorchDispatchMode):
                 f"{self._session.where or '(the model itself)'}, at {caller_line()}. Compute it outside of the "
                 "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
             )
-        return private.corrected_outputs(func, args, outputs)
+        return corrected_outputs(func, args, outputs)
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""
@@ -398,7 +400,7 @@ class _Watch(private.TorchDispatchMode):
                     f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
                     "it in, or use tensor operations such as torch.where"
                 )
-            if n.op == "call_function" and private.draws_random_numbers(n.target, n.args, n.kwargs):
+            if n.op == "call_function" and op_facts.draws_random_numbers(n.target, n.args, n.kwargs):
                 raise UnsupportedModel(
                     f"control flow depends on random numbers: module {self._session.where or '(the model itself)'}, "
                     f"at {source}. Draw them outside of the model and pass them in"

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from memplan.errors import UnsupportedModel
-from memplan.graph import private_api as private
+from memplan.graph import op_facts
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.draft import Draft, DraftOp, DraftStorage, DraftValue
 from memplan.graph.freeze import drop_dead_ops, freeze
@@ -189,9 +189,9 @@ class _Builder:
     # -- ops --------------------------------------------------------------------------------------------------------
 
     def _add_op(self, node: fx.Node, phase: Phase, writes: Sequence[fx.Node]) -> None:
-        if node.target in private.UNPLANNABLE:
+        if node.target in op_facts.UNPLANNABLE:
             where = self.raw.layers.get(node.name) or "the model"
-            raise UnsupportedModel(f"{node.target} in {where} can't be planned: {private.UNPLANNABLE[node.target]}")
+            raise UnsupportedModel(f"{node.target} in {where} can't be planned: {op_facts.UNPLANNABLE[node.target]}")
         if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
             raise UnsupportedModel(
                 f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"
@@ -201,10 +201,10 @@ class _Builder:
             node=node, target=target, args=args, kwargs=kwargs, phase=phase,
             reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
             made=[], outputs=[], effects=[],
-            random=private.draws_random_numbers(target, args, kwargs), recomputable=True,
+            random=op_facts.draws_random_numbers(target, args, kwargs), recomputable=True,
             layer=self.raw.layers.get(node.name, ""),
         )  # fmt: skip
-        hidden = private.HIDDEN_WRITES.get(node.target)
+        hidden = op_facts.HIDDEN_WRITES.get(node.target)
         written_storages = {storage_key(w.meta["val"]): w for w in writes}
         for written in written_storages.values():
             self._write(op, written, once=hidden is not None)
@@ -216,7 +216,7 @@ class _Builder:
     def _simplified(self, node: fx.Node) -> CallParts:
         """The call without false dependencies: factories keep only the metadata of their model tensor."""
         args, kwargs = node.args, dict(node.kwargs)
-        if node.target in private.METADATA_ONLY:
+        if node.target in op_facts.METADATA_ONLY:
             like = args[0]
             assert isinstance(like, fx.Node)
             tensor = like.meta["val"]

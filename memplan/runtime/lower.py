@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from memplan.addresses import place_host_copies
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.collector import without_collections
 from memplan.graph.dataflow import written_nodes
@@ -292,7 +293,7 @@ class _Lowering:
         """How a random op runs again, and on what device: PyTorch's draw from the generator of where their results are,
         which a step on a GPU may well move there later. Of a user's own op nobody knows."""
         kernel, device = self.traced.kernels[index], self.traced.device
-        if not private.is_of_pytorch(kernel.target):
+        if not op_facts.is_of_pytorch(kernel.target):
             return replay_all, device
         result = tensors_of(kernel.node.meta["val"])[0]
         return replay, device if result.device.type == device.type else result.device
