@@ -152,6 +152,21 @@ def test_a_deep_copy_runs_the_same_plan_on_its_own_parameters() -> None:
     assert memplan.plan_of(planned) is not None
 
 
+@pytest.mark.parametrize("on_mismatch", ["replan", "raise"])
+def test_a_deep_copy_that_is_changed_before_it_runs(on_mismatch: Any) -> None:
+    plain, sample = net_and_sample()
+    planned = memplan.apply(copy.deepcopy(plain), sample, 10**7, costs="estimate", on_mismatch=on_mismatch)
+    twin = copy.deepcopy(planned)
+    for net in (plain, twin):
+        torch.manual_seed(3)
+        net.outer = nn.Sequential(nn.Linear(32, 8), nn.Tanh())
+    if on_mismatch == "raise":
+        with pytest.raises(memplan.PlanMismatch, match=r"the copy's modules.*memplan\.apply on such a sample"):
+            twin(sample)
+        memplan.remove(twin)
+    assert_same_bits(run_steps(plain, sample), run_steps(twin, sample))
+
+
 def test_a_deep_copy_that_is_pickled_before_it_runs() -> None:
     _, planned, sample = pair()
     twin = copy.deepcopy(planned)

@@ -86,22 +86,31 @@ class ArgumentsKey:
         return None
 
 
+_OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"
+
+
 class ModesKey:
     """Which submodules there are, which train, how many hooks each has, what parameters are like, and autocast."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         self._model, self._device_type = model, device_type
-        self._facts = self._now()
+        self._structure, self._facts = _structure(model), self._now()
 
     def rebound(self, model: nn.Module) -> ModesKey:
-        """The same for a copy of the model."""
-        return ModesKey(model, self._device_type)
+        """The same for a copy of the model. Raises PlanMismatch where that has other modules."""
+        if _structure(model) != self._structure:
+            raise PlanMismatch(_OTHER_MODULES)
+        other = copy.copy(self)
+        other._model = model
+        other._facts = (other._now()[0], *self._facts[1:])
+        return other
 
     def _now(self) -> tuple[Any, ...]:
+        modules = tuple(map(id, self._model.modules()))
+        training = tuple(m.training for m in self._model.modules())
         hooks = tuple(private.foreign_hooks(table) for _, table in _hook_tables(self._model))
-        modules = tuple((name, id(m), m.training) for name, m in self._model.named_modules())
         tensors = tuple(_Tensor.of(t) for t in (*self._model.parameters(), *self._model.buffers()))
-        return modules, hooks, tensors, Autocast.ambient(self._device_type)
+        return modules, training, hooks, tensors, Autocast.ambient(self._device_type)
 
     def mismatch(self) -> str | None:
         """That something differs, in words; None where nothing does."""
@@ -144,7 +153,7 @@ class StepKey:
     def rebound(self, model: nn.Module) -> StepKey:
         """The same key for a copy of the model."""
         if _structure(model) != self._structure:
-            raise PlanMismatch("the copy's modules, or the parameters that they share, are others than the original's")
+            raise PlanMismatch(_OTHER_MODULES)
         other = copy.copy(self)
         other._snapshot = self._snapshot.adapted(attribute_tables(model))
         other._bind(model)

@@ -90,6 +90,7 @@ class PlannedForward:
         self._hooked = False  # parameters had hooks when that step was planned
         self._absent_bytes = 0  # of gradients that were not there when that step began
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
+        self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
 
@@ -181,13 +182,13 @@ class PlannedForward:
         if None in reasons:
             self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
             known, reason = [], "such a call came again, and gets a plan of its own"
-        elif reasons and self._on_mismatch == "raise":
+        elif (reasons or self._unfit) and self._on_mismatch == "raise":
             raise PlanMismatch(
-                f"this call does not match the plan: {reasons[0]}. Plan it with memplan.apply on such a sample, or "
-                "call memplan.remove(model)"
+                f"this call does not match the plan: {reasons[0] if reasons else self._unfit}. Plan it with "
+                "memplan.apply on such a sample, or call memplan.remove(model)"
             )
         else:
-            known, reason = self.steps, f"{reasons[0] if reasons else 'this is the first call'}"
+            known, reason = self.steps, f"{reasons[0] if reasons else self._unfit or 'this is the first call'}"
         log.info("memplan: planning, because %s", reason)
         if len(self.steps) == _MANY_STEPS:
             log.warning(
@@ -405,14 +406,20 @@ class PlannedForward:
         return _class_forward, (self.model,)
 
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
-        """The same plans for a copy of the model, which has this forward of its own."""
+        """The same plans for a copy of the model, which has this forward of its own.
+
+        Those that do not serve it, because its modules were changed before it was first used, are left out.
+        """
         planner = self._planner.for_copy()
         other = PlannedForward(
             model, original, planner, self.reader, self._on_mismatch, self._on_oom, self._agreement, self._alone
         )
         other._training, other._own_attribute = self._training, self._own_attribute
         for step in reversed(self.steps) if planner is self._planner else ():
-            other.add(step.bound_to(model, original))
+            try:
+                other.add(step.bound_to(model, original))
+            except PlanMismatch as error:
+                other._unfit = str(error)
         return other
 
 
