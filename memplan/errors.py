@@ -9,6 +9,10 @@ class UnsupportedModel(MemplanError):
     """The training step can't be captured exactly; names the module, the source line and a way out."""
 
 
+class NothingToTrain(UnsupportedModel):
+    """No output of the model depends on anything that requires grad."""
+
+
 class PlanMismatch(MemplanError):
     """A call, or a plan file, does not fit the plan: something that the capture depended on has changed."""
 

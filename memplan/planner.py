@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from memplan.budgets import budget_bytes_of, device_bytes, limit_bytes
-from memplan.errors import IllegalSchedule, MemplanError, PlanMismatch, UnsupportedModel
+from memplan.errors import IllegalSchedule, MemplanError, NothingToTrain, PlanMismatch, UnsupportedModel
 from memplan.graph import Capture
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device, refuse_wrappers
@@ -324,6 +324,8 @@ class Planner(Planning):
 
         in_group: other ranks rely on what the step runs.
         """
+        if isinstance(error, NothingToTrain):
+            raise error
         if self.update == "backward":
             raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error
         if self.host:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import memplan
 from memplan.runtime import planned_forward
@@ -221,6 +223,55 @@ def test_eval_no_grad_and_inference_mode_run_the_original() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
+def test_a_model_that_is_frozen_runs_unplanned() -> None:
+    plain, planned, sample = pair()
+    for net in (plain, planned):
+        net.requires_grad_(False)
+    torch.manual_seed(1)
+    expected = plain(sample)
+    torch.manual_seed(1)
+    assert_same_bits(expected, planned(sample))
+    for net in (plain, planned):
+        net.requires_grad_(True)
+    assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
+
+
+def test_a_compiled_step_breaks_around_the_plan() -> None:
+    plain, planned, sample = pair()
+    compiled = torch.compile(planned, backend="eager")
+    for _ in range(2):
+        losses = []
+        for net in (plain, compiled):
+            torch.manual_seed(1)
+            losses.append(2 * net(sample))
+            losses[-1].backward()
+        assert_same_bits(*losses)
+    assert_same_bits(grads_of(plain), grads_of(planned))
+
+
+@pytest.mark.parametrize("way", ["grad", "vmap", "dual", "make_fx"])
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`")
+def test_transforms_and_tracers_see_the_models_own_forward(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = net_and_sample()
+    net.drop.p, net.norm = 0.0, nn.LayerNorm(32)
+    planned = at_floor(copy.deepcopy(net), sample)
+    held = {name: p.detach() for name, p in net.named_parameters()}
+
+    def transformed(net: nn.Module) -> Any:
+        if way == "grad":
+            return torch.func.grad(lambda held: torch.func.functional_call(net, held, (sample,)))(held)
+        if way == "vmap":
+            return torch.func.vmap(net)(sample.reshape(4, 16, 8))
+        if way == "dual":
+            with forward_ad.dual_level():
+                return tuple(forward_ad.unpack_dual(net(forward_ad.make_dual(sample, sample + 1))))
+        return [str(node.target) for node in make_fx(lambda x: net(x))(sample).graph.nodes]
+
+    assert_same_bits(transformed(net), transformed(planned))
+    assert "runs unplanned" in caplog.text
+    assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
+
+
 def test_generate_between_steps() -> None:
     net, sample = MODELS["gpt2"](0)
     planned = memplan.apply(copy.deepcopy(net), sample, 0.8, costs="estimate")

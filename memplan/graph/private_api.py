@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import _meta_registrations
 from torch._C import DispatchKey, DispatchKeySet
+from torch._compile import _disable_dynamo
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -27,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
@@ -161,6 +163,19 @@ class InPlaceOf:
 def is_transformed(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one of torch.func's own (vmap, grad), for which ops take other paths in eager too."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def someone_traces() -> bool:
+    """Whether forward runs for torch.func, forward-mode differentiation or a tracer (export, jit, make_fx)."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or get_proxy_mode() is not None
+    )
+
+
+uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a function as it is, and goes on around it
 
 
 def autocast_knows(op: str, device_type: str) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import fx, nn
 
-from memplan.errors import UnsupportedModel
+from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.branches import as_without_modes
@@ -277,7 +277,7 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
     """
     able = [i for i, wanted in enumerate(requires_grad) if wanted]
     if not able:
-        raise UnsupportedModel(
+        raise NothingToTrain(
             "no output of the model depends on a parameter or input that requires grad; there is nothing to plan. "
             "Is the model frozen, or does forward run under no_grad?"
         )

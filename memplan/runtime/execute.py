@@ -385,7 +385,8 @@ class Runner:
         for watched in state.parameters:
             if self.store[watched.what] is not watched.tensor:
                 raise RuntimeError(
-                    f"memplan: {watched.what} is another tensor than it was in forward; run forward again"
+                    f"memplan: {watched.what} is another tensor than it was in forward; run forward again, and "
+                    "keep the parameters with which it ran until backward is over (torch.func.functional_call does not)"
                 )
         for watched in (*state.watched, *state.parameters):
             watched.check()
@@ -433,12 +434,13 @@ class _Step(torch.autograd.Function):
         if torch.is_grad_enabled() or private.backward_keeps_graph():
             raise RuntimeError(
                 "memplan: a planned step frees what it saved as backward goes, so retain_graph=True, create_graph=True "
-                "and double backward are not supported. Call memplan.remove(model) to train without a plan"
+                "and double backward are not supported. Add losses up and call backward once, or call "
+                "memplan.remove(model) to train without a plan"
             )
         if state is None:
             raise RuntimeError(
                 "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
-                "Run the forward again"
+                "Add losses up and call backward once, or run the forward again"
             )
         if runner.program.grads == "surface" and not private.engine_reaches(ctx.next_functions[0][0]):
             raise RuntimeError(

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, PlanMismatch
+from memplan.errors import MemplanError, NothingToTrain, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.runtime.agreement import Agreement, Share
@@ -22,7 +22,7 @@ from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentL
 from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
-from memplan.runtime.step import Step, WholeStep
+from memplan.runtime.step import EagerStep, Step, WholeStep
 from memplan.runtime.updates import UpdatesInBackward
 from memplan.units import format_bytes
 
@@ -60,7 +60,7 @@ class Planner(Protocol):
 
 
 class PlannedForward:
-    """Stands in for `model.forward`: runs plans in training, and the original in eval mode and under no_grad.
+    """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
 
     original: the forward that was there before. reader: takes calls apart. steps: plans by kind of call, that first
     which was used last. agreement: with the other ranks that train the model; None where it trains on this one alone.
@@ -86,6 +86,7 @@ class PlannedForward:
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
+        self._told = False  # that it runs where no plan can
         self._observer: Observer | None = None  # of the step that is compared with its prediction
         self._hooked = False  # parameters had hooks when that step was planned
         self._absent_bytes = 0  # of gradients that were not there when that step began
@@ -104,8 +105,9 @@ class PlannedForward:
         """The most that the first step held beyond what was there before it; None before it is over."""
         return None if self._observer is None else self._observer.grown_bytes
 
+    @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
+        if self._is_aside():
             with contextlib.nullcontext() if self._aside else self._fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
@@ -121,10 +123,21 @@ class PlannedForward:
             self._after_out_of_memory(step, problem, repeats)
             step = self._in_place_of(step, self._at_hand(call) or self._planned(call))
 
+    def _is_aside(self) -> bool:
+        """Whether this call is for the model's own forward."""
+        if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
+            return True
+        if not private.someone_traces():
+            return False
+        if not self._told:
+            self._told = True
+            log.warning("memplan: the model runs unplanned under torch.func, forward-mode differentiation and tracers")
+        return True
+
     def _run(self, step: Step, call: Call) -> Any:
         if isinstance(step, WholeStep):
             return step.run(call)
-        with self.stepping_aside():
+        with self.stepping_aside(), self._fetching():
             return step.run(call)
 
     def _fetching(self) -> contextlib.AbstractContextManager[object]:
@@ -197,7 +210,14 @@ class PlannedForward:
                 len(self.steps) + 1, reason,
             )  # fmt: skip
         with self.stepping_aside():
-            return self.add(self._planner.step(self.model, self.original, call, known, share))
+            try:
+                step = self._planner.step(self.model, self.original, call, known, share)
+            except NothingToTrain as error:
+                if not self._alone:
+                    raise
+                log.info("memplan: such calls run unplanned, because %s", error)
+                step = EagerStep.of(self.model, self.original, call, call.device_type)
+            return self.add(step)
 
     def _in_place_of(self, before: Step, after: Step) -> Step:
         """A step that this rank alone runs in the place of the one that ranks had agreed on."""
