@@ -98,10 +98,11 @@ _COLLECTIVES = (  # of process groups; older releases of PyTorch have the last o
 
 @contextlib.contextmanager
 def gloo_lets_go() -> Iterator[None]:
-    """Each collective is waited for at once, and until gloo's thread, too, has let go of its tensors.
+    """Each collective is waited for at once, and until gloo's thread, too, has let go of its tensors, and of copies.
 
     It does so a moment after the collective is over. If it is the last one to, the allocator's record does not have
-    what is freed, and everything from there on looks larger.
+    what is freed, and everything from there on looks larger. What gloo scatters it reduces in a copy; the waiting
+    thread takes its part out of that, and only there can it be seen.
     """
     kind = torch.distributed.ProcessGroup
     before = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
@@ -111,9 +112,12 @@ def gloo_lets_go() -> Iterator[None]:
         def run(*args: Any, **kwargs: Any) -> Any:
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             users = [_users_of(t) for t in tensors]
-            collective(*args, **kwargs).wait()
+            with _Copies(tensors) as copies:
+                collective(*args, **kwargs).wait()
             end = time.monotonic() + 5
-            while any(_users_of(t) > n for t, n in zip(tensors, users, strict=True)) and time.monotonic() < end:
+            while time.monotonic() < end and (
+                copies.are_there or any(_users_of(t) > n for t, n in zip(tensors, users, strict=True))
+            ):
                 time.sleep(1e-5)
             return _Over()
 
@@ -131,6 +135,25 @@ def gloo_lets_go() -> Iterator[None]:
 def _users_of(tensor: torch.Tensor) -> int:
     """How many have hold of a tensor, or of a view of it: gloo takes such ones."""
     return int(tensor._use_count() + torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+class _Copies(TorchDispatchMode):
+    """Watches storages other than those of `given`, from when an op first returns a tensor of them."""
+
+    def __init__(self, given: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self._given = {t.untyped_storage()._cdata for t in given}
+        self._found: list[weakref.ref[torch.UntypedStorage]] = []
+
+    @property
+    def are_there(self) -> bool:
+        return any(ref() is not None for ref in self._found)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = run_in_mode(func, args, kwargs)
+        storages = [t.untyped_storage() for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        self._found += [weakref.ref(storage) for storage in storages if storage._cdata not in self._given]
+        return out
 
 
 class _Over(torch.distributed.Work):

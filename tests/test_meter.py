@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests import zoo
-from tests.meter import LiveMeter, profiler_peak, storage_bytes
+from tests.meter import LiveMeter, gloo_lets_go, profiler_peak, storage_bytes
 
 KIB = 1024  # bytes of 256 float32 elements
 
@@ -118,3 +118,18 @@ def test_meter_and_profiler_agree(name: str, scratch_bytes: int) -> None:
     assert resident_bytes == storage_bytes(held)
     assert meter.peak_bytes > 1.5 * resident_bytes
     assert 0 <= peak_bytes - meter.peak_bytes <= scratch_bytes
+
+
+@pytest.mark.filterwarnings("ignore:.*reduce_scatter:FutureWarning")  # newer releases have another name for it
+def test_a_collective_is_over_with_all_that_was_made_for_it() -> None:
+    """gloo's thread lets go of the copy that it reduced a moment after the collective is over."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with gloo_lets_go(), LiveMeter() as meter:
+            whole, part = torch.ones(256), torch.zeros(256)
+            for _ in range(300):
+                torch.distributed.reduce_scatter_tensor(part, whole)
+                assert meter.live_bytes == 2 * KIB
+        assert meter.peak_bytes == 3 * KIB
+    finally:
+        torch.distributed.destroy_process_group()
