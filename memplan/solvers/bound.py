@@ -15,17 +15,14 @@ Microbatches that wait hold their inputs, their outputs and what they save. The 
 free. What is saved counts in lines of its own, from minimum cuts at the boundary: what is not saved is recomputed. The
 programmes leave it out, so they hold, but less tightly than with one microbatch alone.
 
-Other orders of the backward pass would need bounds of their own. Three were tried on eleven captured steps, with
-gradients handed over in the same turn: weight gradients as early as possible, ops that free memory first, and the same
-with gradients of activations alone counted. Two floors fall, by 3% (ViT) and 2% (eager Llama) of the activations, and
-some orders lift others (GPT-2's by a quarter). The best of the three takes BERT's overhead at 0.35 from 14.5 to 13.7%,
-GPT-2's at 0.5 from 8.2 to 8.0%, ViT's from 7.3 to 7.1%, eager Llama's at 0.35 from 11.9 to 11.5%; six steps gain
-nothing. Each order costs a whole search, so the order is the given one.
+Other orders of the backward pass have bounds of their own, and schedules in several orders the least of these
+(`Bound.least`). By themselves solvers take the given order; `front` races others where it is asked to, for each may
+cost a whole search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -70,18 +67,29 @@ class Guide(NamedTuple):
 class Bound:
     """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline.
 
-    guides: to schedules, for some budgets (`bound_seeds`).
+    guides: to schedules, for some budgets (`bound_seeds`). orders: where several orders of the backward pass were
+    tried, the bound of each: this one holds for schedules that have one of them.
     """
 
     baseline_s: float
     floor_bytes: int
     lines: tuple[Line, ...]
     guides: tuple[Guide, ...] = field(default=(), compare=False, repr=False)
+    orders: tuple[Bound, ...] = ()
+
+    @classmethod
+    def least(cls, orders: Sequence[Bound]) -> Bound:
+        """What holds for all of these, bounds of one step in several orders."""
+        if len(orders) == 1:
+            return orders[0]
+        return cls(orders[0].baseline_s, min(bound.floor_bytes for bound in orders), (), orders=tuple(orders))
 
     def time_s(self, budget_bytes: int | None) -> float:
         """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
         if budget_bytes is None:
             return self.baseline_s
+        if self.orders:
+            return min(bound.time_s(budget_bytes) for bound in self.orders)
         if budget_bytes < self.floor_bytes:
             return float("inf")
         return self.baseline_s + max([0.0, *(line.at(budget_bytes) for line in self.lines)])
