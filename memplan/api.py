@@ -51,6 +51,7 @@ def apply(
     in_flight: int = 1,
     shards: Shards | None = None,
     init: Init | None = None,
+    keep_frozen: bool = False,
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     surroundings: Surroundings | None = None,
@@ -95,6 +96,12 @@ def apply(
     init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in place
         and where it will live, so that the model never exists as a whole on the device. It may be called more than once
         for a name where ops are timed. Parameters become new objects, of which an optimizer given here is told.
+    keep_frozen: with a host budget, copies of frozen parameters that live on the host may stay on the device from one
+        step to the next, where there is room between steps: what backward reads last, forward reads first. You promise
+        that nothing writes to frozen parameters through `.data`, NumPy or other tensors that share their memory; copies
+        would then be stale. All other changes are noticed (in place, `load_state_dict`, other parameters), and copies
+        are freed where the model runs in eval mode or under no_grad (so `merge_adapter` of peft for an evaluation is
+        fine), or another plan runs.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -124,7 +131,7 @@ def apply(
         )
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, shards, surroundings or Surroundings(), init,
+        update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
     )  # fmt: skip
     with _unplanned(model) as original:
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -170,12 +177,13 @@ def plan(
     update: Update = "step",
     in_flight: int = 1,
     shards: Shards | None = None,
+    keep_frozen: bool = False,
     surroundings: Surroundings | None = None,
 ) -> Plan:
     """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, shards, surroundings or Surroundings(),
+        update, in_flight, shards, surroundings or Surroundings(), keep_frozen=keep_frozen,
     )  # fmt: skip
     with _unplanned(model) as original:
         return planner.plan(model, original, sample)

@@ -187,7 +187,7 @@ class Planner(Planning):
         needs = None if self.optimizer is None else optimizer_needs(self.optimizer, device)
         return (
             captured.traced.graph, device_name(device), needs, self.accumulate, self.grads, self.costs, self.config,
-            self.host_budget, self.link, self.update, self.in_flight, self.surroundings,
+            self.host_budget, self.link, self.update, self.in_flight, self.surroundings, self.keep_frozen,
         )  # fmt: skip
 
     def _take_over(self, plan: Plan) -> None:
@@ -213,6 +213,11 @@ class Planner(Planning):
             self.host = frozenset()
         self._take_over(plan)
         captured = self._homed(self.capture(model, forward, sample), model)
+        if not self.keep_frozen and any(v.lasting for v in plan.problem.graph.values):
+            raise PlanMismatch(
+                "the plan was made with keep_frozen=True. Say so here too, if nothing writes to frozen parameters "
+                "through .data, or make a plan without it"
+            )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")

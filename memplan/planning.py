@@ -19,6 +19,7 @@ from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, Sample
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
+from memplan.graph.layout import storage_key
 from memplan.graph.libraries import library_bytes
 from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
 from memplan.graph.shards import Shard, Shards
@@ -81,6 +82,7 @@ class Planning:
     shards: Shards | None = None
     surroundings: Surroundings = field(default_factory=Surroundings)
     init: Init | None = None
+    keep_frozen: bool = False
     budget_bytes: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
@@ -113,6 +115,8 @@ class Planning:
             raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
         if self.in_flight > 1:  # the first backward's gradients are there while the others run
             self.accumulate = not self.surroundings.takes_gradients
+            if self.keep_frozen:
+                raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
 
     def _check_shards(self, shards: Shards) -> None:
         if self.grads == "edges":
@@ -120,6 +124,8 @@ class Planning:
                 'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
                 'grads="surface" with shards='
             )
+        if self.keep_frozen:
+            raise ValueError("keep_frozen= is for parameters that live on the host, and sharded ones do not")
         for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
             if given:
                 raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
@@ -247,6 +253,10 @@ class Planning:
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
             raise self._no_room(least, limit, host_limit)
+        if self.keep_frozen:
+            staying = search(max(int(limit / room_for), chosen.found.timeline.peak_bytes), stays=True)
+            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
+                chosen = staying
         self.host = chosen.host
         return _plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
 
@@ -280,6 +290,7 @@ class Planning:
                 "this call as the sample"
             )
         counted = self.counted = self.counted or dict(model.named_parameters())
+        lasting = self._lasting(model)
 
         def on_host(names: frozenset[str]) -> list[torch.Tensor]:
             return [counted[name] for name in names if name in counted]
@@ -296,7 +307,7 @@ class Planning:
             here = state_bytes(on_host(names), captured.traced.device)
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
             there = state_bytes(others, torch.device("cpu")) if names else (0, 0)
-            graph = with_homes(captured.traced, names).graph
+            graph = with_homes(captured.traced, names, lasting).graph
             held, later = self._around(captured.traced)
             if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
@@ -367,15 +378,23 @@ class Planning:
         """The capture with the parameters where they live."""
         if not self.host and self.shards is None:
             return captured
-        sharded = self._sharded(model)
+        sharded, lasting = self._sharded(model), self._lasting(model)
 
         def homed(traced: Traced) -> Traced:
-            return with_homes(traced, self.host or ()) if self.shards is None else with_shards(traced, sharded)
+            return with_homes(traced, self.host or (), lasting) if self.shards is None else with_shards(traced, sharded)
 
         expanded = captured.expanded
         return dataclasses.replace(
             captured, traced=homed(captured.traced), expanded=None if expanded is None else homed(expanded)
         )
+
+    def _lasting(self, model: nn.Module) -> frozenset[str]:
+        """Names of parameters of which copies may stay on the device between steps: nothing trains their memory."""
+        if not self.keep_frozen:
+            return frozenset()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        trained = {storage_key(p) for p in parameters.values() if p.requires_grad}
+        return frozenset(n for n, p in parameters.items() if not p.requires_grad and storage_key(p) not in trained)
 
     def _sharded(self, model: nn.Module) -> dict[str, Shard]:
         """What is known of sharded parameters, by name."""

@@ -23,6 +23,7 @@ from memplan.schedule import (
     Prefetch,
     SaveRng,
     Schedule,
+    Stay,
     Step,
     SurfaceGrads,
     Timeline,
@@ -31,7 +32,7 @@ from memplan.schedule import (
 from memplan.simulate import simulate, unplanned
 
 _FORMAT = "memplan.plan"
-_VERSION = 3
+_VERSION = 4
 _STEP_NAMES: dict[str, type[Any]] = {
     "compute": Compute,
     "drop": Drop,
@@ -39,6 +40,7 @@ _STEP_NAMES: dict[str, type[Any]] = {
     "drop_rng": DropRng,
     "boundary": Boundary,
     "surface": SurfaceGrads,
+    "stay": Stay,
     "offload": Offload,
     "prefetch": Prefetch,
     "wait": Wait,
@@ -127,6 +129,12 @@ class Plan:
         """Bytes that the step copies to host memory, gradients of parameters that live there included."""
         values = self.problem.graph.values
         return sum(values[step.value].size_bytes for step in self.schedule if isinstance(step, Offload))
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of copies of frozen parameters that stay on the device from one step to the next."""
+        values = self.problem.graph.values
+        return sum(values[step.value].size_bytes for step in self.schedule if isinstance(step, Stay))
 
     @property
     def host_bytes(self) -> int:

@@ -34,6 +34,8 @@ class Value:
     updates: of a gradient: the parameters that are updated as soon as it is handed over, after which nothing may read
         them and the gradient is gone. Empty where the caller updates them after the step. update_bytes: what that takes
         for a while on the device.
+    lasting: of a parameter that lives on the host: nothing writes to it between steps, so that its copy on the device
+        may stay there from one step to the next.
     """
 
     name: str
@@ -44,6 +46,7 @@ class Value:
     home: Home = "device"
     updates: tuple[int, ...] = ()
     update_bytes: int = 0
+    lasting: bool = False
 
     @property
     def resident(self) -> bool:
@@ -275,6 +278,11 @@ class Problem:
         held = sum(on_device) if self.accumulate else 0
         return self.graph.resident_bytes + self.extra_resident_bytes + held
 
+    def bytes_after(self, stays: bool) -> int:
+        """What comes on the device after backward beside what is there. stays: parameters stay there between steps, so
+        that they are there as well when the next batch arrives while this one is still held."""
+        return max(self.update_bytes, self.graph.input_bytes if stays else 0)
+
     @property
     def baseline_time_s(self) -> float:
         """Seconds of the step when every op runs once."""
@@ -289,7 +297,7 @@ class Problem:
         if all(v.home == "device" and not v.updates for v in self.graph.values):
             return self
         values = tuple(
-            replace(v, home="device", held=v.held or v.role == "gradient", updates=(), update_bytes=0)
+            replace(v, home="device", held=v.held or v.role == "gradient", updates=(), update_bytes=0, lasting=False)
             if v.home == "host" or v.fetched or v.updates
             else v
             for v in self.graph.values

@@ -17,7 +17,7 @@ from memplan.errors import InvalidPlanFile
 from memplan.problem import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Value
 
 _FORMAT = "memplan.problem"
-_VERSION = 3
+_VERSION = 4
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
 _T = TypeVar("_T")
@@ -225,6 +225,7 @@ def _read_value(content: Any, index: int) -> Value:
         home,  # type: ignore[arg-type]
         Reader.indices(content["updates"], index, "updates"),
         Reader.typed(content, "update_bytes", int),
+        Reader.typed(content, "lasting", bool),
     )
 
 

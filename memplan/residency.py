@@ -6,7 +6,8 @@ shares are tried, from none to all of them, each with orders of one front of rec
 best, and the fastest is taken. A share is spread evenly over the step, so that copies of what lives on the host have
 computing to hide behind.
 
-The best schedule without any copies is the one to beat, so a host budget never makes a step slower.
+The best schedule without any copies is the one to beat, so a host budget never makes a step slower. Where copies of
+frozen parameters may stay on the device between steps, the best without that is the one to beat next.
 """
 
 from __future__ import annotations
@@ -64,15 +65,17 @@ def choose(
     host_budget_bytes: int,
     fixed: frozenset[str] | None,
     budget_bytes: int,
+    stays: bool = False,
 ) -> Residency | None:
     """The fastest step that keeps both budgets; None where there is none.
 
     front: of the step without its movable parameters. alone: of the step with all of them on the device, as it would be
     planned without a host budget; None where that is known to be too large. fixed: parameters that live on the host
-    because of another call; more go there only where nothing fits without.
+    because of another call; more go there only where nothing fits without. stays: copies of lasting parameters may stay
+    on the device between steps.
     """
     best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
-    search = _Search(front, alone, problem_of, host_budget_bytes, budget_bytes, best)
+    search = _Search(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
     if fixed is not None:
         for host in (fixed, *(fixed | spread_share(movables, share) for share in _SHARES)):
             if search.best is not None and host != fixed:
@@ -102,9 +105,11 @@ class _Search:
         host_budget_bytes: int,
         budget_bytes: int,
         best: Residency | None,
+        stays: bool,
     ) -> None:
         self.front, self.alone, self.problem_of = front, alone, problem_of
         self.host_budget_bytes, self.budget_bytes, self.best = host_budget_bytes, budget_bytes, best
+        self.stays = stays
         self.seen: set[frozenset[str]] = set()
 
     def tries(self, host: frozenset[str]) -> bool:
@@ -120,7 +125,7 @@ class _Search:
             return False
         other = self.alone if not host and self.alone is not self.front else None
         for front in (self.front,) if other is None else (other, self.front):
-            found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s)
+            found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s, self.stays)
             if found is not None:
                 self.best = Residency(host, problem, found)
                 under_s = found.timeline.time_s * (1 - _WORTH)

@@ -57,6 +57,13 @@ class SurfaceGrads:
 
 
 @dataclass(frozen=True, slots=True)
+class Stay:
+    """Have a copy of a parameter that lives on the host: it is there from the step before, and stays for the next."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True)
 class Offload:
     """Begin to copy a value to host memory. It stays on the device until it is dropped there."""
 
@@ -84,7 +91,7 @@ class DropHost:
     value: int
 
 
-Step = Compute | Drop | SaveRng | DropRng | Boundary | SurfaceGrads | Offload | Prefetch | Wait | DropHost
+Step = Compute | Drop | SaveRng | DropRng | Boundary | SurfaceGrads | Stay | Offload | Prefetch | Wait | DropHost
 Schedule = tuple[Step, ...]
 
 

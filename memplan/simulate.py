@@ -12,7 +12,9 @@ What is counted, in the order in which the runtime does it:
 - microbatches that wait hold what the running one holds at the boundary, beside it in every step: in the forward pass
   as in the backward pass, all but one of those in flight wait;
 - the optimizer's step comes last, where one was declared, when nothing waits; where parameters are updated with their
-  gradients as those are handed over, each update has its own moment.
+  gradients as those are handed over, each update has its own moment;
+- what stays on the device between steps is there from the first moment to the last, and while the optimizer steps and
+  the next batch arrives.
 
 Copies to and from host memory run beside the ops, one after the other in each direction, and so do gathers of sharded
 parameters. A copy begins when it is issued, or when its direction is free. Legal is only what a wait makes sure of:
@@ -22,8 +24,10 @@ what is being copied out can't be overwritten or freed, and host memory can't be
 Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
 update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
 it comes after the step, in the time of `optimizer.step()`. What a device takes to update its own parameters is left
-out. Nothing of the next step begins before this one ends, so every step of a loop takes this long. Of microbatches in
-flight that copy, `lanes` says what each takes on the average.
+out. Nothing of the next step begins before this one ends, so every step of a loop takes this long. Where frozen
+parameters stay on the device, a loop is periodic: what is there when a step begins is there when it ends, and the first
+step takes as much longer as fetching that takes. Of microbatches in flight that copy, `lanes` says what each takes on
+the average.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ from memplan.schedule import (
     Prefetch,
     SaveRng,
     Schedule,
+    Stay,
     Step,
     SurfaceGrads,
     Timeline,
@@ -108,6 +113,7 @@ class _Machine:
         self.saved_rng: set[int] = set()
         self.surfaced: set[int] = set()
         self.updated: set[int] = set()
+        self.staying: set[int] = set()
         self.next_random = 0
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
         self.in_backward = False
@@ -135,6 +141,8 @@ class _Machine:
                 peak = self._cross_boundary()
             case SurfaceGrads(values):
                 peak = self._surface(values)
+            case Stay(value):
+                peak = self._stay(value)
             case Offload(value):
                 peak = self._offload(value)
             case Prefetch(value):
@@ -296,6 +304,18 @@ class _Machine:
             self.updated.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
+    def _stay(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not value.lasting or value.home != "host" or self.problem.in_flight > 1:
+            raise _Refusal(f"{value.name} can't stay on the device between steps")
+        if self.live[index] or any(self.runs):
+            raise _Refusal(f"{value.name} is there already, or the step has begun without it")
+        self.staying.add(index)
+        self.live[index] = True
+        self.live_bytes += value.size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        return self.live_bytes + self.rng_bytes
+
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def _offload(self, index: int) -> int:
@@ -359,6 +379,9 @@ class _Machine:
             raise _Refusal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
         for index, value in enumerate(self.graph.values):
             outlives = value.resident and not value.fetched
+            if index in self.staying and not self.live[index]:
+                raise _Refusal(f"{value.name} is to stay, and is not there for the next step")
+            outlives |= index in self.staying
             if self.live[index] and not (outlives or value.held or value.role == "tangent"):
                 raise _Refusal(f"{value.name} is never freed")
             if self.elsewhere[index] and value.home != "host" and not value.fetched:
@@ -372,14 +395,15 @@ class _Machine:
         others = self.problem.in_flight - 1
         waiting = others * (self.saved_bytes + self.saved_rng_bytes)
         waiting_on_host = others * self.saved_host_bytes
-        updating = self.live_bytes + self.problem.update_bytes if self.problem.update_bytes else 0
+        after_bytes = self.problem.bytes_after(bool(self.staying))
+        later = self.live_bytes + after_bytes if after_bytes else 0
         during = tuple(size_bytes + waiting for size_bytes in self.during)
-        peak = max([self.problem.resident_bytes, *during, updating])
+        peak = max([self.problem.resident_bytes, *during, later])
         return Timeline(
             live_bytes=tuple(size_bytes + waiting for size_bytes in self.after),
             peak_bytes_at=during,
             peak_bytes=peak,
-            live_peak_bytes=max(self.live_peak + others * self.saved_bytes, updating),
+            live_peak_bytes=max(self.live_peak + others * self.saved_bytes, later),
             peak_step=during.index(peak) if peak in during else 0,
             time_s=self.lanes.time_s,
             host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),

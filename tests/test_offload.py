@@ -34,6 +34,7 @@ from memplan.schedule import (
     Offload,
     Prefetch,
     Schedule,
+    Stay,
     SurfaceGrads,
     Wait,
     schedule_of,
@@ -110,7 +111,7 @@ def recounted(problem: Problem, schedule: Schedule) -> tuple[tuple[int, ...], tu
                 device.remove(v)
             case Offload(v):
                 host.add(v)
-            case Prefetch(v):
+            case Prefetch(v) | Stay(v):
                 device.add(v)
             case DropHost(v):
                 host.remove(v)

@@ -57,13 +57,17 @@ def _in_order_of_use(traced: Traced) -> list[int]:
     return list(dict.fromkeys(v for op in traced.graph.ops for v in op.inputs))
 
 
-def with_homes(traced: Traced, host: Collection[str]) -> Traced:
-    """The same step where the movable parameters of these names, and their gradients, live on the host."""
+def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] = ()) -> Traced:
+    """The same step where the movable parameters of these names, and their gradients, live on the host.
+
+    lasting: names of parameters to which nothing writes between steps.
+    """
     values: list[Value] = list(traced.graph.values)
     for movable in movables(traced):
         if not any(name in host for name in movable.names):
             continue
-        values[movable.value] = dataclasses.replace(values[movable.value], home="host")
+        lasts = movable.gradient is None and all(name in lasting for name in movable.names)
+        values[movable.value] = dataclasses.replace(values[movable.value], home="host", lasting=lasts)
         if movable.gradient is not None:
             gradient = values[movable.gradient]
             values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False, update_bytes=0)

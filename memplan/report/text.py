@@ -5,7 +5,19 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from memplan.schedule import Boundary, Compute, Drop, DropHost, DropRng, Offload, Prefetch, SaveRng, SurfaceGrads, Wait
+from memplan.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Stay,
+    SurfaceGrads,
+    Wait,
+)
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -24,6 +36,7 @@ def _headline(plan: Plan) -> list[str]:
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
     copied = f"{format_bytes(plan.offloaded_bytes)} a step, to {format_bytes(plan.host_bytes)} of host memory"
+    stays = f"{format_bytes(plan.staying_bytes)} of frozen parameters, on the device from one step to the next"
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
@@ -38,6 +51,7 @@ def _headline(plan: Plan) -> list[str]:
         f"found by          {plan.solver}",
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),
         *([f"copied out        {copied}"] if plan.host_bytes else []),
+        *([f"stays             {stays}"] if plan.staying_bytes else []),
     ]
 
 
@@ -87,7 +101,7 @@ def _live_at_peak(plan: Plan) -> set[int]:
                 live.discard(value)
             case Boundary():
                 live.update(graph.tangents)
-            case Prefetch(value):
+            case Prefetch(value) | Stay(value):
                 live.add(value)
             case SaveRng() | DropRng() | SurfaceGrads() | Offload() | Wait() | DropHost():
                 pass

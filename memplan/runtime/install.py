@@ -108,6 +108,7 @@ class PlannedForward:
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_aside():
+            self._let_go()
             with contextlib.nullcontext() if self._aside else self._fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
@@ -139,6 +140,12 @@ class PlannedForward:
             return step.run(call)
         with self.stepping_aside(), self._fetching():
             return step.run(call)
+
+    def _let_go(self) -> None:
+        """Free what stays on the device between steps: something else runs in between, which may need the room."""
+        for step in self.steps:
+            if isinstance(step, WholeStep):
+                step.runner.store.transfers.standing.keep(())
 
     def _fetching(self) -> contextlib.AbstractContextManager[object]:
         """Where the model's own forward finds parameters that live on the host."""
@@ -333,6 +340,7 @@ class PlannedForward:
         log.warning("memplan: out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
         device = step.runner.device if isinstance(step, WholeStep) else next(self.model.parameters()).device
         self._planner.learn(device, margin)
+        self._let_go()
         self.steps.clear()
 
     def _held(self) -> list[Any]:
@@ -368,6 +376,7 @@ class PlannedForward:
     def stepping_aside(self) -> Iterator[Callable[..., Any]]:
         """The model's own forward is in place for as long."""
         before, self._aside = self._aside, True
+        self._let_go()
         try:
             yield self.original
         finally:
@@ -398,6 +407,7 @@ class PlannedForward:
 
     def uninstall(self) -> None:
         """Put the original forward back."""
+        self._let_go()
         if self._planner.updates is not None:
             self._planner.updates.remove()
         if self._own_attribute:

@@ -26,7 +26,18 @@ from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
 from memplan.runtime.gathers import gather, gathered, open_gathers, release
 from memplan.runtime.rng import held_rng, replay, replay_all, save_rng
-from memplan.runtime.transfers import look_at, offload, offload_gradient, on_host, open_slab, prefetch, wait
+from memplan.runtime.transfers import (
+    contents,
+    leave,
+    look_at,
+    offload,
+    offload_gradient,
+    on_host,
+    open_slab,
+    prefetch,
+    stayed,
+    wait,
+)
 from memplan.schedule import (
     Boundary,
     Compute,
@@ -37,6 +48,7 @@ from memplan.schedule import (
     Prefetch,
     SaveRng,
     Schedule,
+    Stay,
     SurfaceGrads,
     Wait,
 )
@@ -71,7 +83,8 @@ class Program:
     reads or gives gradients to. input_outputs: outputs that are inputs themselves. tangents: output index of each
     tangent. input_gradients: position of the input that each of the first results of backward belongs to.
     parameter_gradients: names of the parameters that the others belong to. grads: what `lower` was told.
-    collectives: what other ranks have to do in the same order, as `Collectives` has it.
+    collectives: what other ranks have to do in the same order, as `Collectives` has it. staying: parameters of which
+    copies stay on the device between steps.
     """
 
     forward: fx.GraphModule
@@ -87,6 +100,7 @@ class Program:
     parameter_gradients: tuple[str, ...]
     grads: Grads
     collectives: tuple[str, ...]
+    staying: tuple[str, ...]
 
 
 def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Program:
@@ -162,6 +176,8 @@ class _Lowering:
         self.host_copies: dict[int, fx.Node] = {}  # tickets of copies to the host
         self.fetches: dict[int, fx.Node] = {}  # tickets of copies to the device that nobody waited for yet
         self.gathers: fx.Node | None = None
+        self.staying: dict[int, fx.Node] = {}  # what is on the device between steps, and what it held at the beginning
+        self.awaited: set[int] = set()  # of these, what the first step may still be fetching
 
     def program(self) -> Program:
         for index, step in enumerate(self.schedule):
@@ -179,6 +195,8 @@ class _Lowering:
                     self._cross_boundary()
                 case SurfaceGrads(values):
                     self._surface(values)
+                case Stay(value):
+                    self._stay(value)
                 case Offload(value):
                     self._offload(value, index)
                 case Prefetch(value):
@@ -273,6 +291,8 @@ class _Lowering:
         op, kernel = self.graph.ops[index], self.traced.kernels[index]
         again = index in self.ran
         self.ran.add(index)
+        for value in op.inputs:
+            self._arrive(value)
         args, kwargs = self._arguments(kernel.repeat_args if again else kernel.args, kernel.kwargs, kernel.reads)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
@@ -326,6 +346,7 @@ class _Lowering:
         return fresh
 
     def _drop(self, value: int) -> None:
+        self._arrive(value)
         self.live.pop(value, None)  # an output that nobody reads was never bound
         if self._is_sharded(value):
             self.side.call(release, (self._the_gathers(), self._parameter(value)))
@@ -370,6 +391,30 @@ class _Lowering:
             source = self.host_copies[value] = self._carry(self.host_copies[value])
         self.fetches[value] = self.side.call(prefetch, (self._the_slab(), source))
         self.live[value] = {}
+
+    def _stay(self, value: int) -> None:
+        source = self.side.state(self._parameter(value))
+        self.staying[value] = self.side.call(contents, (source,))
+        self.fetches[value] = self.side.call(stayed, (self._the_slab(), source))
+        self.live[value] = {}
+        self.awaited.add(value)
+
+    def _arrive(self, value: int) -> None:
+        """What stays is there, unless this is the first step: that waits where the value is used first."""
+        if value in self.awaited:
+            self.awaited.remove(value)
+            self._wait(value)
+
+    def _leave(self) -> None:
+        """Hand what stays to the next step."""
+        copies = []
+        for value in self.staying:
+            self._arrive(value)
+            instance = self.live[value]
+            copies.append(self._look(next(n for n in self.traced.roots[value] if n in instance), instance, value))
+        if copies:
+            began = tuple(self._carry(node) for node in self.staying.values())
+            self.side.call(leave, (self._the_slab(), began, tuple(copies)))
 
     def _wait(self, value: int) -> None:
         if self._is_sharded(value):
@@ -423,6 +468,7 @@ class _Lowering:
             self.side.call(surface_grads, (self.sink, tuple(names), tuple(tensors)))
 
     def _finish(self) -> Program:
+        self._leave()
         positions, results = [], []
         for gradient in self.traced.gradients:
             for name, node in gradient.nodes:
@@ -445,6 +491,7 @@ class _Lowering:
             parameter_gradients=tuple(self.returned),
             grads=self.grads,
             collectives=(*self.collectives, *(f"{GRADIENT}{name}, when backward ends" for name in self.returned)),
+            staying=tuple(map(self._parameter, self.staying)),
         )
 
     def _parameters_with_gradient(self) -> list[str]:

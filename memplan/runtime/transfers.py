@@ -25,6 +25,7 @@ import torch
 from memplan.addresses import pinned_bytes
 from memplan.graph import private_api as private
 from memplan.problem import Link
+from memplan.runtime.standing import Contents, Standing
 
 Direction = Literal["out", "in"]
 _POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
@@ -148,7 +149,8 @@ def streams_for(device: torch.device) -> Streams:
 class Transfers:
     """The copies of one planned model.
 
-    slabs: pinned memory that no forward is using. allocations: slabs that were ever made.
+    slabs: pinned memory that no forward is using. allocations: slabs that were ever made. standing: what stays on the
+    device between steps.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -156,6 +158,7 @@ class Transfers:
         self._streams = streams
         self.slabs: list[torch.Tensor] = []
         self.allocations = 0
+        self.standing = Standing()
         self._host: set[int] = set()
         self._reads: dict[int, Any] = {}
         self._kept: dict[int, _Kept] = {}
@@ -192,6 +195,8 @@ class Transfers:
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
         """Let what is computed from here on wait for a copy. Gives what it wrote."""
+        if ticket.event is None:
+            return ticket.data
         self.streams.wait(ticket.event)
         self._kept.pop(id(ticket.event), None)
         return ticket.data
@@ -258,7 +263,7 @@ class Slab:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ticket:
-    """A copy. data: what it writes, as bytes."""
+    """A copy. event: None where it was made in the step before. data: what it writes, as bytes."""
 
     event: Any
     data: torch.Tensor
@@ -289,6 +294,22 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     if isinstance(source, torch.Tensor):
         slab.transfers.read(source, ticket)
     return ticket
+
+
+def contents(parameter: torch.Tensor) -> Contents:
+    """What a parameter holds now, so that it can be told later whether that has changed."""
+    return Contents.of(parameter)
+
+
+def stayed(slab: Slab, parameter: torch.Tensor) -> Ticket:
+    """The copy of a parameter that has stayed from the step before. Where there is none, begin to fetch one."""
+    memory = slab.transfers.standing.take(parameter)
+    return prefetch(slab, parameter) if memory is None else Ticket(None, memory)
+
+
+def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor]) -> None:
+    """Leave copies of parameters for the next step. began: what these held when this one began."""
+    slab.transfers.standing.leave(zip(began, map(_bytes_of, copies), strict=True))
 
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:

@@ -24,9 +24,9 @@ class Movables(NamedTuple):
     """What kernels read of a problem. Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`.
 
     taken[v]: the value whose memory v takes over, -1 where there is none. movable[v]: v may be away between two uses.
-    fetched[v]: v lives elsewhere. leaves[v]: v is a gradient that ends on the host. resident[v]: no run makes v.
-    out_s, in_s: of a copy to the host, and of one back or a gather. lane[v]: 1 for gathers. time_s: of ops.
-    outputs: read at the boundary.
+    fetched[v]: v lives elsewhere. lasting[v]: so does v, and a copy of it may stay on the device between steps.
+    leaves[v]: v is a gradient that ends on the host. resident[v]: no run makes v. out_s, in_s: of a copy to the host,
+    and of one back or a gather. lane[v]: 1 for gathers. time_s: of ops. outputs: read at the boundary.
     """
 
     read_start: Ints
@@ -37,6 +37,7 @@ class Movables(NamedTuple):
     size_bytes: Ints
     movable: Flags
     fetched: Flags
+    lasting: Flags
     leaves: Flags
     resident: Flags
     out_s: Floats
@@ -85,6 +86,7 @@ def movables_of(problem: Problem) -> Movables:
         size_bytes=size_bytes,
         movable=(fetched | (link is not None)) & ~np.array([v.held for v in values], dtype=np.bool_),
         fetched=fetched,
+        lasting=np.array([v.lasting and problem.in_flight == 1 for v in values], dtype=np.bool_),
         leaves=np.array([v.home == "host" and not v.fetched for v in values], dtype=np.bool_),
         resident=np.array([v.resident for v in values], dtype=np.bool_),
         out_s=out_s, in_s=in_s, lane=np.where(sharded, _GATHER, 0),
@@ -94,14 +96,17 @@ def movables_of(problem: Problem) -> Movables:
 
 
 @kernel
-def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints) -> Gaps:
+def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints, staying: Ints) -> Gaps:
     """The gaps of all values of more than `least_bytes`.
 
     Those before the first and after the last use of what lives elsewhere are closed already. held: bytes at each
-    position without such values, and with gradients up to their last use; counts them too on return.
+    position without such values, and with gradients up to their last use; counts them too on return. staying: of what
+    lives elsewhere, what is there when the step begins, and is used once more by its end.
     """
     end, values = len(order), len(m.size_bytes)
-    most = 2 * values
+    most = 2 * values + len(staying)
+    stays = np.zeros(values, dtype=np.bool_)
+    stays[staying] = True
     for p in range(end):
         op = order[p]
         if op < 0:
@@ -132,11 +137,18 @@ def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints) -> Gaps:
                 if m.taken[m.made[e]] >= 0:
                     touched[touches] = m.taken[m.made[e]]
                     touches += 1
+        if p == end - 1:
+            for v in staying:
+                touched[touches] = v
+                touches += 1
         for k in range(touches):
             v = touched[k]
             first = last[v] < 0
             if first and not m.fetched[v]:
                 continue  # it is there throughout
+            if first and stays[v]:
+                last[v] = p
+                continue
             if first or (p > last[v] + 1 and m.movable[v] and m.size_bytes[v] > least_bytes):
                 value[count], start[count], stop[count], made[count] = v, last[v], p, made_at[v]
                 closed[count] = first
@@ -148,7 +160,9 @@ def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints) -> Gaps:
                 if not m.resident[v]:
                     last[v] = made_at[v] = p
     for v in range(values):
-        if last[v] >= 0 and (m.fetched[v] or m.leaves[v]):
+        if stays[v]:
+            held += m.size_bytes[v]
+        elif last[v] >= 0 and (m.fetched[v] or m.leaves[v]):
             value[count], start[count], stop[count], made[count] = v, last[v], end, made_at[v]
             closed[count] = m.fetched[v]
             count += 1

@@ -8,6 +8,11 @@ allows without keeping anybody waiting, and as early as memory allows where it d
 are values whose copy out costs nothing; their gradients leave once they are final. So are sharded parameters, which
 are gathered from all ranks instead, in a lane of their own.
 
+Parameters that live on the host and that nobody writes to (`Value.lasting`) need not leave when a step ends: what the
+next forward pass reads first is what this backward pass read last, and nothing else is on the device then. So for them
+a step is periodic: some are there when it begins, and are again when it ends, fetched anew where they had to leave in
+between. Those that are read first are taken, in a few amounts up to the room that there is between steps.
+
 Microbatches that wait hold at every moment what each of them saves. So where several are in flight, a few amounts that
 may be saved are tried: from what can't leave, to all that fits. Each sets a limit for the boundary, and for the rest of
 the pass that of the budget less what the others then hold.
@@ -37,6 +42,7 @@ from memplan.schedule import (
     Offload,
     Prefetch,
     Schedule,
+    Stay,
     Step,
     SurfaceGrads,
     Timeline,
@@ -58,6 +64,7 @@ _NEAR, _PARTS = 4, 3  # points from the best on between which others are looked 
 _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 12, 6, 8
 _LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
 _SAVED = 24  # amounts that microbatches which wait may save, tried for each order
+_STAYING = 4  # amounts that may stay on the device between steps, tried for each order
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +77,21 @@ class Offloaded:
 
 
 def solve_offload(
-    problem: Problem, points: Sequence[Candidate], budget_bytes: int, host_bytes: int, under_s: float = float("inf")
+    problem: Problem,
+    points: Sequence[Candidate],
+    budget_bytes: int,
+    host_bytes: int,
+    under_s: float = float("inf"),
+    stays: bool = True,
 ) -> Offloaded | None:
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
     points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
     copies; then all that are near the best, and orders between those: with less recomputed there is more to be copied,
     until ops wait for that. host_bytes: of pinned memory for values beside the parameters that live on the host.
+    stays: copies of lasting parameters may stay on the device between steps.
     """
-    search = _Search(problem, budget_bytes, host_bytes, under_s)
+    search = _Search(problem, budget_bytes, host_bytes, under_s, stays)
     spread = {id(point) for point in thin(points, _SPREAD)}
     tried = {index for index, point in enumerate(points) if id(point) in spread}
     tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
@@ -96,21 +109,24 @@ def solve_offload(
 class _Tried:
     """An order that keeps both budgets with copies, and beats what has to be beaten. solver: what it started from.
 
-    saved_bytes: the most that microbatches which wait may save.
+    saved_bytes: the most that microbatches which wait may save. staying_bytes: the most that may stay between steps.
     """
 
     time_s: float
     solver: str
     order: Sequence[int]
     saved_bytes: int
+    staying_bytes: int
 
 
 class _Search:
     """Orders that were tried. limit_s: of the fastest, or what has to be beaten."""
 
-    def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float) -> None:
+    def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float, stays: bool) -> None:
         self.problem, self.budget_bytes, self.host_bytes = problem, budget_bytes, host_bytes
         self.flat, self.movables = flatten(problem), movables_of(problem)
+        if not stays:
+            self.movables = self.movables._replace(lasting=np.zeros_like(self.movables.lasting))
         self.under_s = self.limit_s = under_s
         self.found: list[_Tried] = []
 
@@ -138,7 +154,13 @@ class _Search:
         """The fastest of which a schedule keeps what was promised."""
         for tried in sorted(self.found, key=lambda tried: tried.time_s):
             places = _Places(
-                self.problem, tried.order, self.budget_bytes, self.flat, self.movables, tried.saved_bytes
+                self.problem,
+                tried.order,
+                self.budget_bytes,
+                self.flat,
+                self.movables,
+                tried.saved_bytes,
+                tried.staying_bytes,
             ).settled()
             assert places is not None
             schedule = places.schedule()
@@ -156,7 +178,7 @@ class _Search:
         for places in _placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
             time_s, host_peak_bytes = places.lanes()
             if time_s < self.under_s and self._fits_host(host_peak_bytes):
-                self.found.append(_Tried(time_s, solver, order, places.saved_bytes))
+                self.found.append(_Tried(time_s, solver, order, places.saved_bytes, places.staying_bytes))
                 faster |= time_s < self.limit_s
                 self.limit_s = min(self.limit_s, time_s)
         return faster
@@ -183,12 +205,15 @@ def settled(
 def _placements(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> Iterator[_Places]:
-    """Copies that bring an order within the budget: in one way, or with several amounts saved by what waits."""
-    amounts = [0]
+    """Copies that bring an order within the budget: in one way, or with several amounts saved by what waits, or that
+    stay on the device between steps."""
+    amounts = [(0, 0)]
     if problem.in_flight > 1:
-        amounts = _Places(problem, order, budget_bytes, flat, movables).amounts_saved()
-    for saved_bytes in amounts:
-        places = _Places(problem, order, budget_bytes, flat, movables, saved_bytes).settled()
+        amounts = [(n, 0) for n in _Places(problem, order, budget_bytes, flat, movables).amounts_saved()]
+    elif movables.lasting.any():
+        amounts = [(0, n) for n in _Places(problem, order, budget_bytes, flat, movables).amounts_staying()]
+    for saved_bytes, staying_bytes in amounts:
+        places = _Places(problem, order, budget_bytes, flat, movables, saved_bytes, staying_bytes).settled()
         if places is not None:
             yield places
 
@@ -201,7 +226,7 @@ def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
         places = _Places(problem, order, 0, flat, movables)
         close_all(movables, places.gaps, places.held)
         peak_bytes = int(places.held.max()) + (problem.in_flight - 1) * places.saved_now()
-        found.append(max(problem.resident_bytes, places.update_peak_bytes, peak_bytes))
+        found.append(max(problem.resident_bytes, places.later_bytes, peak_bytes))
     return min(found)
 
 
@@ -209,7 +234,8 @@ def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
 class _Places:
     """One order, the bytes held at each position, and the gaps, of which some are closed.
 
-    saved_bytes: the most that each microbatch may save that waits beside the one whose order this is.
+    saved_bytes: the most that each microbatch may save that waits beside the one whose order this is. staying_bytes:
+    the most that may stay on the device between steps.
     """
 
     problem: Problem
@@ -218,11 +244,13 @@ class _Places:
     flat: Flat
     movables: Movables
     saved_bytes: int = 0
+    staying_bytes: int = 0
     order: Ints = field(init=False)
     turn: int = field(init=False)  # position of the boundary
     held: Ints = field(init=False)  # by one microbatch
     limits: Ints = field(init=False)  # of the same
-    update_peak_bytes: int = field(init=False)  # while the optimizer steps
+    end_bytes: int = field(init=False)  # when the step ends, what stays left out
+    staying: Ints = field(init=False)  # on the device between steps
     begin_s: Floats = field(init=False)  # of each position, and the end of the last; without waiting
     gaps: Gaps = field(init=False)
     updated: dict[int, list[int]] = field(init=False)  # gradients by the position after which parameters are updated
@@ -235,18 +263,32 @@ class _Places:
         alone = self.flat.arrays._replace(update_bytes=_VAST, others=0)
         peak, _position, _time_s = replay(alone, self.order, self.held)
         assert peak >= 0, "the order is not legal"
-        updating = peak - _VAST + self.problem.update_bytes
-        self.update_peak_bytes = updating if self.problem.update_bytes else 0
+        self.end_bytes = peak - _VAST
         seconds = np.where(self.order == BOUNDARY, 0.0, self.movables.time_s[self.order])
         self.begin_s = np.concatenate([[0.0], np.cumsum(seconds)])
         self._count_late_updates()
         least_bytes = int(_LEAST_SHARE * self.budget_bytes)
-        self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held)
+        self.staying = self._staying()
+        self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held, self.staying)
         others = self.problem.in_flight - 1
         self.limits = np.full(len(self.order), self.budget_bytes - others * self.saved_bytes, dtype=np.int64)
         if others:
             at_turn = self.saved_bytes + int(self.held[self.turn]) - self.saved_now()
             self.limits[self.turn] = min(int(self.limits[self.turn]), at_turn)
+
+    def _staying(self) -> Ints:
+        """What stays on the device between steps: what is read first, which most often was read last as well."""
+        ops, found, room_bytes = self.problem.graph.ops, list[int](), self.staying_bytes
+        for v in dict.fromkeys(v for op in self.steps if op >= 0 for v in ops[op].inputs) if room_bytes else ():
+            if self.movables.lasting[v] and self.movables.size_bytes[v] <= room_bytes:
+                found.append(v)
+                room_bytes -= int(self.movables.size_bytes[v])
+        return np.array(found, dtype=np.int64)
+
+    def amounts_staying(self) -> list[int]:
+        """Bytes that may stay on the device between steps: none, and up to all that there is room for then."""
+        room_bytes = self.budget_bytes - self.end_bytes - self.problem.bytes_after(stays=True)
+        return [0, *(room_bytes * share // _STAYING for share in range(1, _STAYING + 1) if room_bytes > 0)]
 
     def _count_late_updates(self) -> None:
         """Gradients whose parameters are read once more after they are there: they stay, and their update is later."""
@@ -262,6 +304,12 @@ class _Places:
                 if values[g].home == "device" and made[g] < position:
                     self.held[made[g] + 1 : position + 1] += 0 if values[g].held else values[g].size_bytes
                     self.held[position] += values[g].update_bytes
+
+    @property
+    def later_bytes(self) -> int:
+        """Bytes held after the step, while the optimizer steps and the next batch arrives; 0 where neither matters."""
+        after_bytes = self.problem.bytes_after(stays=len(self.staying) > 0)
+        return self.end_bytes + int(self.movables.size_bytes[self.staying].sum()) + after_bytes if after_bytes else 0
 
     def saved_now(self) -> int:
         """Bytes that one microbatch holds while it waits, inputs and outputs included."""
@@ -284,7 +332,7 @@ class _Places:
 
     def settled(self) -> _Places | None:
         """With gaps closed until nothing is over the budget, and copies timed; None where that fails."""
-        if self.update_peak_bytes > self.budget_bytes or not evict(self.movables, self.gaps, self.limits, self.held):
+        if self.later_bytes > self.budget_bytes or not evict(self.movables, self.gaps, self.limits, self.held):
             return None
         settle(self.movables, self.gaps, self.begin_s, self.limits, self.held)
         return self
@@ -300,7 +348,7 @@ class _Places:
         """Steps of the order with the copies among them."""
         before, after = self._events()
         values = self.problem.graph.values
-        steps: list[Step] = []
+        steps: list[Step] = [Stay(v) for v in self.staying.tolist()]
         late: list[int] = []
         position = 0
         for step in schedule_of(self.problem.graph, tuple(self.steps)):

@@ -7,7 +7,7 @@ of 16 layers, at half and at a quarter of the memory, none says more than the be
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,22 +44,26 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
         room_bytes = (budget_bytes - moment.fixed_bytes) / problem.in_flight
         for cut in saved_sets(flat, moment.needed, cuts, twice=moment.second_runs):
             extra_s = max(extra_s, _least_extra_s(cut, room_bytes, moment, link))
-    return residency_bound_s(problem, extra_s)
+    return residency_bound_s(replace(problem, budget_bytes=budget_bytes), extra_s)
 
 
 def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
-    """No schedule takes less, whatever the budget, because of what lives on the host. extra_s: of recomputation and
-    waiting, that none is without.
+    """No schedule takes less because of what lives on the host. extra_s: of recomputation and waiting, that none is
+    without.
 
-    Every parameter that lives there is fetched once at least, every gradient of one sent back, and the CPU updates with
-    each: beside the step, from when the first gradient is there, or after it.
+    Every parameter that lives there is fetched once at least, but what is on the device all the time, which fits the
+    budget; every gradient of one is sent back, and the CPU updates with each: beside the step, from when the first
+    gradient is there, or after it.
     """
     link, values = problem.link, problem.graph.values
     found = [problem.baseline_time_s + extra_s]
     sent = sum(v.size_bytes for v in values if _sent(v))
     if link is not None:
         read = {v for op in problem.graph.ops for v in op.inputs}
-        fetched = sum(values[v].size_bytes for v in read if values[v].resident and values[v].home == "host")
+        there = [values[v] for v in read if values[v].resident and values[v].home == "host"]
+        lasting_bytes = sum(v.size_bytes for v in there if v.lasting)
+        room_bytes = lasting_bytes if problem.budget_bytes is None else problem.budget_bytes - problem.resident_bytes
+        fetched = sum(v.size_bytes for v in there) - min(lasting_bytes, max(0, room_bytes))
         found += [fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     update_s = sent * problem.host_update_s_per_byte
     if any(v.updates for v in values if _sent(v)):
