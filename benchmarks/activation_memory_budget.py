@@ -36,6 +36,7 @@ from torch import nn
 
 import memplan
 from benchmarks.environment import environment
+from memplan.problem import Op, Problem
 from tests.meter import profiler_peak, storage_bytes
 from tests.zoo import bits_of
 
@@ -310,15 +311,30 @@ def finished(ours: dict[str, Any], times: dict[str, list[float]]) -> dict[str, A
 def at_the_floor(bench: Bench) -> dict[str, Any]:
     """memplan at the smallest budget that it can meet."""
     try:
-        floor_bytes = memplan.plan(bench.model, bench.sample, 1.0).floor_bytes
+        plan = memplan.plan(bench.model, bench.sample, 1.0)
     except Exception as error:
         return {"memplan": {"reason": reason_of(error)}}
-    ours = planned(bench, floor_bytes)
+    ours = planned(bench, plan.floor_bytes)
     runs = {"plain": (bench.model, bench.model)}
     if "model" in ours:
         runs["memplan"] = (ours["model"], ours["model"])
     times = bench.times_of(runs)
-    return {"plain": {"time_s": times["plain"]}, "memplan": {"floor_bytes": floor_bytes, **finished(ours, times)}}
+    return {
+        "plain": {"time_s": times["plain"]},
+        "memplan": {"floor_bytes": plan.floor_bytes, **finished(ours, times)},
+        "largest_op_bytes": largest_op_bytes(plan.problem),
+    }
+
+
+def largest_op_bytes(problem: Problem) -> int:
+    """What the op that needs most needs by itself: operands, results and scratch, less what is resident."""
+    values = problem.graph.values
+
+    def alone_bytes(op: Op) -> int:
+        own = {v for v in (*op.inputs, *op.outputs) if not values[v].resident}
+        return sum(values[v].size_bytes for v in own if values[v].reuses not in own)
+
+    return max(alone_bytes(op) + s for op, s in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True))
 
 
 def ratio(row: dict[str, Any], side: str) -> tuple[float, float, float]:
@@ -387,7 +403,8 @@ def print_summary(name: str, result: dict[str, Any]) -> None:
         peak_bytes = ours["peak_bytes"]
         middle, _, _ = ratio(result["floor"], "memplan")
         print(
-            f"  memplan's floor {peak_bytes / MEGABYTE:.1f} MB, {peak_bytes / plain_bytes:.3f} of plain, {middle:.2f}x"
+            f"  memplan's floor {peak_bytes / MEGABYTE:.1f} MB, {peak_bytes / plain_bytes:.3f} of plain, "
+            f"{middle:.2f}x; the largest op needs {result['floor']['largest_op_bytes'] / MEGABYTE:.1f} MB"
         )
     pairs = [
         statistics.median(a / b for a, b in zip(p["memplan"]["time_s"], p["rival"]["time_s"]))
