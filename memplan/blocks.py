@@ -74,8 +74,8 @@ def apply_blocks(
     first step. leaves_out: storages that it covers. group: the ranks that rehearse together, where blocks run
     collectives around them: what can't be met on one is then raised on all. shards: who has sharded the parameters by
     other means than DTensors, has them whole around each pass of a block, and takes their gradients. Ranks then agree
-    before each call of a block that they hand its gradients over in one order, or raise PlanMismatch: where one has
-    another batch than its sample, all need to.
+    before each call of a block that they hand its gradients over in one order: where one has another batch than its
+    sample, all recompute that call as a whole.
 
     Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives
     its plan, `memplan.remove(block)` takes it off. Rehearses on the sample, of which nothing stays.
@@ -294,6 +294,7 @@ class _BlockPlanner:
     host: frozenset[str] | None = None
     device: torch.device | None = None
     updates: UpdatesInBackward | None = None
+    told: bool = False
 
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
@@ -307,6 +308,17 @@ class _BlockPlanner:
 
     def step_for(self, *arguments: Any) -> Any:
         raise MemplanError(f"block {self.name} has no other plan for such gradients")
+
+    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]:
+        """Any call can be recomputed as a whole, as ranks do whose batch is unlike their sample."""
+        if not self.told:
+            self.told = True
+            log.warning(
+                "memplan: a call of block %s is recomputed as a whole, because a rank's batch is unlike its sample; "
+                "that may hold more than was planned",
+                self.name,
+            )
+        return (self.step(model, forward, call),)
 
     def learn(self, device: torch.device, margin: float) -> None:
         """Blocks are not planned again."""

@@ -223,6 +223,10 @@ class Planner(Planning):
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
         return self._whole(model, captured, plan)
 
+    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[Step]:
+        """Steps that can be had at once for a call that a step at hand serves, where other ranks can't run that one."""
+        return ()
+
     def for_copy(self) -> Planner:
         """Plans for a copy of the model. What updates the original in backward knows nothing of its parameters."""
         if self.update == "step":

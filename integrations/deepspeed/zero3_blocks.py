@@ -39,8 +39,8 @@ def apply_sharded_blocks(
     """Plan blocks of the model of a DeepSpeed engine of ZeRO stage 3, so that this rank's step fits a budget.
 
     To be called by all of its ranks, in train mode. Their budgets may differ. Counted is what `apply_sharded` counts,
-    with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample. Where all ranks call a block
-    unlike their samples it is recomputed as a whole; where some do, PlanMismatch is raised on all.
+    with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample. A call of a block unlike its
+    sample, on any rank, is recomputed as a whole on all of them, which may hold more.
 
     blocks: what to plan; None takes the modules that are repeated, as layers of a transformer are. keywords: as for
     `memplan.apply_blocks`.

@@ -4,7 +4,8 @@ A collective that one rank enters and another does not hangs, and gradients that
 rank may be reduced with the wrong partner, which nobody notices. So each rank says in sixteen bytes, over gloo on the
 CPU, what it is about to run. Where all have a step, and the signatures are equal, that is all. Where some have none,
 all of them take part in a round of planning: who asks for the same plan gets that of the lowest such rank, the others
-plan for themselves at the same time. What goes wrong on one rank is raised on all of them.
+plan for themselves at the same time. What goes wrong on one rank is raised on all of them. Where the signatures differ
+and ranks have further steps for their calls, they tell each other of those, and run one that all have.
 
 Each exchange is waited for as long as the group's own timeout says: a rank may well be planning, or evaluating. A rank
 that has died is noticed at once.
@@ -167,12 +168,10 @@ class Agreement:
             if _State.PLANS not in states:
                 if _are_equal(words):
                     return step
-                if not self._one_schedule:
-                    raise self._mismatch(words, step)
                 found, step = self._one_that_all_have(step, others)
                 if found:
                     return step
-                if planned:
+                if planned or not self._one_schedule:
                     raise self._mismatch(words, step)
             planning, planned = _Planning(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):

@@ -55,6 +55,7 @@ class Planner(Protocol):
     def step_for(
         self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
     ) -> WholeStep: ...
+    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
     def for_copy(self) -> Planner: ...
 
@@ -169,9 +170,12 @@ class PlannedForward:
             step = self._at_hand(call)
             return plan(share) if step is None else self._joined(call, step, share)
 
-        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self._serving(call)))
+        def others() -> list[Step]:
+            return [*self._serving(call), *self._planner.instead(self.model, self.original, call)]
+
+        step = agreement.step(lambda: self._at_hand(call), planned, others)
         assert step is not None
-        return self._use(step)
+        return self._use(step) if any(step is known for known in self.steps) else step
 
     def _at_hand(self, call: Call) -> Step | None:
         """The step that serves a call; where several do, for batches of other ranks, the fastest."""
