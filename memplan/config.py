@@ -58,11 +58,9 @@ class Config:
         counted; grid_work: steps so short that they stay below it have more of the grid.
     backward_orders: orders of the backward ops that are tried beside the traced one; none by default, for each may cost
         a whole search. "weights": gradients of parameters as early as possible. "greedy": always the op that adds the
-        least to what is held. "moved": a local search of `order_moves` tries. An order whose lower bound is nowhere
-        below those before is not searched. Plans are never worse for it, and results are the same bits.
-    keep_turn: gradients are handed over in the order in which the unplanned step makes them, whatever the order of the
-        other ops. Without it there is more to be won, in convolutions above all; it is refused where several processes
-        or an engine may rely on that order.
+        least to what is held. "moved": a local search for an order, of `order_moves` tries. An order whose lower bound
+        is nowhere below those of the others is not searched. Gradients are handed over in the traced order, results
+        are the same bits, and plans are never worse for it.
     """
 
     methods: tuple[str, ...] = METHODS
@@ -100,7 +98,6 @@ class Config:
     grid_work: int = 20_000
     backward_orders: tuple[str, ...] = ()
     order_moves: int = 100_000
-    keep_turn: bool = True
 
     def __post_init__(self) -> None:
         for name, what, known in _NAMES:
@@ -109,13 +106,11 @@ class Config:
             unknown = [item for item in given if item not in known]
             if unknown:
                 raise ValueError(f"unknown {what} {unknown[0]!r}; there are {', '.join(known)}")
+        if type(self.polish) is not bool:
+            raise TypeError(f"polish must be True or False, got {self.polish!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in _NAME_FIELDS:
-                continue
-            if field.name in _SWITCHES:
-                if type(value) is not bool:
-                    raise TypeError(f"{field.name} must be True or False, got {value!r}")
+            if field.name in ("polish", *_NAME_FIELDS):
                 continue
             kinds = (int, float) if field.name == "timeout_s" else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds):
@@ -127,7 +122,6 @@ class Config:
 
 _NAMES = (("methods", "method", METHODS), ("backward_orders", "order of the backward pass", BACKWARD_ORDERS))
 _NAME_FIELDS = frozenset(name for name, _, _ in _NAMES)
-_SWITCHES = frozenset({"polish", "keep_turn"})
 _AT_LEAST_ONE = frozenset(
     {"coarse_blocks", "fine_blocks", "coarse_slots", "fine_slots", "options", "sizes", "points", "passes"}
 )

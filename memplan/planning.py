@@ -41,6 +41,7 @@ from memplan.runtime import (
 from memplan.runtime.gathers import Gathers
 from memplan.simulate import simulate, unplanned
 from memplan.solvers import Candidate, Front, solve_front
+from memplan.solvers.backward_orders import in_order
 from memplan.solvers.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
@@ -249,7 +250,7 @@ class Planning:
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = floor_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
+        search = functools.partial(_choose, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
             raise self._no_room(least, limit, host_limit)
@@ -270,7 +271,7 @@ class Planning:
         found: list[Plan] = []
         count = min(self.config.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = choose(parts, front, alone, problem_of, host_limit, self.host, limit)
+            chosen = _choose(parts, front, alone, problem_of, host_limit, self.host, limit)
             if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
                 peak_bytes = chosen.found.timeline.peak_bytes
                 found = [plan for plan in found if plan.peak_bytes < peak_bytes]
@@ -334,14 +335,14 @@ class Planning:
         host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = floor_bytes(nowhere, front, lambda _: problem)
-        search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
+        search = functools.partial(_choose, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(int(limit / (1 + self.margin))) or search(limit)
         if chosen is None:
             raise self._no_room(least, limit, host_limit)
         found = chosen.found
         bound_s = max(front.bound.time_s(limit) if problem.link is None else 0.0, gather_bound_s(problem))
         if problem.link is not None:
-            bound_s = max(bound_s, offload_bound_s(problem, limit))
+            bound_s = max(bound_s, _offload_bound_s(problem, (front,), limit))
         return Plan(
             dataclasses.replace(problem, budget_bytes=limit), found.schedule, found.timeline,
             f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
@@ -428,9 +429,27 @@ def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: in
     )
 
 
+def _choose(parts: Sequence[Movable], front: Front, alone: Front | None, *rest: Any) -> Residency | None:
+    """`residency.choose`, with what was found in the traced order first where several were tried: with copies, orders
+    that are better without them may be worse."""
+    found = [choose(parts, front, alone, *rest)]
+    if front.traced is not None or (alone is not None and alone.traced is not None):
+        traced_alone = None if alone is None else alone.traced or alone
+        found.insert(0, choose(parts, front.traced or front, traced_alone, *rest))
+    fitting = [residency for residency in found if residency is not None]
+    return min(fitting, key=lambda residency: residency.found.timeline.time_s, default=None)
+
+
+def _offload_bound_s(problem: Problem, fronts: Sequence[Front], budget_bytes: int) -> float:
+    """No schedule with copies takes less that runs the backward pass in traced order or in one that was tried."""
+    orders = dict.fromkeys(order for front in fronts for order in front.orders)
+    problems = [problem, *(in_order(problem, order) for order in orders)]
+    return min(offload_bound_s(one, budget_bytes) for one in problems)
+
+
 def _plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
     found = chosen.found
-    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
+    bound_s = min(_offload_bound_s(chosen.problem, fronts, budget_bytes), found.timeline.time_s)
     return Plan(
         dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
         found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,

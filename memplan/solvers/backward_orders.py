@@ -8,7 +8,7 @@ An order is legal (`precedence`) where every op still reads the same bits, and n
 
 - an op comes after those that make what it reads, and what is written over is read before;
 - random ops, and ops that write to what outlives the step, keep their turn; nothing passes an op without a result;
-- gradients keep their turn, unless they need not: somebody may reduce each of them as it is handed over;
+- gradients keep their turn: somebody may reduce each of them as it is handed over;
 - what reads a parameter, itself or in what has to be recomputed for it, stays before the hand-over of that
   parameter's gradient: a hook may update the parameter there. Gradients are handed over several at a time, so within a
   batch a gradient may come first.
@@ -33,11 +33,9 @@ BackwardOrder = tuple[int, ...]  # the ops of the backward pass, counted from th
 Precedence = tuple[tuple[int, ...], ...]  # for each of them those that have to run before it
 
 
-def backward_orders(
-    problem: Problem, kinds: Sequence[str], keep_turn: bool, moves: int
-) -> Iterator[tuple[str, BackwardOrder]]:
+def backward_orders(problem: Problem, kinds: Sequence[str], moves: int) -> Iterator[tuple[str, BackwardOrder]]:
     """Orders of these kinds that differ from the traced one and from one another. moves: tries of "moved"."""
-    before = precedence(problem.graph, keep_turn)
+    before = precedence(problem.graph)
     seen = {tuple(range(len(before)))}
     for kind in kinds:
         match kind:
@@ -67,8 +65,8 @@ def in_order(problem: Problem, order: BackwardOrder) -> Problem:
     )
 
 
-def precedence(graph: Graph, keep_turn: bool = True) -> Precedence:
-    """What has to run before each backward op. keep_turn: gradients are handed over in the traced order."""
+def precedence(graph: Graph) -> Precedence:
+    """What has to run before each backward op."""
     ops, values = graph.ops[graph.boundary :], graph.values
     before: list[set[int]] = [set() for _ in ops]
     _order_data(graph, before)
@@ -76,7 +74,7 @@ def precedence(graph: Graph, keep_turn: bool = True) -> Precedence:
     turns = [
         [i for i, op in enumerate(ops) if op.random],
         [i for i, op in enumerate(ops) if op.effects or not op.recomputable],
-        gradients if keep_turn else [],
+        gradients,
     ]
     for turn in turns:
         for earlier, later in pairwise(turn):
@@ -85,7 +83,7 @@ def precedence(graph: Graph, keep_turn: bool = True) -> Precedence:
         before[fence].update(range(fence))
         for later in range(fence + 1, len(ops)):
             before[later].add(fence)
-    _order_reads_of_parameters(graph, gradients, keep_turn, before)
+    _order_reads_of_parameters(graph, gradients, before)
     return tuple(tuple(sorted(row)) for row in before)
 
 
@@ -104,13 +102,13 @@ def _order_data(graph: Graph, before: list[set[int]]) -> None:
         before[i].update(reader for v in taken for reader in readers.get(v, ()) if reader != i)
 
 
-def _order_reads_of_parameters(graph: Graph, gradients: Sequence[int], keep_turn: bool, before: list[set[int]]) -> None:
+def _order_reads_of_parameters(graph: Graph, gradients: Sequence[int], before: list[set[int]]) -> None:
     """What reads a parameter in traced order before its gradient is made stays before that is handed over."""
     ops = graph.ops[graph.boundary :]
     behind = _parameters_behind(graph)
     read = [_union(behind[v] for v in op.inputs) for op in ops]
     owners = _owners(graph)
-    handed_over = _hand_overs(graph, gradients) if keep_turn else {i: i for i in gradients}
+    handed_over = _hand_overs(graph, gradients)
     for i in gradients:
         owned = _union(owners[v] for v in ops[i].outputs if v in owners)
         if i in handed_over and owned:

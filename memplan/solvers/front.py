@@ -125,30 +125,30 @@ def candidate(problem: Problem, solver: str, order: tuple[int, ...]) -> Candidat
 
 
 def _race(problem: Problem, config: Config, kinds: Sequence[str], tell: Tell) -> Front:
-    """The best of searches in several orders of the backward ops, the traced one first."""
+    """The best of searches in several orders of the backward ops, the traced one first.
+
+    An order is searched where its bound is lower somewhere than those of the orders before it.
+    """
     deadline_s = time.monotonic() + config.timeout_s
     traced = _Search(problem, config, tell).run()
-    points, bounds, orders, truncated = list(traced.points), [traced.bound], [], traced.truncated
+    points, bounds, truncated = list(traced.points), [traced.bound], traced.truncated
+    orders: list[BackwardOrder] = []
     try:
-        for kind, order in () if truncated else backward_orders(problem, kinds, config.keep_turn, config.order_moves):
+        for kind, order in () if truncated else backward_orders(problem, kinds, config.order_moves):
             left_s = deadline_s - time.monotonic()
             if left_s <= 0.0:
                 raise TimeoutError
-            search = _Search(
-                in_order(problem, order),
-                dataclasses.replace(config, timeout_s=left_s),
-                functools.partial(_tell_of, tell, kind),
-            )
+            limited = dataclasses.replace(config, timeout_s=left_s)
+            search = _Search(in_order(problem, order), limited, functools.partial(_tell_of, tell, kind))
             bound = search.look_ahead()
+            if _may_be_lower(bound, bounds, points[0].peak_bytes, traced.keep_all.peak_bytes):
+                found = search.run()
+                points = pareto([*points, *(_in_traced_order(problem, order, kind, point) for point in found.points)])
+                truncated |= found.truncated
             orders.append(order)
             bounds.append(bound)
-            if not _may_be_lower(bound, bounds[:-1], points[0].peak_bytes, traced.keep_all.peak_bytes):
-                continue
-            found = search.run()
-            points += [_in_traced_order(problem, order, kind, point) for point in found.points]
-            points = pareto(points)
-            if found.truncated:
-                raise TimeoutError
+            if truncated:
+                break
     except (KeyboardInterrupt, TimeoutError):
         truncated = True
     return Front(tuple(points), traced.keep_all, Bound.least(bounds), truncated, traced, tuple(orders))
