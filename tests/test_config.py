@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 
 import memplan
-from memplan.config import METHODS, PRESETS, Config
+from memplan.config import BACKWARD_ORDERS, METHODS, PRESETS, Config
 from memplan.problem import Problem
 from memplan.solvers import Progress, solve_front, threads
 from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
@@ -65,7 +65,7 @@ def assert_best(problem: Problem) -> None:
 def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for preset in PRESETS:
-        config = memplan.generate_config(preset, grid=7, timeout_s=1.5)
+        config = memplan.generate_config(preset, grid=7, timeout_s=1.5, backward_orders=("moved", "greedy"))
         memplan.save_config(config, path)
         assert memplan.load_config(path) == config
     path.write_text('{"format": "memplan.config", "version": 1, "grid": 3}')
@@ -80,6 +80,9 @@ def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
         ({"version": 9}, ValueError, "version 9"),
         ({"methods": "rotor"}, TypeError, "list"),
         ({"methods": ["simplex"]}, ValueError, "simplex"),
+        ({"backward_orders": "moved"}, TypeError, "backward_orders must be a list"),
+        ({"backward_orders": ["sideways"]}, ValueError, "order of the backward pass 'sideways'; there are weights"),
+        ({"order_moves": -1}, ValueError, "order_moves"),
         ({"grid": -1}, ValueError, "grid"),
         ({"grid": 1.5}, TypeError, "grid"),
         ({"grid": True}, TypeError, "grid"),
@@ -112,7 +115,11 @@ def test_bad_names_are_refused() -> None:
 def test_every_field_is_documented() -> None:
     words = (Config.__doc__ or "").replace(",", " ").replace(":", " ").split()
     assert all(field.name in words for field in dataclasses.fields(Config))
-    assert all(f'"{method}"' in (Config.__doc__ or "") for method in METHODS)
+    assert all(f'"{name}"' in (Config.__doc__ or "") for name in (*METHODS, *BACKWARD_ORDERS))
+
+
+def test_no_preset_tries_other_orders() -> None:
+    assert all(config.backward_orders == () for config in PRESETS.values())
 
 
 def test_a_configuration_reaches_the_plan() -> None:
