@@ -64,9 +64,9 @@ def test_what_stays_is_counted_by_search_and_accountant_alike(problem: Problem, 
     problem = with_lasting(replace(with_random_homes(problem, picks), link=link, host_update_s_per_byte=0.01))
     flat, movables = flatten(problem), movables_of(problem)
     gradients = {i for i, v in enumerate(problem.graph.values) if v.role == "gradient" and v.home == "host"}
-    for order in [tuple(o.tolist()) for o in some_orders(flat)[:6]]:
+    for order in [tuple(o.tolist()) for o in some_orders(flat)[:4]]:
         low = least_bytes(problem, order)
-        for budget in (low, low + 24, low + 100, 1 << 40):
+        for budget in (low, low + 60, 1 << 40):
             for places in _placements(problem, order, budget, flat, movables):
                 schedule = places.schedule()
                 timeline = simulate(problem, schedule)
@@ -78,10 +78,9 @@ def test_what_stays_is_counted_by_search_and_accountant_alike(problem: Problem, 
                 assert recounted(problem, schedule) == (timeline.live_bytes, timeline.host_bytes)
                 staying = {step.value for step in schedule if isinstance(step, Stay)}
                 assert staying == set(places.staying.tolist())
-                for index, step in enumerate(schedule):
-                    if isinstance(step, Stay):
-                        with pytest.raises(IllegalSchedule):  # it is read before anybody fetches it, or never freed
-                            simulate(problem, (*schedule[:index], *schedule[index + 1 :]))
+            for index in range(len(staying)):  # without one, it is read before anybody fetches it, or never freed
+                with pytest.raises(IllegalSchedule):
+                    simulate(problem, (*schedule[:index], *schedule[index + 1 :]))
 
 
 def test_what_stays_leaves_room_for_the_next_batch_and_the_optimizer() -> None:
@@ -224,6 +223,35 @@ def test_steps_are_the_plain_models_bits_and_fetch_what_was_predicted(
         values[s.value].size_bytes for s in plan.schedule if isinstance(s, Prefetch) and values[s.value].fetched
     )
     assert fetches == [steady + plan.staying_bytes, steady, steady, steady]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"update": "backward"}, {"accumulate": True}, {"grads": "edges"}],
+    ids=lambda options: next(iter(options)),
+)
+def test_other_ways_to_train_keep_them_too(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain, sample = Adapted(), torch.randn(24, 32)
+    net = copy.deepcopy(plain)
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=0.01) for m in (plain, net)]
+    budget = plan_below_the_floor().problem.budget_bytes
+    memplan.apply(net, sample, budget, **OPTIONS, **options, optimizer=optimizers[1], keep_frozen=True)
+    plan = memplan.plan_of(net)
+    assert plan is not None and plan.staying_bytes
+    transfers_of(net)._streams = engine.FakeStreams(0)
+    found: list[list[Any]] = [[], []]
+    for model, optimizer, losses in zip((plain, net), optimizers, found, strict=True):
+        torch.manual_seed(7)
+        for _ in range(3):
+            for batch in (sample, sample * 0.5)[: 2 if "accumulate" in options else 1]:
+                loss = model(batch)
+                losses.append(copied(loss))
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same_bits(*found)
+    assert_same_bits(plain.state_dict(), net.state_dict())
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -380,12 +408,12 @@ def test_two_forwards_before_a_backward() -> None:
 def test_many_steps_grow_nothing() -> None:
     _, net, sample = pair(0)
     counts = []
-    for _ in range(8):
+    for _ in range(5):
         net(sample).backward()
         net.zero_grad()
         gc.collect()
         counts.append(sum(type(thing) is torch.Tensor for thing in gc.get_objects()))
-    assert len(set(counts[2:])) == 1
+    assert len(set(counts[2:])) == 1 and len(copies_of(net)) == len(planned_forward(net).program.staying)  # type: ignore[union-attr]
     assert transfers_of(net).allocations == 1
 
 
@@ -460,7 +488,7 @@ def test_without_asking_nothing_stays() -> None:
         memplan.apply(net, sample, budget, in_flight=2, keep_frozen=True, **OPTIONS)
 
 
-def test_lora_with_peft_steps_evaluates_merged_and_goes_on() -> None:
+def test_an_adapter_of_peft_that_is_merged_and_taken_out_again_is_noticed() -> None:
     peft = pytest.importorskip("peft")
     from tests.zoo import MODELS, call, loss_of
 

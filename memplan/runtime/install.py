@@ -148,6 +148,10 @@ class PlannedForward:
             if isinstance(step, WholeStep):
                 step.runner.store.transfers.standing.keep(())
 
+    def _forget_steps(self) -> None:
+        self._let_go()
+        self.steps.clear()
+
     def _fetching(self) -> contextlib.AbstractContextManager[object]:
         """Where the model's own forward finds parameters that live on the host."""
         host = self._planner.host
@@ -242,7 +246,7 @@ class PlannedForward:
         if vars(self.model).get("forward") is self:
             self.install()  # the first plan says what else that takes
         if self._host is not None and self._planner.host != self._host:
-            self.steps.clear()  # they were made for parameters that have moved since
+            self._forget_steps()  # they were made for parameters that have moved since
         self._host = self._planner.host
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
@@ -344,8 +348,7 @@ class PlannedForward:
         log.warning("memplan: out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
         device = step.runner.device if isinstance(step, WholeStep) else next(self.model.parameters()).device
         self._planner.learn(device, margin)
-        self._let_go()
-        self.steps.clear()
+        self._forget_steps()
 
     def _held(self) -> list[Any]:
         parameters = list(self.model.parameters())
@@ -372,7 +375,7 @@ class PlannedForward:
             log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             self._planner.learn(step.runner.device, margin)
             if measured_bytes > plan.problem.budget_bytes:
-                self.steps.clear()
+                self._forget_steps()
 
     # -- in and out of the model ------------------------------------------------------------------------------------
 
