@@ -393,6 +393,20 @@ def test_what_stays_is_freed_when_something_else_runs() -> None:
     assert not len(transfers.standing)
 
 
+def test_on_another_stream_copies_are_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, net, sample = pair(0)
+    net(sample).backward()
+    transfers, stream = transfers_of(net), object()
+    monkeypatch.setattr(engine.FakeStreams, "computing", lambda self: stream)
+    transfers.keep(net.parameters())
+    assert not copies_of(net)
+    net.zero_grad()
+    assert_same_bits(train(plain, sample), train(net, sample))
+    kept = copies_of(net)
+    transfers.keep(net.parameters())
+    assert kept and copies_of(net) == kept
+
+
 def test_two_forwards_before_a_backward() -> None:
     plain, net, sample = pair(0)
     for model in (plain, net):

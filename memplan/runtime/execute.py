@@ -267,7 +267,7 @@ class Runner:
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
         self.store.begin()
-        self.store.transfers.standing.keep(self.store[name] for name in self.program.staying)
+        self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program, start = self.program, self._start(inputs)
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
@@ -277,6 +277,7 @@ class Runner:
             if private.is_out_of_memory(error):
                 self._go_back(start)
             raise
+        self.store.transfers.forward_reads_done()
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
@@ -297,7 +298,7 @@ class Runner:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
         run = self._backward_for(tangents)
         self.store.begin()
-        self.store.transfers.standing.keep(())  # another forward's, which was in flight beside this one
+        self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.saved.clear()
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())

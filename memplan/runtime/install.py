@@ -146,7 +146,7 @@ class PlannedForward:
         """Free what stays on the device between steps: something else runs in between, which may need the room."""
         for step in self.steps:
             if isinstance(step, WholeStep):
-                step.runner.store.transfers.standing.keep(())
+                step.runner.store.transfers.standing.free()
 
     def _forget_steps(self) -> None:
         self._let_go()

@@ -62,13 +62,18 @@ class Standing:
 
     def __init__(self) -> None:
         self._copies: dict[int, tuple[Contents, torch.Tensor]] = {}  # by the parameter's id
+        self._stream: Any = None  # on which they were made
 
     def __len__(self) -> int:
         return len(self._copies)
 
-    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A step begins that has use for the copies of these: free all others, and those that are stale."""
-        wanted = {id(parameter): parameter for parameter in parameters}
+    def keep(self, parameters: Iterable[torch.Tensor], stream: Any) -> None:
+        """A step begins that has use for the copies of these: free all others, and those that are stale.
+
+        stream: on which it computes. The allocator takes memory back as if it were used on the stream that it was made
+        on, so on another one all are made anew.
+        """
+        wanted = {id(parameter): parameter for parameter in parameters if stream == self._stream}
         self._copies = {key: copy for key, copy in self._copies.items() if key in wanted and copy[0].is_in(wanted[key])}
 
     def take(self, parameter: torch.Tensor) -> torch.Tensor | None:
@@ -76,8 +81,13 @@ class Standing:
         found = self._copies.pop(id(parameter), None)
         return None if found is None else found[1]
 
-    def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]]) -> None:
-        """A step ends and leaves these, of what parameters held when it began."""
+    def free(self) -> None:
+        """Free all copies."""
+        self._copies = {}
+
+    def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:
+        """A step that computes on this stream ends and leaves these, of what parameters held when it began."""
+        self._stream = stream
         self._copies = {
             id(contents.parameter): (contents, memory)
             for contents, memory in copies

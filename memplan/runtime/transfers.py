@@ -16,7 +16,7 @@ from __future__ import annotations
 import functools
 import random
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -46,6 +46,9 @@ class Streams(Protocol):
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """New host memory that copies can use."""
 
+    def computing(self) -> Any:
+        """What tells the computing stream from others."""
+
 
 class CudaStreams:
     """A stream for each direction of one CUDA device."""
@@ -71,6 +74,9 @@ class CudaStreams:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def computing(self) -> Any:
+        return torch.cuda.current_stream(self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +139,9 @@ class FakeStreams:
         with private.outside_of_tracing():  # no meter counts it, for it is not on the device
             return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
 
+    def computing(self) -> Any:
+        return None
+
     def _run_some(self) -> None:
         if self._random is not None:
             early = [copy for copy in self._pending if self._random.random() < 0.3]
@@ -160,7 +169,7 @@ class Transfers:
         self.allocations = 0
         self.standing = Standing()
         self._host: set[int] = set()
-        self._reads: dict[int, Any] = {}
+        self._reads: dict[int, list[Any]] = {}  # by the address of what is read
         self._kept: dict[int, _Kept] = {}
 
     @property
@@ -203,19 +212,34 @@ class Transfers:
 
     def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
         """Remember that a copy reads a parameter that lives on the host."""
-        self._reads[parameter.data_ptr()] = ticket.event
+        self._reads.setdefault(parameter.data_ptr(), []).append(ticket.event)
 
     def reads_done(self, parameter: torch.Tensor) -> None:
         """Return when no copy reads a parameter that lives on the host, so that it can be written to."""
-        event = self._reads.pop(parameter.data_ptr(), None)
-        if event is not None:
+        for event in self._reads.pop(parameter.data_ptr(), ()):
             self.streams.finish(event)
 
     def all_reads_done(self) -> None:
         """The same of all such parameters: an optimizer that steps them next runs on the CPU, and waits for no copy."""
-        for event in list(self._reads.values()):
-            self.streams.finish(event)
+        for events in list(self._reads.values()):
+            for event in events:
+                self.streams.finish(event)
         self._reads.clear()
+
+    def forward_reads_done(self) -> None:
+        """The same at the end of a forward pass of those that ops have waited for: a device that is told to wait may be
+        far behind, and where no backward follows, somebody may write to parameters next. What is on its way to backward
+        stays: who writes to that is told so there."""
+        for address, events in list(self._reads.items()):
+            for event in events:
+                if id(event) not in self._kept:
+                    self.streams.finish(event)
+            self._reads[address] = [event for event in events if id(event) in self._kept]
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A step begins that has use for copies of these on the device: free all others, and what is stale."""
+        if len(self.standing):
+            self.standing.keep(parameters, self.streams.computing())
 
     def settle(self) -> None:
         """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
@@ -309,7 +333,8 @@ def stayed(slab: Slab, parameter: torch.Tensor) -> Ticket:
 
 def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor]) -> None:
     """Leave copies of parameters for the next step. began: what these held when this one began."""
-    slab.transfers.standing.leave(zip(began, map(_bytes_of, copies), strict=True))
+    transfers = slab.transfers
+    transfers.standing.leave(zip(began, map(_bytes_of, copies), strict=True), transfers.streams.computing())
 
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
