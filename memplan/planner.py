@@ -87,7 +87,8 @@ class Planner(Planning):
         self, model: nn.Module, captured: Capture, known: Sequence[Step], in_group: bool
     ) -> WholeStep | None:
         """A step whose plan is at hand, or what can be had without a search."""
-        for other in known:  # what changed may be of no concern to the step
+        in_one_order = in_group and self.gathers is not None  # others may have another schedule at hand
+        for other in () if in_one_order else known:  # what changed may be of no concern to the step
             if (
                 isinstance(other, WholeStep)
                 and first_difference(other.plan.problem.graph, self._homed(captured, model).traced.graph) is None

@@ -256,10 +256,13 @@ def gathers() -> str | None:
     return first_difference(expected, found, "losses")
 
 
-def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sample: bool) -> str | None:
+def uneven_gathers(
+    rows: tuple[tuple[int, ...], ...], searches: list[int], sample: bool, changed_at: int | None = None
+) -> str | None:
     """Batches of other sizes on each rank from the first step on: all ranks gather in one order at each of them.
 
-    rows: of each step's batches, by rank. searches: by rank.
+    rows: of each step's batches, by rank. searches: by rank. changed_at: the step before which a mode changes that is
+    of no concern, so that ranks have schedules at hand that others need not have.
     """
     batches = [batch(of_rank[rank()], seed) for seed, of_rank in enumerate(rows)]
     most = [batch(max(map(max, rows)))]
@@ -268,7 +271,9 @@ def uneven_gathers(rows: tuple[tuple[int, ...], ...], searches: list[int], sampl
     shards, orders = FakeShards(net), set[tuple[str, ...]]()
     with counted_plans() as searched:
         planned(net, batches[0] if sample else None, limit, shards=shards)
-        for x in batches:
+        for index, x in enumerate(batches):
+            if index == changed_at:
+                net.layers[0].eval()  # type: ignore[union-attr]
             shards.log.clear()
             found += losses(net, [x])
             plan = memplan.plan_of(net)
@@ -456,6 +461,11 @@ CELLS = {
     "gathers, batches that grow": Cell(
         lambda: uneven_gathers(
             ((16, 16), (16, 128), (16, 16), (128, 16), (128, 128), (16, 16), (20, 128)), [2, 0], True
+        )
+    ),
+    "gathers, a mode of no concern": Cell(
+        lambda: uneven_gathers(
+            ((64, 64), (64, 128), (128, 64), (64, 64), (64, 64), (64, 128)), [2, 0], False, changed_at=4
         )
     ),
     "gathers, other ops at first": Cell(
