@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,18 +82,16 @@ def apply_blocks(
 
     Raises BudgetInfeasible, and UnsupportedModel where a block is called other than once.
     """
-    for block in blocks:
-        if (planned := planned_forward(block)) is not None:
-            planned.uninstall()
     agreement = None if group is None else Agreement.of(group)
     rehearsed = functools.partial(
         _rehearsed, model, blocks, sample, budget, optimizer, accumulate, costs, config, whole, reserved_bytes,
         leaves_out, shards, agreement,
     )  # fmt: skip
-    plan, units, ways = rehearsed() if agreement is None else agreement.together(rehearsed)
-    for unit, way in zip(units, ways, strict=True):
-        if way != "keep":
-            _install(unit, way, None if shards is None else agreement)
+    with _plans_off(blocks):
+        plan, units, ways = rehearsed() if agreement is None else agreement.together(rehearsed)
+        planned = _planned(units, ways, None if shards is None else agreement)
+    for forward in planned:
+        forward.install()
     again = [row.name for row in plan.units if row.way != "keep"]
     log.info(
         "memplan: %d of %d blocks recompute; the step is planned to peak at %s of %s",
@@ -336,16 +334,25 @@ def _in_one_order(unit: Part, way: Candidate | str) -> Candidate | str:
     return unit.front.keep_all if way == "keep" else way
 
 
-def _install(unit: Part, way: Candidate | str, agreement: Agreement | None) -> None:
-    """agreement: between ranks that have to hand gradients over in one order, call by call."""
-    module = unit.module
-    forward = module.forward
-    planner = _BlockPlanner(unit.site.name, frozenset(() if unit.shards is None else unit.shards.attributes))
-    planned = PlannedForward(module, forward, planner, CallReader(forward), agreement=agreement)
-    if isinstance(way, Candidate):
-        step = unit.step(way)
-        planned.add(BlockStep(_plan_of(unit, way), step, Collectives.of(step.program.collectives)))
-    planned.install()
+def _planned(
+    units: Sequence[Part], ways: Sequence[Candidate | str], agreement: Agreement | None
+) -> list[PlannedForward]:
+    """Forwards of the blocks that run otherwise than without a plan, not installed yet.
+
+    agreement: between ranks that have to hand gradients over in one order, call by call.
+    """
+    found = []
+    for unit, way in zip(units, ways, strict=True):
+        if way == "keep":
+            continue
+        module = unit.module
+        planner = _BlockPlanner(unit.site.name, frozenset(() if unit.shards is None else unit.shards.attributes))
+        planned = PlannedForward(module, module.forward, planner, CallReader(module.forward), agreement=agreement)
+        if isinstance(way, Candidate):
+            step = unit.step(way)
+            planned.add(BlockStep(_plan_of(unit, way), step, Collectives.of(step.program.collectives)))
+        found.append(planned)
+    return found
 
 
 def _plan_of(unit: Part, way: Candidate) -> Plan:
@@ -359,16 +366,27 @@ def _plan_of(unit: Part, way: Candidate) -> Plan:
 
 
 @contextlib.contextmanager
-def _exchanged(units: Sequence[Part], ways: Sequence[Candidate | str], agreement: Agreement | None) -> Any:
+def _plans_off(blocks: Sequence[nn.Module]) -> Iterator[None]:
+    """Take earlier plans off the blocks. They come back where something fails."""
+    earlier = [planned for block in blocks if (planned := planned_forward(block)) is not None]
+    for planned in earlier:
+        planned.uninstall()
+    try:
+        yield
+    except BaseException:
+        for planned in earlier:
+            planned.install()
+        raise
+
+
+@contextlib.contextmanager
+def _exchanged(units: Sequence[Part], ways: Sequence[Candidate | str], agreement: Agreement | None) -> Iterator[None]:
     """The blocks are planned for as long."""
-    chosen = [unit for unit, way in zip(units, ways, strict=True) if way != "keep"]
-    for unit, way in zip(units, ways, strict=True):
-        if way != "keep":
-            _install(unit, way, agreement)
+    planned = _planned(units, ways, agreement)
+    for forward in planned:
+        forward.install()
     try:
         yield
     finally:
-        for unit in chosen:
-            planned = planned_forward(unit.module)
-            assert planned is not None
-            planned.uninstall()
+        for forward in planned:
+            forward.uninstall()

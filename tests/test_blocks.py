@@ -11,9 +11,11 @@ from torch import nn
 
 import memplan
 from memplan.graph import capture, estimate
+from memplan.parts import Part
 from memplan.problem import Problem
 from memplan.runtime import planned_forward
-from memplan.solvers import solve_front
+from memplan.runtime.units import UnitStep
+from memplan.solvers import Candidate, solve_front
 from memplan.solvers.passes import pass_of
 from memplan.solvers.saved import solve_saved
 from tests.conftest import QUICK
@@ -140,3 +142,25 @@ def test_what_can_not_be_done_is_refused(twice: bool, blocks: Any, budget: Any, 
         memplan.apply_blocks(net, blocks or net.blocks, sample, budget, costs="estimate")
     assert not any("forward" in vars(block) for block in net.blocks)
     assert net.seen == []
+
+
+def test_earlier_plans_stay_where_new_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = net_and_sample()
+    memplan.apply_blocks(net, net.blocks, sample, 0.8, costs="estimate", config=QUICK)
+    before = [planned_forward(block) for block in net.blocks]
+    assert any(before)
+    with pytest.raises(memplan.BudgetInfeasible):
+        memplan.apply_blocks(net, net.blocks, sample, 1000, costs="estimate", config=QUICK)
+    assert [planned_forward(block) for block in net.blocks] == before
+    original, made = Part.step, []
+
+    def broken(part: Part, way: Candidate) -> UnitStep:  # only once other blocks have their step
+        made.append(part)
+        if len(made) > 1:
+            raise MemoryError("of all times")
+        return original(part, way)
+
+    monkeypatch.setattr(Part, "step", broken)
+    with pytest.raises(MemoryError):
+        memplan.apply_blocks(net, net.blocks, sample, 0.8, costs="estimate", config=QUICK)
+    assert [planned_forward(block) for block in net.blocks] == before
