@@ -6,6 +6,9 @@ Dispatch logs can't tell: they are modes themselves. A new branch in a new PyTor
 from __future__ import annotations
 
 import copy
+import functools
+import threading
+import time
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -18,6 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
+from memplan.graph import branches
 from memplan.graph.branches import as_without_modes
 from memplan.graph.layout import strides_that_matter
 from memplan.runtime.fetch import FetchedWhereUsed
@@ -191,3 +195,33 @@ def test_scratch_of_selected_weights_does_not_depend_on_data(ignore_index: int) 
         sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
         peaks.append(max(accumulate(sizes)))
     assert peaks[0] == peaks[1]
+
+
+def test_the_sum_of_selected_weights_draws_nothing() -> None:
+    """Though it is no op of PyTorch's, and random is what nobody knows anything of."""
+    _plain, net, x = headed(HEADS["weighted and smoothed"])
+    ops = memplan.plan(net, x, 1.0, costs="estimate").problem.graph.ops
+    assert [op.random for op in ops if op.kind == "memplan.sum_of_weights.default"] == [False]
+
+
+def test_threads_that_are_the_first_at_once_make_the_ops_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch would refuse a second kernel for an op."""
+    known, made = branches._exchanged_ops(), []
+
+    def slow(functions: Any) -> Any:
+        made.append(functions)
+        time.sleep(0.05)
+        return known
+
+    def enter() -> None:
+        with as_without_modes():
+            pass
+
+    monkeypatch.setattr(branches, "_exchanged_ops", functools.cache(branches._exchanged_ops.__wrapped__))
+    monkeypatch.setattr(branches.private, "InPlaceOf", slow)
+    threads = [threading.Thread(target=enter) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ from memplan.graph.source_lines import caller_line
 aten = torch.ops.aten
 
 _MEAN = 1  # the reduction of a loss
+_MAKING = threading.Lock()  # PyTorch takes a kernel for an op but once
 
 Tensors = tuple[torch.Tensor | None, ...]
 # (what the node saved, its results, the gradients it was given) -> eager's results, or None where they are the same
@@ -88,7 +90,9 @@ def as_without_modes() -> Iterator[None]:
 
     UnsupportedModel comes out of a forward or a backward pass in there where eager's way depends on data.
     """
-    with _exchanged_ops().active():
+    with _MAKING:
+        ops = _exchanged_ops()
+    with ops.active():
         yield
 
 

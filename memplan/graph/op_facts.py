@@ -57,15 +57,15 @@ _DROPOUT_P_ARGUMENT = {
 }
 
 
-_PYTORCH = ("aten", "prims", "prim")
+_KNOWN = ("aten", "prims", "prim", "memplan")
 _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
     getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
 )
 
 
 def is_of_pytorch(target: Any) -> bool:
-    """Whether an op is PyTorch's own (or a function of memplan's), of which it is known what it does."""
-    return not isinstance(target, torch._ops.OpOverload) or target.namespace in _PYTORCH
+    """Whether an op is PyTorch's own (or one of memplan's), of which it is known what it does."""
+    return not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN
 
 
 def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
