@@ -429,13 +429,15 @@ def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: in
     )
 
 
-def _choose(parts: Sequence[Movable], front: Front, alone: Front | None, *rest: Any) -> Residency | None:
+def _choose(
+    parts: Sequence[Movable], front: Front, alone: Front | None, *rest: Any, stays: bool = False
+) -> Residency | None:
     """`residency.choose`, with what was found in the traced order first where several were tried: with copies, orders
     that are better without them may be worse."""
-    found = [choose(parts, front, alone, *rest)]
+    found = [choose(parts, front, alone, *rest, stays=stays)]
     if front.traced is not None or (alone is not None and alone.traced is not None):
         traced_alone = None if alone is None else alone.traced or alone
-        found.insert(0, choose(parts, front.traced or front, traced_alone, *rest))
+        found.insert(0, choose(parts, front.traced or front, traced_alone, *rest, stays=stays))
     fitting = [residency for residency in found if residency is not None]
     return min(fitting, key=lambda residency: residency.found.timeline.time_s, default=None)
 

@@ -65,6 +65,7 @@ def choose(
     host_budget_bytes: int,
     fixed: frozenset[str] | None,
     budget_bytes: int,
+    *,
     stays: bool = False,
 ) -> Residency | None:
     """The fastest step that keeps both budgets; None where there is none.
