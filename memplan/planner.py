@@ -120,11 +120,9 @@ class Planner(Planning):
         limit = self._known_limit()
         facts = (*self._facts(captured), sorted(self.host or ()), self.margin, bool(known), limit or self.budget)
         made = share(_digest(facts), limit or 0, make).own
-        if own:
-            return own[0]
-        plan = plan_from_bytes(made[1:])
-        self._take_over(plan)
-        return plan, bool(made[0])
+        plan, provisional = own[0] if own else (plan_from_bytes(made[1:]), bool(made[0]))
+        self._take_over(plan)  # whoever made it, or later plans would depend on that
+        return plan, provisional
 
     def _for_all(
         self,

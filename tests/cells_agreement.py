@@ -208,6 +208,20 @@ def one_plans() -> str | None:
     return first_difference(losses(stack(), batches), results, "result")
 
 
+def one_plans_copies() -> str | None:
+    """The same where values are copied to the host, also for batches that come later."""
+    batches = [batch(), batch(48), batch(32)]
+    net = stack()
+    with counted_plans() as searched:
+        planned(net, batches[0], 0.6, host_budget="1MiB")
+        found = losses(net, batches)
+    counts = told_by_all(len(searched))
+    plans = told_by_all([step.plan.schedule for step in net.forward.steps])  # type: ignore[attr-defined]
+    if counts[1] or plans[0] != plans[1]:
+        return f"searches: {counts}; equal plans: {plans[0] == plans[1]}"
+    return first_difference(losses(stack(), batches), found, "result")
+
+
 def other_budgets() -> str | None:
     """Ranks with other budgets have other plans, with the same collectives."""
     net = stack()
@@ -453,6 +467,7 @@ CELLS = {
     "broken planning": Cell(broken_planning),
     "another call": Cell(other_call),
     "one plans": Cell(one_plans),
+    "one plans copies": Cell(one_plans_copies),
     "other budgets": Cell(other_budgets),
     "two plan": Cell(two_plan, world=4),
     "gathers": Cell(gathers),
