@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,16 @@ from hypothesis import strategies as st
 from benchmarks.solvers.__main__ import instances
 from benchmarks.solvers.blocks import distinct_blocks
 from memplan.problem import Problem
+from memplan.solvers import exact_table
 from memplan.solvers.exact import BlockSearch, solve_block, solve_grid
 from memplan.solvers.exact_block import reverse
 from memplan.solvers.exact_fuse import fused
 from memplan.solvers.exact_kernel import Rules
 from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
 from memplan.solvers.exact_space import NEVER, space_of
+from memplan.solvers.exact_step import whole_step
 from memplan.solvers.exact_table import table_of
+from memplan.solvers.flat import flatten
 from memplan.solvers.options import LocalBlock, cut_orders
 from tests.milp_oracle import facts_of, shortest
 from tests.random_graphs import StepBuilder
@@ -94,6 +98,34 @@ def test_a_table_is_a_bound_and_exact_where_it_has_all_values(
         found = math.inf if table[-1, 0] >= NEVER else float(table[-1, 0]) * tick_s
         assert found <= least * (1 + 1e-9)
     assert found == pytest.approx(least, rel=1e-9, abs=1e-9)
+
+
+def test_a_table_reads_only_what_has_been_written_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What an op reads that can't run again is out of reach."""
+    step = StepBuilder()
+    (first,) = step.forward("first", (step.value(8, "input"),), (8,))
+    (once,) = step.forward("once", (first,), (8,), save_outputs=True, recomputable=False)
+    (last,) = step.forward("last", (once,), (8,))
+    b, _tick_s = reverse(whole_step(flatten(step.finish(last, tangent=True))))
+    space, limits = space_of(b, False), np.full(3, NO_LIMIT)
+    assert not b.again.all()
+
+    class Filled:
+        """numpy, with memory in which something was before."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(np, name)
+
+        def empty(self, shape: Any, dtype: Any) -> Any:
+            return np.full(shape, -(1 << 60), dtype=dtype)
+
+    table, parcels = table_of(b, space, limits, 1 << 10)
+    monkeypatch.setattr(exact_table, "np", Filled())
+    monkeypatch.setattr(exact_table, "least_of_sets", exact_table.least_of_sets.py_func)  # type: ignore[attr-defined]
+    filled, _parcels = table_of(b, space, limits, 1 << 10)
+    for after, reach in enumerate(exact_table._within_reach(space, parcels).tolist()):
+        sets = [demand for demand in range(table.shape[1]) if demand & ~reach == 0]
+        assert table[after, sets].tolist() == filled[after, sets].tolist()
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])

@@ -121,7 +121,7 @@ def least_of_sets(space: Space, limits: Ints, parcels: Ints, chosen: Ints) -> In
                 least = table[step - 1, demand | step_read]
             for op in range(len(ops)):
                 left = demand & ~made[op]
-                if left == demand or left & taken[op] != 0:
+                if ops[op, TICKS] >= NEVER or left == demand or left & taken[op] != 0:
                     continue
                 ticks = table[step, left | read[op]] + ops[op, TICKS]
                 if ticks < least:
