@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
+from memplan.solvers.jit import digest_of_imports
 from memplan.solvers.neighbourhood import improve
 from memplan.solvers.options import cut_orders
 from memplan.solvers.orders import demand_order, events_of, lower, split
@@ -314,3 +316,17 @@ def test_what_only_the_backward_pass_reads_may_wait_for_it() -> None:
     best = front.best(front.keep_all.peak_bytes - 4096)
     assert best is not None and best.time_s == pytest.approx(problem.baseline_time_s)
     assert front.bound.time_s(best.peak_bytes) <= best.time_s * (1 + 1e-9)
+
+
+def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path) -> None:
+    top, text = tmp_path / "top.py", "from memplan.solvers.%s import (\n    a,\n)\n"
+
+    def digest(bottom: str, own: str = "") -> str:
+        top.write_text(text % "middle" + own)
+        (tmp_path / "middle.py").write_text(text % "bottom")
+        (tmp_path / "bottom.py").write_text(bottom)
+        digest_of_imports.cache_clear()
+        return digest_of_imports(top)
+
+    assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
+    assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"

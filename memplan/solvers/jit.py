@@ -2,18 +2,38 @@
 
 Cached, so that a process pays for compilation once per installation; without the interpreter lock, so that callers may
 plan in a thread; never `fastmath`, so that plans are equal on every machine.
+
+numba looks at a kernel's own file to see whether what it has compiled still holds, and not at those that its kernels
+and constants come from, which are compiled into it. Their digest is in the name under which it is kept.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+_IMPORT = re.compile(r"^from memplan\.solvers\.(\w+) import", re.MULTILINE)
 
 
 def kernel(function: _Function) -> _Function:
     """Compile a function of arrays and scalars with numba."""
+    function.__qualname__ += f"_{digest_of_imports(Path(function.__code__.co_filename))}"
     return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+
+
+@functools.cache
+def digest_of_imports(path: Path) -> str:
+    """Equal for equal contents of all modules beside this one that it imports from, and those import from."""
+    digest = hashlib.sha256()
+    for name in sorted(set(_IMPORT.findall(path.read_text()))):
+        other = path.with_name(f"{name}.py")
+        digest.update(f"{name} {digest_of_imports(other)} ".encode())
+        digest.update(other.read_bytes())
+    return digest.hexdigest()[:8]
