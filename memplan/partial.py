@@ -202,7 +202,7 @@ def plan_partially(
     else:
         limit = budget(keep_all.peak_bytes + extra_resident_bytes, resident_bytes + extra_resident_bytes)
     ways, choice, peak_bytes = _fitting(model, forward, call, parts, limit - extra_resident_bytes, least)
-    time_s = timed_step(model, call, lambda: _run(ways, forward, call))
+    time_s = timed_step(model, call, lambda: _run(ways, forward, call), parts.written)
     plan = PartialPlan(
         peak_bytes=peak_bytes + extra_resident_bytes,
         baseline_peak_bytes=keep_all.peak_bytes + extra_resident_bytes,

@@ -95,11 +95,15 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A step in stages, in the order of forward, and the choice that it poses. left_bytes: held once it is over."""
+    """A step in stages, in the order of forward, and the choice that it poses. left_bytes: held once it is over.
+
+    written: tensors that were there before forward, buffers aside, and that it writes to.
+    """
 
     stages: tuple[Stage, ...]
     problem: UnitProblem
     left_bytes: int
+    written: tuple[torch.Tensor, ...] = ()
 
     def updated(self, update_bytes: int) -> Parts:
         """The same followed by an optimizer's step, which allocates so much for a while."""
@@ -112,7 +116,7 @@ def parts_of(
 ) -> Parts:
     """Find, capture, solve and measure. Raises UnsupportedModel where no part can be planned."""
     try:
-        with nothing_kept(model, call), torch.enable_grad():
+        with nothing_kept(model, call) as writes, torch.enable_grad():
             sites, blocks = find_sites(model, lambda: forward(*call.variadic, **call.arguments), reason)
     except MemplanError:
         raise
@@ -120,7 +124,8 @@ def parts_of(
         raise UnsupportedModel(f"{reason}\n  and the plain forward fails: {type(error).__name__}: {error}") from error
     while sites:
         try:
-            return _planned(model, forward, call, sites, blocks, costs, config)
+            parts = _planned(model, forward, call, sites, blocks, costs, config)
+            return dataclasses.replace(parts, written=writes.written)
         except EditedArguments as error:
             sites = {m: site for m, site in sites.items() if m not in error.modules}
             blocks = {m: site for m, site in blocks.items() if m not in error.modules}

@@ -93,10 +93,18 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
 
 def own_generators(model: nn.Module) -> list[torch.Generator]:
     """Random generators among the attributes of a model, and in containers there."""
+    return list({id(g): g for g in _held(model) if isinstance(g, torch.Generator)}.values())
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors among the attributes of a model, and in containers there; parameters and buffers too."""
+    return list({id(t): t for t in _held(model) if isinstance(t, torch.Tensor)}.values())
+
+
+def _held(model: nn.Module) -> list[Any]:
     held = [v for _, table in attribute_tables(model) for v in table.values()]
     held += [v for c in held if isinstance(c, (list, tuple)) for v in c]
-    held += [v for c in held if isinstance(c, dict) for v in c.values()]
-    return list({id(g): g for g in held if isinstance(g, torch.Generator)}.values())
+    return held + [v for c in held if isinstance(c, dict) for v in c.values()]
 
 
 class Snapshot:

@@ -18,12 +18,14 @@ from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
+from memplan.graph.layout import storage_key
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import Autocast, Layout, Surroundings
 from memplan.graph.shards import Shards
 from memplan.graph.trace import input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
+from memplan.graph.writes import KeptMemory
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +93,16 @@ def _capture(
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else Surroundings(tangents, whole=True)
+    memory = KeptMemory()
     trace = functools.partial(
         trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
-        moves_inputs=device is not None,
+        moves_inputs=device is not None, memory=memory,
     )  # fmt: skip
-    with AttributesKept(model, () if shards is None else shards.attributes) as attributes:
+    with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
         raw = trace(around=around)
         settled = attributes.changes()
         if settled:
+            memory.undo()
             raw = trace(around=around)
             if attributes.changes() != settled:
                 raise UnsupportedModel(
@@ -110,6 +114,7 @@ def _capture(
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = trace(expanded=True) if loss_outside else None
     traced = build_traced(raw, call.names, planned_device)
+    _refuse_hidden_writes(traced, memory)
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
@@ -144,16 +149,29 @@ def capture_part(
     if private.collects_outputs():
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
-    with AttributesKept(module, () if shards is None else shards.attributes) as attributes:
+    shapes = _shapes(module, shards)
+    with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
-            raw = trace_step(module, call, forward, autocast, device, around=around, shapes=_shapes(module, shards))
+            raw = trace_step(module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory)
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
+        if memory.written:
+            raise UnsupportedModel("forward writes to a tensor that is no buffer")
         key = StepKey(module, call, autocast, device.type, shards)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to_inputs(traced)
     key.guard(traced, raw.attribute_reads)
     return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks)
+
+
+def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
+    for tensor in memory.written:
+        same = [c for c in traced.constants.values() if storage_key(c) == storage_key(tensor)]
+        if not same or any(constant is not tensor for constant in same):
+            raise UnsupportedModel(
+                f"forward writes to a tensor of shape {tuple(tensor.shape)} that is no buffer, under another name than "
+                "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer"
+            )
 
 
 def _refuse_writes_to_inputs(traced: Traced) -> None:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.attributes import AttributesKept, is_plain, own_generators
+from memplan.graph.attributes import AttributesKept, held_tensors, is_plain, own_generators
 from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key
@@ -241,8 +241,8 @@ class _SecondRun:
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._module = module
         self._leaves = pytree.tree_leaves((args, kwargs))
-        self._written = [t for t in (*self._leaves, *module.buffers()) if isinstance(t, torch.Tensor)]
-        self._versions = [t._version for t in self._written]
+        self._written = [t for t in (*self._leaves, *held_tensors(module)) if isinstance(t, torch.Tensor)]
+        self._versions = [_version(t) for t in self._written]
         self._buffers = [id(b) for b in module.buffers()]
         self._attributes = AttributesKept(module)
         self._generators = _generators()
@@ -257,7 +257,7 @@ class _SecondRun:
             bool(odd)
             or hooked
             or not differentiable
-            or [t._version for t in self._written] != self._versions
+            or [_version(t) for t in self._written] != self._versions
             or [id(b) for b in self._module.buffers()] != self._buffers
             or _generators() != self._generators
             or self._attributes_changed()
@@ -290,6 +290,11 @@ class _OwnGenerators(private.TorchDispatchMode):
                     "it an attribute of a module"
                 )
         return private.run_in_mode(func, args, kwargs)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one once the tensor was written to, or its `.data` exchanged."""
+    return tensor._version, storage_key(tensor) if tensor.layout is torch.strided else 0
 
 
 def _generators() -> tuple[Any, ...]:

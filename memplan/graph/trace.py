@@ -24,11 +24,12 @@ from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
-from memplan.graph.layout import dense_layout, strides_that_matter
+from memplan.graph.layout import dense_layout, storage_key, strides_that_matter
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.source_lines import caller_line, first_line, line_of
+from memplan.graph.writes import KeptMemory, written_by
 
 
 @dataclass(slots=True)
@@ -75,13 +76,15 @@ def trace_step(
     shapes: Mapping[str, torch.Size] | None = None,
     memo: Memo | None = None,
     moves_inputs: bool = True,
+    memory: KeptMemory | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
     expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the layout
     of its input. shapes: of parameters that are empty between uses, by name. memo: that of other
-    traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device.
+    traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device. memory: puts
+    back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers nor inputs.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -107,11 +110,18 @@ def trace_step(
 
         def forward_and_backward(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
             buffers_before, leaves_before = dict(model.named_buffers()), dict(model.named_parameters())
+            memory_before = {name: storage_key(t) for name, t in (*leaves_before.items(), *buffers_before.items())}
             with autocast.context():
                 output = run(*args, **kwargs)
             for name, leaf in model.named_parameters():
                 if leaf is not leaves_before.get(name, leaf):
                     raise UnsupportedModel(f"forward exchanges the parameter {name}; a planned step would not")
+            for name, tensor in (*leaves_before.items(), *buffers_before.items()):
+                if storage_key(tensor) != memory_before[name]:
+                    raise UnsupportedModel(
+                        f"forward exchanges the memory of {name}; a planned step would not. Write to {name} in place "
+                        "under torch.no_grad() instead of setting its .data"
+                    )
             template = OutputTemplate(output, shared_objects(model))
             for name, tensor in model.named_buffers():
                 if name in buffers_before and tensor is not buffers_before[name]:
@@ -146,8 +156,9 @@ def trace_step(
         stack.enter_context(_generator_kept(device))
         stack.enter_context(_module_stack(session))
         stack.enter_context(as_without_modes())
+        memory = memory or stack.enter_context(KeptMemory())
         try:
-            graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo()), step), *args)
+            graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo(), memory), step), *args)
         except UnsupportedModel:
             raise
         except private.DATA_DEPENDENT_ERRORS as error:
@@ -347,15 +358,18 @@ class _Watch(private.TorchDispatchMode):
     alone, noting each for the guards.
     """
 
-    def __init__(self, session: _Session, memo: Memo) -> None:
+    def __init__(self, session: _Session, memo: Memo, memory: KeptMemory) -> None:
+        """memory: of real tensors that forward writes to; they are neither parameters, buffers nor arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
-        self._session, self._memo = session, memo
+        self._session, self._memo, self._memory = session, memo, memory
 
     def __enter__(self) -> _Watch:
         self._recording = private.Recording()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):  # ops on real tensors alone do run
+            self._memory.keep(tensor)
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:

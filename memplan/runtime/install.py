@@ -315,7 +315,7 @@ class PlannedForward:
         try:
             return self._planned_for(call, tangents)
         except MemplanError as error:
-            raise problem from error
+            raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
 
     def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor]) -> WholeStep:
         """A new step for gradients of such layouts."""

@@ -30,6 +30,7 @@ from memplan.runtime.execute import TangentLayout
 from memplan.runtime.measures import Event, StepMeasure, step_measure
 from memplan.runtime.meter import LeavesOut, LiveMeter
 from memplan.runtime.units import UnitObserver, UnitStep, recomputed
+from memplan.runtime.writes import WritesUndone
 
 
 class EditedArguments(Exception):
@@ -72,11 +73,15 @@ class Passage:
 
 
 @contextlib.contextmanager
-def nothing_kept(model: nn.Module, call: Call, takes_gradients: bool = False) -> Iterator[None]:
-    """Put back what steps change: gradients, buffers, Python attributes, generators. Hooks of parameters do not run.
+def nothing_kept(
+    model: nn.Module, call: Call, takes_gradients: bool = False, written: Sequence[torch.Tensor] | None = None
+) -> Iterator[WritesUndone]:
+    """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
-    takes_gradients: those of parameters are let go of as they come, as where a hook takes them.
+    Hooks of parameters do not run. takes_gradients: those of parameters are let go of as they come, as where a hook
+    takes them. written: what forward writes to, as an earlier run has told; None: ops are watched, which takes time.
     """
+    writes = WritesUndone(model, call, written or ())
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
     gradients = [(leaf, leaf.grad) for leaf in leaves]
     homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
@@ -99,9 +104,11 @@ def nothing_kept(model: nn.Module, call: Call, takes_gradients: bool = False) ->
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
-        with torch.random.fork_rng(devices=devices), AttributesKept(model):
-            yield
+        watching = writes if written is None else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=devices), AttributesKept(model), watching:
+            yield writes
     finally:
+        writes.undo()
         for hook in taken:
             hook.remove()
         for table, held in hooks:
@@ -301,9 +308,9 @@ def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
     return [template.tensors[i] for i in chosen]
 
 
-def timed_step(model: nn.Module, call: Call, run: Callable[[], Any]) -> float:
-    """Seconds of one step, forward and backward."""
-    with nothing_kept(model, call), torch.enable_grad():
+def timed_step(model: nn.Module, call: Call, run: Callable[[], Any], written: Sequence[torch.Tensor]) -> float:
+    """Seconds of one step, forward and backward. written: what forward writes to, beside buffers."""
+    with nothing_kept(model, call, written=written), torch.enable_grad():
         _wait_for_device(model)
         start = time.perf_counter()
         starts = starts_of(model, run())

@@ -1,0 +1,74 @@
+"""Forwards that write to tensors which are no buffers: planning leaves them alone, and planned steps write once."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from tests.zoo import assert_same_bits, bits_of, run_steps
+
+
+class Writes(nn.Module):
+    """Writes before it computes; `branches` on a result, so that only parts of it can be captured."""
+
+    def __init__(self, write: Callable[[Any, torch.Tensor], None], branches: bool) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
+        self.last = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+        self.scale, self.statistics = nn.Parameter(torch.rand(16)), torch.rand(16)
+        self.several, self.write, self.branches = [torch.rand(16)], write, branches
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.write(self, x)
+        hidden = self.first(x * self.scale * self.statistics * self.several[0])
+        if self.branches and hidden.abs().mean() > 1e9:
+            hidden = hidden * 2
+        return self.last(hidden).pow(2).mean()
+
+
+def to_a_parameter(net: Writes, x: torch.Tensor) -> None:
+    net.scale.mul_(0.9)
+
+
+def to_an_attribute(net: Writes, x: torch.Tensor) -> None:
+    net.statistics.mul_(0.9)
+
+
+def to_a_list(net: Writes, x: torch.Tensor) -> None:
+    net.several[0].mul_(0.9)
+
+
+def to_the_argument(net: Writes, x: torch.Tensor) -> None:
+    x.mul_(0.9)
+
+
+def another_storage(net: Writes, x: torch.Tensor) -> None:
+    net.scale.data = net.scale.data * 0.9
+
+
+def to_the_data_of_an_attribute(net: Writes, x: torch.Tensor) -> None:
+    net.statistics.data.mul_(0.9)
+
+
+WAYS = [to_a_parameter, to_an_attribute, to_a_list, to_the_argument, another_storage, to_the_data_of_an_attribute]
+
+
+@pytest.mark.parametrize("write", WAYS)
+@pytest.mark.parametrize("branches", [False, True], ids=["whole", "in-parts"])
+def test_planning_leaves_them_alone_and_steps_write_once(write: Any, branches: bool) -> None:
+    torch.manual_seed(0)
+    net, sample = Writes(write, branches), torch.randn(64, 16)
+    plain = copy.deepcopy(net)
+    written = (net.scale, net.statistics, net.several[0], sample)
+    before = [bits_of(t).clone() for t in written]
+    memplan.apply(net, sample, 10**7, costs="estimate")
+    assert_same_bits(before, [bits_of(t) for t in written])
+    assert_same_bits(run_steps(plain, sample.clone()), run_steps(net, sample.clone()))
+    assert_same_bits([plain.statistics, *plain.several], [net.statistics, *net.several])
