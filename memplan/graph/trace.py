@@ -24,7 +24,7 @@ from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import evaluate, nodes_behind
 from memplan.graph.edges import Edges
-from memplan.graph.layout import dense_layout, storage_key, strides_that_matter
+from memplan.graph.layout import dense_layout, storage_key, strides_that_matter, tensors_of
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
@@ -362,14 +362,14 @@ class _Watch(private.TorchDispatchMode):
         """memory: of real tensors that forward writes to; they are neither parameters, buffers nor arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._session, self._memo, self._memory = session, memo, memory
+        self._views: list[torch.Tensor] = []  # of real tensors
 
     def __enter__(self) -> _Watch:
         self._recording = private.Recording()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in written_by(func, args, kwargs or {}):  # ops on real tensors alone do run
-            self._memory.keep(tensor)
+        self._look_at_writes(func, args, kwargs or {})
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:
@@ -378,7 +378,25 @@ class _Watch(private.TorchDispatchMode):
                 return self._read(node)
             if not isinstance(args[0], private.FakeTensor):
                 return self._read_attribute(args[0])
-        return self._memo.run(self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {}))
+        outputs = self._memo.run(
+            self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
+        )
+        if any(result.alias_info is not None for result in func._schema.returns):
+            if isinstance(args[0], torch.Tensor) and not isinstance(args[0], private.FakeTensor):
+                self._views += [t for t in tensors_of(outputs) if isinstance(t, private.FakeTensor)]
+        return outputs
+
+    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what ops write to of real tensors, for ops on such alone do run. Refuses to lose a write."""
+        for tensor in written_by(func, args, kwargs):
+            if not isinstance(tensor, private.FakeTensor):
+                self._memory.keep(tensor)
+            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
+                raise UnsupportedModel(
+                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
+                    f"{self._session.where or '(the model itself)'}, at {caller_line()}; a planned step would not. "
+                    "Register the tensor as a buffer"
+                )
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         outputs = func(*args, **kwargs)

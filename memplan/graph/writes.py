@@ -45,12 +45,12 @@ class KeptMemory:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors with a memory of their own that an op says it writes to. Fake ones have none."""
+    """The tensors that an op says it writes to."""
     for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             for tensor in given if isinstance(given, (list, tuple)) else [given]:
-                if type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_memory(tensor):
+                if isinstance(tensor, torch.Tensor) and has_memory(tensor):
                     yield tensor
 
 
