@@ -274,6 +274,9 @@ def check_refusals() -> str | None:
         engine._config.compile_config.deepcompile = True
         problem = problem or refused("deepcompile", lambda: attach(engine))
         engine._config.compile_config.deepcompile = False
+        engine._config.flops_profiler_config.enabled = True
+        problem = problem or refused("flops_profiler", lambda: attach(engine))
+        engine._config.flops_profiler_config.enabled = False
         engine.compile(backend="eager")
         problem = problem or refused("engine.compile()", lambda: attach(engine))
     return problem

@@ -32,6 +32,11 @@ def refuse(engine: DeepSpeedEngine) -> None:
             "the engine's module is compiled, and a plan is made of the ops that eager PyTorch runs. Leave "
             "engine.compile() and torch.compile out"
         )
+    if engine.flops_profiler_enabled():
+        raise ValueError(
+            'the DeepSpeed config says "flops_profiler": {"enabled": true}: at its step rank 0 alone has hooks on all '
+            "modules, which a planned step does not call. Profile without a plan, and leave it out here"
+        )
     talkative = _talkative(engine)
     if talkative is not None:
         raise ValueError(
