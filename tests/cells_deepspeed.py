@@ -316,6 +316,9 @@ CELLS |= {
 CELLS |= {f"skipped steps, ZeRO {stage} float16": cell(compare_scaled, stage, full=stage != 2) for stage in (1, 2, 3)}
 CELLS |= {f"budgets of ZeRO {stage}": cell(check_budgets, stage, full=stage < 2) for stage in (0, 1, 2)}
 CELLS |= {
+    "four ranks, ZeRO 2": Cell(  # of so many the order in which they are summed depends on the place in a bucket
+        functools.partial(compare_training, Setting(2)), world=4, full=True, needs=NEEDS
+    ),
     "from a file": cell(compare_from_file, full=True),
     "in parts": cell(compare_training, Setting(2), {"budget": 0.8}, BranchingNet),
     "activations on the host": cell(

@@ -110,3 +110,38 @@ def accumulate_in_place(draft: Draft) -> None:
         if free:
             op.target = aten.add_.Tensor
             draft.values[new].reuses = old
+
+
+def order_gradients(draft: Draft, arrivals: Sequence[str]) -> None:
+    """Make gradients in the order in which autograd hands over those of parameters, where ops can change places.
+
+    A bias, whose gradient is computed last, is handed over before the weight beside it. Buckets of gradients are filled
+    in that order, and where three ranks or more sum them the bits depend on the place in a bucket.
+    """
+    ranks = {f"parameter {name}": rank for rank, name in enumerate(arrivals)}
+    ranks_of = {g.value: [ranks[name] for name, _ in g.nodes if name in ranks] for g in draft.gradients}
+    seen: list[tuple[int, DraftOp]] = []
+    for op in tuple(draft.ops):
+        found = [rank for value in op.outputs for rank in ranks_of.get(value, ())]
+        if not found:
+            continue
+        index = next((i for i, (rank, _) in enumerate(seen) if rank > max(found)), len(seen))
+        if index < len(seen) and not _moved_before(draft.ops, op, seen[index][1], draft):
+            index = len(seen)
+        seen.insert(index, (max(found), op))
+
+
+def _moved_before(ops: list[DraftOp], op: DraftOp, other: DraftOp, draft: Draft) -> bool:
+    """Whether an op, with those that it needs, could be put before an earlier one."""
+    first, last = ops.index(other), ops.index(op)
+    moved, needed = [op], set(op.reads.values())
+    for between in reversed(ops[first:last]):
+        if not needed.isdisjoint(between.outputs):
+            moved.insert(0, between)
+            needed.update(between.reads.values())
+    for each in moved:
+        in_place = any(draft.values[v].reuses is not None for v in each.outputs)
+        if each is other or each.random or each.effects or in_place or each.phase == "forward":
+            return False
+    ops[first : last + 1] = [*moved, *(each for each in ops[first : last + 1] if each not in moved)]
+    return True

@@ -96,7 +96,7 @@ class RawTrace:
     boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
     gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
     layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
-    that holds the new one.
+    that holds the new one. arrivals: parameters in the order in which autograd hands over their gradients.
     """
 
     module: fx.GraphModule
@@ -112,3 +112,4 @@ class RawTrace:
     scalar_reads: tuple[ScalarRead, ...]
     attribute_reads: tuple[AttributeRead, ...]
     reassigned: dict[str, int]
+    arrivals: tuple[str, ...]

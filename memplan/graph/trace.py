@@ -8,6 +8,7 @@ modes on, though, which PyTorch's C++ asks for in places: `memplan.graph.branche
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class _Session:
     tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
     node_names: tuple[str, ...] = ()
     reassigned: dict[str, int] = field(default_factory=dict)
+    arrivals: list[str] = field(default_factory=list)
     answers: list[Any] | None = None
 
     def end_forward(self, template: OutputTemplate) -> None:
@@ -59,6 +61,10 @@ class _Session:
         self.boundary = next(iter(reversed(nodes)))
         self.node_names = tuple(n.name for n in nodes)
         self.stack.clear()
+
+    def note_arrival(self, name: str, gradient: torch.Tensor) -> None:
+        """Note that autograd hands over the gradient of a parameter."""
+        self.arrivals.append(name)
 
     @property
     def where(self) -> str:
@@ -129,6 +135,8 @@ def trace_step(
             session.end_forward(template)
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
+            for name in differentiated:
+                leaves[name].register_hook(functools.partial(session.note_arrival, name))
             if around is None or around.whole:
                 return list(template.tensors), list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
             grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
@@ -480,6 +488,7 @@ def _finish(
         scalar_reads=tuple(session.reads),
         attribute_reads=tuple(session.attribute_reads),
         reassigned=session.reassigned,
+        arrivals=tuple(session.arrivals),
     )
 
 
