@@ -11,6 +11,7 @@ import memplan
 from memplan.graph.libraries import most_library_bytes
 from tests.on_gpu import ON_GPU, assert_as_plain, assert_peak_is_predicted, deterministic, to_device
 from tests.test_in_flight import Stage
+from tests.test_keep_frozen import Adapted
 from tests.test_offload_in_flight import one_f_one_b
 from tests.zoo import MODELS, assert_same_bits, call, copied
 
@@ -76,3 +77,23 @@ def test_several_forwards_in_flight_on_a_device(share: float) -> None:
                 rows += [copied(out), copied(x.grad)]
         found.append([*rows, [copied(p.grad) for p in stage.parameters()]])
     assert_same_bits(*found)
+
+
+def test_frozen_parameters_stay_on_a_device() -> None:
+    torch.manual_seed(0)
+    net, sample = Adapted(256, 6), torch.randn(512, 256, device="cuda")
+    library_bytes = most_library_bytes(torch.device("cuda"))
+    with deterministic():
+        plain = copy.deepcopy(net).cuda()
+        low = memplan.plan(plain, sample, 1.0).floor_bytes
+        budget, slow = library_bytes + (low - library_bytes) * 3 // 4, memplan.Link(1e8, 1e8)
+        memplan.apply(net, sample, budget, device="cuda", host_budget="1GiB", link=slow, keep_frozen=True)
+        plan = memplan.plan_of(net)
+        assert plan is not None and plan.staying_bytes
+        for _ in range(4):
+            assert_as_plain(plain, net, sample)
+            for model in (plain, net):
+                with torch.no_grad():
+                    model.frozen[0].weight[0, 0] += 1  # type: ignore[index,operator]
+        del plain
+        assert_peak_is_predicted(net, sample)

@@ -51,24 +51,45 @@ def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
     """No schedule takes less because of what lives on the host. extra_s: of recomputation and waiting, that none is
     without.
 
-    Every parameter that lives there is fetched once at least, but what is on the device all the time, which fits the
-    budget; every gradient of one is sent back, and the CPU updates with each: beside the step, from when the first
-    gradient is there, or after it.
+    Every parameter that lives there is fetched (`_least_fetched_bytes`), every gradient of one sent back, and the CPU
+    updates with each: beside the step, from when the first gradient is there, or after it.
     """
     link, values = problem.link, problem.graph.values
     found = [problem.baseline_time_s + extra_s]
     sent = sum(v.size_bytes for v in values if _sent(v))
     if link is not None:
-        read = {v for op in problem.graph.ops for v in op.inputs}
-        there = [values[v] for v in read if values[v].resident and values[v].home == "host"]
-        lasting_bytes = sum(v.size_bytes for v in there if v.lasting)
-        room_bytes = lasting_bytes if problem.budget_bytes is None else problem.budget_bytes - problem.resident_bytes
-        fetched = sum(v.size_bytes for v in there) - min(lasting_bytes, max(0, room_bytes))
-        found += [fetched / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
+        found += [_least_fetched_bytes(problem) / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
     update_s = sent * problem.host_update_s_per_byte
     if any(v.updates for v in values if _sent(v)):
         return max(*found, update_s + _first_sent_s(problem))
     return max(found) + update_s
+
+
+def _least_fetched_bytes(problem: Problem) -> int:
+    """No step fetches less of the parameters that live on the host.
+
+    What forward reads is fetched before the boundary, but what has stayed from the step before; what backward reads is
+    fetched after it, but what is there at the boundary. Both have to fit beside what is resident.
+    """
+    graph = problem.graph
+    on_host = {i for i, v in enumerate(graph.values) if v.resident and v.home == "host"}
+    if not on_host:
+        return 0
+    room_bytes = 1 << 60 if problem.budget_bytes is None else max(0, problem.budget_bytes - problem.resident_bytes)
+
+    def size_bytes(among: Iterable[int]) -> int:
+        return sum(graph.values[v].size_bytes for v in among)
+
+    deferrable = flatten(problem, updates=False).arrays.deferrable
+    forward = {v for i, op in enumerate(graph.ops[: graph.boundary]) if not deferrable[i] for v in op.inputs} & on_host
+    backward = {v for op in graph.ops[graph.boundary :] for v in op.inputs} & on_host
+    everything = {v for op in graph.ops for v in op.inputs} & on_host
+    stayed_bytes = min(room_bytes, size_bytes(v for v in everything if graph.values[v].lasting))
+    once_bytes = size_bytes(everything) - stayed_bytes
+    if problem.in_flight > 1:  # they have that room in turn
+        return once_bytes
+    before_bytes = size_bytes(forward) - min(stayed_bytes, size_bytes(v for v in forward if graph.values[v].lasting))
+    return max(once_bytes, before_bytes + max(0, size_bytes(backward) - room_bytes))
 
 
 def _first_sent_s(problem: Problem) -> float:
