@@ -322,7 +322,12 @@ def evaluated_merged(net: Adapted, step: int) -> torch.Tensor:
     return loss  # type: ignore[no-any-return]
 
 
-SAME_PARAMETER = [in_place, load, through_data, other_data]
+def one_vector(net: Adapted, step: int) -> None:
+    vector = torch.nn.utils.parameters_to_vector(net.parameters()).detach() * 0.9
+    torch.nn.utils.vector_to_parameters(vector, net.parameters())
+
+
+SAME_PARAMETER = [one_vector, in_place, load, through_data, other_data]
 CHANGES = [*SAME_PARAMETER, other_parameter, load_assigned, evaluated_merged]
 
 

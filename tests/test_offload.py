@@ -382,6 +382,34 @@ def test_a_forward_has_read_its_parameters_when_it_returns() -> None:
     assert reads and len(set(streams.finished) & set(streams.begun)) == len(reads)
 
 
+def test_parameters_that_came_to_lie_in_one_vector() -> None:
+    plain, sample = MODELS["handmade"](0)
+    net, _ = planned("handmade", 0.7, 0)
+    for _ in range(2):
+        assert_same_bits(run_steps(plain, sample, steps=1), run_steps(net, sample, steps=1))
+        for model in (plain, net):
+            vector = torch.nn.utils.parameters_to_vector(model.parameters()).detach() * 0.9
+            torch.nn.utils.vector_to_parameters(vector, model.parameters())
+            model.zero_grad(set_to_none=True)
+    assert_same_bits(run_steps(plain, sample, steps=1), run_steps(net, sample, steps=1))
+
+
+def test_parameters_that_share_memory_stay_where_they_are() -> None:
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(4)))
+    whole = torch.randn(2, 64, 64)
+    for index in (0, 1):
+        net[index].weight = torch.nn.Parameter(whole[index], requires_grad=False)
+    net[2].weight = torch.nn.Parameter(torch.randn(80, 64)[16:])
+    plain, x = copy.deepcopy(net), torch.randn(8, 64)
+    options = {"costs": "estimate", "host_budget": "1MiB", "link": PCIE}
+    low = memplan.explore(net, x, **options)[0]  # type: ignore[arg-type]
+    memplan.apply(net, x, low.peak_bytes, **options)  # type: ignore[arg-type]
+    homes = {v.name: v.home for v in memplan.plan_of(net).problem.graph.values if v.role == "parameter"}  # type: ignore[union-attr]
+    assert sorted(homes.values()) == ["device", "device", "host"]
+    assert_same_bits(run_steps(plain, x), run_steps(net, x))
+
+
 def _not_waiting(slab: engine.Slab, ticket: engine.Ticket) -> torch.Tensor:
     return ticket.data
 

@@ -27,7 +27,10 @@ class Movable:
 
 
 def movables(traced: Traced) -> tuple[Movable, ...]:
-    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use."""
+    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use.
+
+    Only those with memory of their own: parameters that share it, or are parts of something larger, stay together.
+    """
     graph = traced.graph
     taken = {v.reuses for v in graph.values if v.reuses is not None}
     outputs = {o.value for o in traced.outputs}
@@ -47,10 +50,15 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
         gradients = {gradient_of[n] for n in names if n in gradient_of}
         if value.role != "parameter" or not names or v in taken | outputs or value.reuses is not None:
             continue
-        if len(gradients) > 1 or gradients & (shared | outputs):
+        if len(names) > 1 or not _is_all_of_its_memory(traced, v) or gradients & (shared | outputs):
             continue
         found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes))
     return tuple(found)
+
+
+def _is_all_of_its_memory(traced: Traced, value: int) -> bool:
+    tensors = [node.meta["val"] for node in traced.roots[value] if node in traced.residents]
+    return all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes for t in tensors)
 
 
 def _in_order_of_use(traced: Traced) -> list[int]:

@@ -49,12 +49,13 @@ class Contents:
 
 def _words(parameter: torch.Tensor) -> list[int]:
     """A few words of a parameter's memory, spread over all of it."""
-    storage = parameter.detach().untyped_storage()
-    dtype, size_bytes = (torch.int64, 8) if storage.nbytes() >= 8 * _SAMPLES else (torch.uint8, 1)
-    count = storage.nbytes() // size_bytes
+    start = int(parameter.storage_offset()) * parameter.element_size()
+    dtype, size_bytes = (torch.uint8, 1) if start % 8 or parameter.nbytes < 8 * _SAMPLES else (torch.int64, 8)
+    count = parameter.nbytes // size_bytes
     step = max(1, count // _SAMPLES) | 1  # odd, so that rows of a matrix are read in different columns
     words = torch.empty(0, dtype=dtype, device=parameter.device)
-    return words.set_(storage, 0, (-(-count // step),), (step,)).tolist()
+    storage = parameter.detach().untyped_storage()
+    return words.set_(storage, start // size_bytes, (-(-count // step),), (step,)).tolist()
 
 
 class Standing:

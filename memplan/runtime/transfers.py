@@ -312,7 +312,7 @@ def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
     """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
-    held = source.data if isinstance(source, Ticket) else _bytes_of(source)
+    held = source.data if isinstance(source, Ticket) else _own_bytes(source)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
     if isinstance(source, torch.Tensor):
@@ -354,6 +354,13 @@ def look_at(
     """A tensor over memory that was copied as bytes. offset: in elements."""
     empty = torch.empty(0, dtype=dtype, device=memory.device)
     return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
+
+
+def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's memory. It had a storage of its own when it was planned, and may lie in a larger one by now
+    (`vector_to_parameters`)."""
+    start = int(parameter.storage_offset()) * parameter.element_size()
+    return _bytes(parameter.detach().untyped_storage(), start, parameter.nbytes)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
