@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan.config import BACKWARD_ORDERS
+from memplan.config import BACKWARD_ORDERS, Config
 from memplan.planner import Planner
 from memplan.plans import Plan, plan_from_bytes, plan_to_bytes
 from memplan.problem import Graph, Problem
@@ -40,17 +40,23 @@ from tests.test_exact import residents
 from tests.test_solvers import CALM, SMALL
 from tests.zoo import MODELS, Sample, assert_same_bits, call, copied, loss_of, run_steps
 
+LIGHT = Config(("textbook", "cuts"), polish=False, moments=1, cuts=6)
 RACED = dataclasses.replace(SMALL, backward_orders=BACKWARD_ORDERS, order_moves=2_000)
 
 
 def any_order(graph: Graph, seed: int) -> tuple[int, ...]:
     """An order drawn from those that are legal."""
-    draw, before = random.Random(seed), precedence(graph)
+    draw, left = random.Random(seed), [set(row) for row in precedence(graph)]
     order: list[int] = []
-    ready = [i for i, row in enumerate(before) if not row]
+    ready = [i for i, row in enumerate(left) if not row]
     while ready:
-        order.append(ready.pop(draw.randrange(len(ready))))
-        ready = [i for i, row in enumerate(before) if i not in order and set(row) <= set(order)]
+        chosen = ready.pop(draw.randrange(len(ready)))
+        order.append(chosen)
+        for i, row in enumerate(left):
+            if chosen in row:
+                row.remove(chosen)
+                if not row:
+                    ready.append(i)
     return tuple(order)
 
 
@@ -211,8 +217,8 @@ def test_a_race_that_is_stopped_has_the_traced_order_at_least() -> None:
 
 
 def plan_in(problem: Problem, order: tuple[int, ...], share: float) -> Plan:
-    """The best quick plan with backward ops in this order, at a share of the way from its floor to its peak."""
-    front = solve_front(in_order(problem, order), QUICK)
+    """A plan backward ops in this order, at a share of the way from its smallest peak to its largest."""
+    front = solve_front(in_order(problem, order), LIGHT)
     budget = front.floor.peak_bytes + int(share * (front.keep_all.peak_bytes - front.floor.peak_bytes))
     best = front.best(budget)
     assert best is not None
@@ -233,7 +239,7 @@ def test_steps_in_other_orders_are_the_plain_models_bits(name: str) -> None:
     net, sample = MODELS[name](0)
     plain = run_steps(copy.deepcopy(net), sample, 2)
     problem = problem_of(net, sample)
-    for seed, share in ((1, 0.0), (2, 0.3)):
+    for seed, share in ((1, 0.0), (2, 0.4)):
         order = any_order(problem.graph, seed)
         assert order != tuple(range(len(order)))
         plan = plan_in(problem, order, share)
