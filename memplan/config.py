@@ -58,9 +58,9 @@ class Config:
         counted; grid_work: steps so short that they stay below it have more of the grid.
     backward_orders: orders of the backward ops that are tried beside the traced one; none by default, for each may cost
         a whole search. "weights": gradients of parameters as early as possible. "greedy": always the op that adds the
-        least to what is held. "moved": a local search for an order, of `order_moves` tries. An order whose lower bound
-        is nowhere below those of the others is not searched. Gradients are handed over in the traced order, results
-        are the same bits, and plans are never worse for it.
+        least to what is held. "moved": a local search for an order. An order whose lower bound is nowhere below those
+        of the others is not searched. Gradients are handed over in the traced order, results are the same bits, and
+        plans that recompute are never worse for it, at any budget. order_moves: tries of "moved".
     """
 
     methods: tuple[str, ...] = METHODS

@@ -217,7 +217,7 @@ def test_a_race_that_is_stopped_has_the_traced_order_at_least() -> None:
 
 
 def plan_in(problem: Problem, order: tuple[int, ...], share: float) -> Plan:
-    """A plan backward ops in this order, at a share of the way from its smallest peak to its largest."""
+    """A plan with backward ops in this order, at a share of the way from its smallest peak to its largest."""
     front = solve_front(in_order(problem, order), LIGHT)
     budget = front.floor.peak_bytes + int(share * (front.keep_all.peak_bytes - front.floor.peak_bytes))
     best = front.best(budget)
