@@ -60,7 +60,7 @@ class Config:
         a whole search. "weights": gradients of parameters as early as possible. "greedy": always the op that adds the
         least to what is held. "moved": a local search for an order. An order whose lower bound is nowhere below those
         of the others is not searched. Gradients are handed over in the traced order, results are the same bits, and
-        plans that recompute are never worse for it, at any budget. order_moves: tries of "moved".
+        plans of whole steps are never worse for it, at any budget. order_moves: tries of "moved".
     """
 
     methods: tuple[str, ...] = METHODS

@@ -19,6 +19,7 @@ from memplan.config import BACKWARD_ORDERS, Config
 from memplan.planner import Planner
 from memplan.plans import Plan, plan_from_bytes, plan_to_bytes
 from memplan.problem import Graph, Problem
+from memplan.runtime import lower
 from memplan.schedule import Compute, Schedule, SurfaceGrads, schedule_of
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front, Progress, lower_bound, solve_front
@@ -247,6 +248,18 @@ def test_steps_in_other_orders_are_the_plain_models_bits(name: str) -> None:
         planned = copy.deepcopy(net)
         memplan.apply(planned, sample, plan=plan_from_bytes(plan_to_bytes(plan)), costs="estimate")
         assert_same_bits(plain, run_steps(planned, sample, 2))
+
+
+def test_other_ranks_see_the_same_collectives() -> None:
+    """Names are handed over in the same order and batches, so DDP may wrap a model that runs in any order."""
+    net, sample = MODELS["bert"](0)
+    planner = Planner(None, costs="estimate")
+    captured = planner.capture(net, net.forward, sample)
+    problem = planner.problem(net, captured)
+    traced = lower(schedule_of(problem.graph, tuple(keep_all(flatten(problem)).tolist())), captured.traced)
+    other = lower(plan_in(problem, any_order(problem.graph, 4), 0.1).schedule, captured.traced)
+    assert len(traced.collectives) > 20 and other.collectives == traced.collectives
+    assert other.backward.code != traced.backward.code
 
 
 @pytest.mark.parametrize("name", MODELS)
