@@ -32,7 +32,7 @@ from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.observe import Observer
 from memplan.runtime.rng import held_rng, replay, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.transfers import CudaStreams, FakeStreams
-from memplan.schedule import BOUNDARY, schedule_of
+from memplan.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
 from tests.zoo import assert_same_bits, copied
 
 aten = torch.ops.aten
@@ -488,3 +488,21 @@ def test_no_copy_reads_parameters_on_the_host_when_backward_returns() -> None:
     parameters_read = [id(p.untyped_storage()) for p in net.parameters()]
     assert any(key in last for key in parameters_read)
     assert all(last[key] in streams.finished for key in parameters_read if key in last)
+
+
+def test_no_copy_that_ops_waited_for_reads_parameters_when_forward_returns() -> None:
+    """Where no backward follows, somebody may write to them next, and the device may be far behind."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.randn(8, 32)
+    plan = memplan.plan(net, x, 1.0, costs="estimate")
+    memplan.apply(net, x, plan.floor_bytes * 3 // 4, host_budget="1MiB", costs="estimate")
+    planned = planned_forward(net)
+    assert planned is not None
+    transfers = planned.steps[0].runner.store.transfers  # type: ignore[attr-defined]
+    transfers._streams = streams = Watched()
+    net(x)
+    schedule, values = planned.plan.schedule, planned.plan.problem.graph.values
+    forward = schedule[: schedule.index(Boundary())]
+    fetches = [step.value for step in forward if isinstance(step, Prefetch) and values[step.value].fetched]
+    waited = [event for event, v in zip(streams.fetched, fetches, strict=True) if Wait(v) in forward]
+    assert waited and all(event in streams.finished for event in waited)

@@ -350,38 +350,6 @@ def test_each_missing_wait_makes_wrong_numbers() -> None:
     assert_same_bits(expected, run_steps(net, sample, steps=1))
 
 
-def test_a_forward_has_read_its_parameters_when_it_returns() -> None:
-    """Where no backward follows, somebody may write to them next, and the device may be far behind."""
-
-    class Behind(engine.FakeStreams):
-        """Remembers which copies the CPU has seen finished."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.begun, self.finished = list[object](), list[object]()
-
-        def copy(self, direction: engine.Direction, source: torch.Tensor, target: torch.Tensor) -> engine._FakeCopy:
-            event = super().copy(direction, source, target)
-            self.begun += [event] if direction == "in" else []
-            return event
-
-        def finish(self, event: engine._FakeCopy) -> None:
-            self.finished.append(event)
-            super().finish(event)
-
-    net, sample = planned("handmade", 0.7, None)
-    plan = memplan.plan_of(net)
-    transfers = planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr]
-    transfers._streams = streams = Behind()
-    assert plan is not None
-    values = plan.problem.graph.values
-    forward = plan.schedule[: plan.schedule.index(Boundary())]
-    waited = {s.value for s in forward if isinstance(s, Wait)}
-    reads = [s.value for s in forward if isinstance(s, Prefetch) and values[s.value].fetched and s.value in waited]
-    call(net, sample)
-    assert reads and len(set(streams.finished) & set(streams.begun)) == len(reads)
-
-
 def test_parameters_that_came_to_lie_in_one_vector() -> None:
     plain, sample = MODELS["handmade"](0)
     net, _ = planned("handmade", 0.7, 0)
