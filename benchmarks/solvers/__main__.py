@@ -8,7 +8,8 @@ Budgets are 0.7, 0.5 and 0.35 of the unplanned activation peak (what is held bey
 recomputed in any case. A cell without figures: nothing found fits. `--highs` gives HiGHS so long for each cell of the
 steps that are small enough for it, in Checkmate's formulation (Jain et al., arXiv 1910.02653): "joint", where a forward
 op may run again at any time, and "reduced", where the forward pass runs once. Instances are problems captured from real
-models and timed on one machine (`benchmarks.solvers.capture`); solving runs no model.
+models and timed on one machine (`benchmarks.solvers.capture`); solving runs no model. `--orders` races orders of the
+backward ops beside the traced one (`Config.backward_orders`).
 """
 
 from __future__ import annotations
