@@ -159,7 +159,7 @@ def _tell_of(tell: Tell, kind: str, progress: Progress) -> None:
 
 
 def _may_be_lower(bound: Bound, others: Sequence[Bound], low: int, high: int) -> bool:
-    """Whether a bound is below all of the others at some budget, and by more than they are wide of the mark."""
+    """Whether a bound is below all of the others at some budget, and by enough to be worth a search."""
     if bound.floor_bytes < min(other.floor_bytes for other in others):
         return True
     budgets = [low + (high - low) * i // _LOOKS for i in range(_LOOKS + 1)]
