@@ -72,3 +72,27 @@ def test_planning_leaves_them_alone_and_steps_write_once(write: Any, branches: b
     assert_same_bits(before, [bits_of(t) for t in written])
     assert_same_bits(run_steps(plain, sample.clone()), run_steps(net, sample.clone()))
     assert_same_bits([plain.statistics, *plain.several], [net.statistics, *net.several])
+
+
+class Table:
+    """Positions that are made when they are first asked for: an object that is called, and no module."""
+
+    def __init__(self) -> None:
+        self.made: list[torch.Tensor] | None = None
+
+    def __call__(self, length: int) -> torch.Tensor:
+        if self.made is None:
+            self.made = [torch.arange(length).float().cos()]
+        return self.made[0]
+
+
+def test_what_forward_sets_on_an_object_that_is_called_is_put_back() -> None:
+    torch.manual_seed(0)
+    net, sample = Writes(lambda net, x: x.mul_(net.table(16)), False), torch.randn(64, 16)
+    net.table = Table()
+    plain = copy.deepcopy(net)
+    with pytest.raises(memplan.BudgetInfeasible):
+        memplan.apply(net, sample, 1, costs="estimate")
+    assert net.table.made is None
+    memplan.apply(net, sample, 10**7, costs="estimate")
+    assert_same_bits(run_steps(plain, sample.clone()), run_steps(net, sample.clone()))

@@ -8,10 +8,11 @@ by identity. Module-level globals are not looked at.
 from __future__ import annotations
 
 import copy
+import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,6 +38,7 @@ CHECKED_ELSEWHERE = frozenset(
 _MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
 _OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: forward itself never sees it
 _NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _DEEPEST = 5
 _ABSENT = object()
 
@@ -60,7 +62,7 @@ def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
         found.append((name or type(model).__name__, vars(module)))
         classes.update(dict.fromkeys(type(module).__mro__))
         for attribute, value in vars(module).items():
-            known = attribute in CHECKED_ELSEWHERE or attribute.startswith(_OF_HOOKS)
+            known = attribute in CHECKED_ELSEWHERE or attribute == "forward" or attribute.startswith(_OF_HOOKS)
             if not known and attribute not in ignored:
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
                     found.append((path, vars(thing)))
@@ -82,7 +84,7 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         children = [(f"{path}[{k!r}]", v) for k, v in value.items()]
     elif isinstance(value, (list, tuple, deque)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
-    elif not callable(value) and isinstance(getattr(value, "__dict__", None), dict):
+    elif not isinstance(value, _CODE) and isinstance(getattr(value, "__dict__", None), dict):
         yield path, value
         children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
     else:
