@@ -235,7 +235,10 @@ def problem_of(net: nn.Module, sample: Sample, loss_fn: Callable[..., Any] | Non
     return planner.problem(net, planner.capture(net, net.forward, sample))
 
 
-@pytest.mark.parametrize("name", MODELS)
+BY_MODEL = [n if n in ("gpt2", "resnet50", "t5") else pytest.param(n, marks=pytest.mark.slow) for n in MODELS]
+
+
+@pytest.mark.parametrize("name", BY_MODEL)
 def test_steps_in_other_orders_are_the_plain_models_bits(name: str) -> None:
     net, sample = MODELS[name](0)
     plain = run_steps(copy.deepcopy(net), sample, 2)
@@ -262,7 +265,7 @@ def test_other_ranks_see_the_same_collectives() -> None:
     assert other.backward.code != traced.backward.code
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", BY_MODEL)
 def test_steps_in_other_orders_hold_what_was_predicted(name: str) -> None:
     net, sample = MODELS[name](0)
 
