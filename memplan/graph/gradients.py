@@ -117,6 +117,9 @@ def order_gradients(draft: Draft, arrivals: Sequence[str]) -> None:
 
     A bias, whose gradient is computed last, is handed over before the weight beside it. Buckets of gradients are filled
     in that order, and where three ranks or more sum them the bits depend on the place in a bucket.
+
+    Two gradients of one op (of a convolution) arrive the other way round where the one that autograd takes first is
+    copied for its layout: the copy is made after both.
     """
     ranks = {f"parameter {name}": rank for rank, name in enumerate(arrivals)}
     ranks_of = {g.value: [ranks[name] for name, _ in g.nodes if name in ranks] for g in draft.gradients}
