@@ -104,7 +104,7 @@ def nothing_kept(
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
-        watching = writes if written is None else contextlib.nullcontext()
+        watching: contextlib.AbstractContextManager[object] = writes if written is None else contextlib.nullcontext()
         with torch.random.fork_rng(devices=devices), AttributesKept(model), watching:
             yield writes
     finally:
