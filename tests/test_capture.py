@@ -291,3 +291,25 @@ def test_a_wrong_fake_kernel_is_refused_before_it_does_harm() -> None:
         told.meta[TRACED] = torch.empty(told.meta[TRACED].shape).t().contiguous().t()
         with pytest.raises(memplan.UnsupportedModel, match=r"tanh.*fake kernel for it is wrong"):
             net(sample).pow(2).sum().backward()
+
+
+class Tables(nn.Module):
+    """Looks at tensors that are neither parameters nor buffers, at one of them several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.table, self.pair = torch.rand(64, 8), torch.rand(2, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale, shift = self.pair.unbind(0)
+        for layer in self.layers:
+            x = torch.tanh(layer(x) * self.table[: len(x)].t().cos().t() + self.table[1 : 1 + len(x)] * scale + shift)
+        return x.sum()
+
+
+def test_looking_at_a_constant_takes_no_memory() -> None:
+    net, sample = Tables(), torch.randn(4, 8)
+    graph = memplan.plan(net, sample, 1.0, costs="estimate").problem.graph
+    assert [v.size_bytes for v in graph.values if v.role == "constant"] == [2 * 8 * 4, 64 * 8 * 4]
+    assert not [op.name for op in graph.ops if op.kind in ("aten.slice.Tensor", "aten.unbind.int", "aten.t.default")]

@@ -464,6 +464,26 @@ def test_compiled_models(how: str) -> None:
     assert memplan.plan_of(net) is None
 
 
+def test_modules_that_went_through_jit() -> None:
+    net, sample = net_and_sample()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = nn.Sequential(net, torch.jit.trace(nn.Tanh(), torch.randn(2)))
+    with pytest.raises(memplan.UnsupportedModel, match=r"module 1 went through torch.jit"):
+        memplan.apply(model, sample, 1.0, costs="estimate")
+
+
+def test_parameters_without_a_shape() -> None:
+    model, sample = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4)), torch.randn(2, 4)
+    before = torch.get_rng_state()
+    with pytest.raises(memplan.UnsupportedModel, match=r"of 1 have no shape yet. Run the model once"):
+        memplan.apply(model, sample, 1.0, costs="estimate")
+    assert torch.equal(torch.get_rng_state(), before)
+    with torch.no_grad():
+        model(sample)
+    memplan.apply(model, sample, 1.0, costs="estimate")
+
+
 def test_the_plan_of_another_model_says_what_differs() -> None:
     net, sample = net_and_sample()
     plan = memplan.plan(net, sample, 1.0, costs="estimate")

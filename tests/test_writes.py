@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -96,3 +97,32 @@ def test_what_forward_sets_on_an_object_that_is_called_is_put_back() -> None:
     assert net.table.made is None
     memplan.apply(net, sample, 10**7, costs="estimate")
     assert_same_bits(run_steps(plain, sample.clone()), run_steps(net, sample.clone()))
+
+
+class Remembers(nn.Module):
+    """Tables that are kept by functions, with a bound to how many and without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.angles = nn.Linear(16, 16), torch.rand(16)
+
+    @functools.cache  # noqa: B019
+    def table(self, length: int) -> torch.Tensor:
+        return self.angles[:length].cos()
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019
+    def tables(self, length: int) -> dict[str, list[torch.Tensor]]:
+        return {"sines": [self.angles[:length].sin()]}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x) * self.table(16) + self.tables(16)["sines"][0]).sum()
+
+
+def test_what_functions_remember_is_nothing_of_a_trace() -> None:
+    torch.manual_seed(0)
+    net, sample = Remembers(), torch.randn(4, 16)
+    memplan.plan(net, sample, 1.0, costs="estimate")
+    assert_same_bits([net.angles.cos(), net.angles.sin()], [net.table(16), *net.tables(16)["sines"]])
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))

@@ -249,6 +249,17 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"gradient checkpointing is on in {name or type(model).__name__}; memplan decides what to recompute. "
                 "Call model.gradient_checkpointing_disable() first"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(
+                f"module {name or type(model).__name__} went through torch.jit; use the original module, of which "
+                "memplan can see what it does"
+            )
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(isinstance(t, (nn.UninitializedParameter, nn.UninitializedBuffer)) for t in own):
+            raise UnsupportedModel(
+                f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
+                "torch.no_grad(), before you plan it"
+            )
         if module._compiled_call_impl is not None:
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all"

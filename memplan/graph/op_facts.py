@@ -68,6 +68,14 @@ def is_of_pytorch(target: Any) -> bool:
     return not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN
 
 
+def is_view(target: Any) -> bool:
+    """Whether the results of an op lie in the memory of an argument, by its schema."""
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    infos = [result.alias_info for result in target._schema.returns]
+    return target in VIEWS or (bool(infos) and all(info is not None and not info.is_write for info in infos))
+
+
 def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of an op advances the generator.
 

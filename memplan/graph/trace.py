@@ -29,6 +29,7 @@ from memplan.graph.layout import dense_layout, storage_key, strides_that_matter,
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
+from memplan.graph.remembered import results_forgotten
 from memplan.graph.source_lines import caller_line, first_line, line_of
 from memplan.graph.writes import KeptMemory, written_by
 
@@ -164,6 +165,7 @@ def trace_step(
         stack.enter_context(_generator_kept(device))
         stack.enter_context(_module_stack(session))
         stack.enter_context(as_without_modes())
+        stack.enter_context(results_forgotten(model))
         memory = memory or stack.enter_context(KeptMemory())
         try:
             graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo(), memory), step), *args)

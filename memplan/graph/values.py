@@ -153,10 +153,20 @@ class _Builder:
         arguments = {
             storage_key(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
         }
+        arguments = self._looked_at(node, tensors) or arguments
         if not writes and all(storage_key(t) in arguments for t in tensors):
             self._add_view(node, arguments, tensors)
             return
         self._add_op(node, phase, writes)
+
+    def _looked_at(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> dict[int, fx.Node]:
+        """Of a view of a constant: the constant, by the keys of the fakes through which the trace looks at it."""
+        constants = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        if len(constants) != 1 or not op_facts.is_view(node.target):
+            return {}
+        for tensor in tensors:
+            self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
+        return {storage_key(tensor): constants[0] for tensor in tensors}
 
     def _add_view(self, node: fx.Node, arguments: dict[int, fx.Node], tensors: Sequence[torch.Tensor]) -> None:
         if len(arguments) > 1 or len(node.all_input_nodes) > 1:
