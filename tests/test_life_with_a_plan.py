@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -270,6 +272,24 @@ def test_transforms_and_tracers_see_the_models_own_forward(way: str, caplog: pyt
     assert_same_bits(transformed(net), transformed(planned))
     assert "runs unplanned" in caplog.text
     assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
+
+
+def test_a_planned_model_that_nobody_has_any_more_is_freed() -> None:
+    """With its plan, and all that planning made."""
+    net, sample = net_and_sample()
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    run_steps(net, sample, 2)
+    lasting = [weakref.ref(net), *map(weakref.ref, net.parameters())]
+    del net
+    gc.collect()
+    assert not any(ref() is not None for ref in lasting)
+    gc.collect()
+    before = len(gc.get_objects())
+    net, sample = net_and_sample()
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    del net, sample
+    gc.collect()
+    assert len(gc.get_objects()) - before < 1000
 
 
 def test_generate_between_steps() -> None:

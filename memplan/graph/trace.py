@@ -63,9 +63,19 @@ class _Session:
         self.node_names = tuple(n.name for n in nodes)
         self.stack.clear()
 
-    def note_arrival(self, name: str, gradient: torch.Tensor) -> None:
-        """Note that autograd hands over the gradient of a parameter."""
-        self.arrivals.append(name)
+    @contextlib.contextmanager
+    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Note the order in which autograd hands over gradients. Hooks that stayed would keep the trace for ever."""
+
+        def note(name: str, gradient: torch.Tensor) -> None:
+            self.arrivals.append(name)
+
+        hooks = [leaf.register_hook(functools.partial(note, name)) for name, leaf in leaves.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @property
     def where(self) -> str:
@@ -136,11 +146,13 @@ def trace_step(
             session.end_forward(template)
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
-            for name in differentiated:
-                leaves[name].register_hook(functools.partial(session.note_arrival, name))
-            if around is None or around.whole:
-                return list(template.tensors), list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
-            grads = _grads_in_part(starts, wanted, tangents, around, given, {n: leaves[n] for n in differentiated})
+            own = {name: leaves[name] for name in differentiated}
+            grads: list[torch.Tensor | None]
+            with session.noting_arrivals(own):
+                if around is None or around.whole:
+                    grads = list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
+                else:
+                    grads = _grads_in_part(starts, wanted, tangents, around, given, own)
             return list(template.tensors), grads
 
         args, kwargs = call.with_tensors(given[: len(call.tensors)])
