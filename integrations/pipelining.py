@@ -127,7 +127,9 @@ class StagePlans:
         return {index: plan for index, plan in found.items() if plan is not None}
 
     def remove(self) -> None:
-        """Take the plans off and leave the schedule as it was."""
+        """Take the plans off and leave the schedule as it was. Does nothing the second time."""
+        if self._begins not in vars(self._schedule):
+            return
         delattr(self._schedule, self._begins)
         self._schedule._loss_fn = self._loss_fn
         for stage in self._stages.values():

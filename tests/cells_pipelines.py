@@ -194,6 +194,7 @@ def torch_goes_on_and_ends() -> str | None:
         rows += [copied(output), copied(losses), *torch_steps(schedule, parts, 1, wanted=False)]
         if planned:
             stages.remove()
+            stages.remove()  # does nothing
             if [part.forward for part in parts] != forwards or schedule._loss_fn is not loss_of:
                 return "plans were not taken off"
         found.append([*rows, *torch_steps(schedule, parts, 1)])

@@ -113,8 +113,14 @@ def _plan_sharded(
         return None
     if not all(found):
         raise problem
-    if apply_keywords.get("host_budget") is not None:
-        log.warning("memplan: nothing is offloaded by planned blocks, though there is a host budget")
     log.warning("memplan: blocks are planned each by itself, because %s", str(problem).partition("\n")[0])
+    lost = (
+        (apply_keywords.get("host_budget") is not None, "nothing is offloaded, though there is a host budget"),
+        (apply_keywords.get("on_mismatch") == "raise", "calls unlike the sample run all the same, on_mismatch or not"),
+        (apply_keywords.get("on_oom") == "replan", "memory that runs out is an error, on_oom or not"),
+    )
+    for said, what in lost:
+        if said:
+            log.warning("memplan: with planned blocks %s", what)
     taken = {key: apply_keywords[key] for key in ("costs", "config") if key in apply_keywords}
     return apply_sharded_blocks(engine, sample, budget, **taken)
