@@ -14,8 +14,16 @@ import torch
 from torch import nn
 
 from memplan.budgets import BudgetLike, budget_bytes_of, device_bytes, limit_bytes
+from memplan.choosing import (
+    choose_residency,
+    infeasible,
+    no_room,
+    plan_of_front,
+    plan_of_residency,
+    plan_with_gathers,
+)
 from memplan.config import Config
-from memplan.errors import BudgetInfeasible, UnsupportedModel
+from memplan.errors import UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph.call import Call, Sample
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
@@ -28,7 +36,7 @@ from memplan.graph.updates import with_updates
 from memplan.plans import Plan
 from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
 from memplan.report.progress import ProgressLine
-from memplan.residency import Residency, all_names, choose, floor_bytes, least_resident_bytes
+from memplan.residency import all_names, floor_bytes, least_resident_bytes
 from memplan.runtime import (
     Grads,
     Init,
@@ -39,11 +47,8 @@ from memplan.runtime import (
     refuse_update_in_backward,
 )
 from memplan.runtime.gathers import Gathers
-from memplan.simulate import simulate, unplanned
-from memplan.solvers import Candidate, Front, solve_front
-from memplan.solvers.backward_orders import in_order
-from memplan.solvers.offload_bound import gather_bound_s, offload_bound_s
-from memplan.units import format_bytes
+from memplan.simulate import unplanned
+from memplan.solvers import Front, solve_front
 
 LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
@@ -144,7 +149,7 @@ class Planning:
             return self._explore_with_host(model, captured, problem)
         front = self._front(problem)
         chosen = front.spread(self.config.points)
-        return tuple(_plan_of(problem, front, point, point.peak_bytes) for point in chosen)
+        return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
 
     def capture(
         self,
@@ -238,8 +243,8 @@ class Planning:
         limit = self._limit(problem, unplanned(problem).peak_bytes)
         chosen = front.best(int(limit / (1 + self.margin))) or front.floor
         if chosen.peak_bytes > limit:
-            raise self._infeasible(problem, front.floor, limit)
-        return _plan_of(problem, front, chosen, limit)
+            raise infeasible(problem, front.floor, limit)
+        return plan_of_front(problem, front, chosen, limit)
 
     def _plan_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
         """The same where values may be offloaded, and parameters may live on the host."""
@@ -250,16 +255,16 @@ class Planning:
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = floor_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(_choose, parts, front, alone, problem_of, host_limit, self.host)
+        search = functools.partial(choose_residency, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
-            raise self._no_room(least, limit, host_limit)
+            raise no_room(least, limit, host_limit)
         if self.keep_frozen:
             staying = search(max(int(limit / room_for), chosen.found.timeline.peak_bytes), stays=True)
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
                 chosen = staying
         self.host = chosen.host
-        return _plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+        return plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
 
     def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
@@ -271,11 +276,11 @@ class Planning:
         found: list[Plan] = []
         count = min(self.config.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = _choose(parts, front, alone, problem_of, host_limit, self.host, limit)
+            chosen = choose_residency(parts, front, alone, problem_of, host_limit, self.host, limit)
             if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
                 peak_bytes = chosen.found.timeline.peak_bytes
                 found = [plan for plan in found if plan.peak_bytes < peak_bytes]
-                found.append(_plan_of_residency(chosen, (front, alone), peak_bytes, least))
+                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
         return tuple(found)
 
     def _homes(
@@ -335,45 +340,11 @@ class Planning:
         host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = floor_bytes(nowhere, front, lambda _: problem)
-        search = functools.partial(_choose, (), front, None, lambda _: problem, host_limit, nowhere)
+        search = functools.partial(choose_residency, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(int(limit / (1 + self.margin))) or search(limit)
         if chosen is None:
-            raise self._no_room(least, limit, host_limit)
-        found = chosen.found
-        bound_s = max(front.bound.time_s(limit) if problem.link is None else 0.0, gather_bound_s(problem))
-        if problem.link is not None:
-            bound_s = max(bound_s, _offload_bound_s(problem, (front,), limit))
-        return Plan(
-            dataclasses.replace(problem, budget_bytes=limit), found.schedule, found.timeline,
-            f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
-            min(least, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
-        )  # fmt: skip
-
-    def _no_room(self, floor: int, limit: int, host_limit: int) -> BudgetInfeasible:
-        if self.host_budget is None:
-            return BudgetInfeasible(
-                f"no schedule fits {format_bytes(limit)}; {format_bytes(floor)} ({floor} bytes) is the least. Raise "
-                "the budget, or use a smaller batch",
-                floor,
-                float("inf"),
-            )
-        return BudgetInfeasible(
-            f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
-            f"enough host memory, {format_bytes(floor)} ({floor} bytes) on the device is the least. Raise one "
-            "of the budgets, or use a smaller batch",
-            floor,
-            float("inf"),
-        )
-
-    def _infeasible(self, problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
-        overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
-        return BudgetInfeasible(
-            f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
-            f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
-            f"{format_bytes(problem.resident_bytes)} are resident. Raise the budget, or use a smaller batch",
-            floor.peak_bytes,
-            overhead,
-        )
+            raise no_room(least, limit, None if self.host_budget is None else host_limit)
+        return plan_with_gathers(chosen, front, limit, least)
 
     def _homed(self, captured: Capture, model: nn.Module) -> Capture:
         """The capture with the parameters where they live."""
@@ -416,47 +387,6 @@ class Planning:
             assert self.budget is not None
             self.budget_bytes = budget_bytes_of(self.budget, unplanned_bytes, problem.resident_bytes)
         return self.budget_bytes
-
-
-def _plan_of(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:
-    problem = dataclasses.replace(problem, budget_bytes=budget_bytes)
-    timeline = simulate(problem, chosen.schedule)
-    assert timeline.peak_bytes <= budget_bytes
-    bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
-    floor = front.floor
-    return Plan(
-        problem, chosen.schedule, timeline, chosen.solver, bound_s, floor.peak_bytes, floor.time_s, front.truncated
-    )
-
-
-def _choose(
-    parts: Sequence[Movable], front: Front, alone: Front | None, *rest: Any, stays: bool = False
-) -> Residency | None:
-    """`residency.choose`, with what was found in the traced order first where several were tried: with copies, orders
-    that are better without them may be worse."""
-    found = [choose(parts, front, alone, *rest, stays=stays)]
-    if front.traced is not None or (alone is not None and alone.traced is not None):
-        traced_alone = None if alone is None else alone.traced or alone
-        found.insert(0, choose(parts, front.traced or front, traced_alone, *rest, stays=stays))
-    fitting = [residency for residency in found if residency is not None]
-    return min(fitting, key=lambda residency: residency.found.timeline.time_s, default=None)
-
-
-def _offload_bound_s(problem: Problem, fronts: Sequence[Front], budget_bytes: int) -> float:
-    """No schedule with copies takes less that runs the backward pass in traced order or in one that was tried."""
-    orders = dict.fromkeys(order for front in fronts for order in front.orders)
-    problems = [problem, *(in_order(problem, order) for order in orders)]
-    return min(offload_bound_s(one, budget_bytes) for one in problems)
-
-
-def _plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
-    found = chosen.found
-    bound_s = min(_offload_bound_s(chosen.problem, fronts, budget_bytes), found.timeline.time_s)
-    return Plan(
-        dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
-        found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
-        any(front.truncated for front in fronts),
-    )  # fmt: skip
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
