@@ -1,4 +1,4 @@
-# make demo | test | lint | test-slow | test-full | test-gpu | bench: each sets up .venv first.
+# make demo | test | lint | kernels | test-slow | test-full | test-gpu | bench: each sets up .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
@@ -12,18 +12,22 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test lint test-slow test-full test-gpu bench format clean
+.PHONY: demo test lint kernels test-slow test-full test-gpu bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
-test: lint
+test: $(STAMP)
+	$(MAKE) --jobs=2 lint kernels
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy
+
+kernels: $(STAMP)
+	$(BIN)/python -m tests.compile_kernels
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"

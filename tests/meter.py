@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memplan.graph.collector import without_collections
 from memplan.graph.private_api import run_in_mode
 
 
@@ -77,8 +77,10 @@ def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:
 
     What `fn` frees though it was held before must be part of `resident_bytes`. The result of `fn` is held to the end.
     """
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with (
+        without_collections(),  # of tensors from before, which would count as freed
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof,
+    ):
         result = fn()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     held_bytes = most_bytes = 0
