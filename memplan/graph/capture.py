@@ -262,7 +262,8 @@ def refuse_wrappers(model: nn.Module) -> None:
             )
         if module._compiled_call_impl is not None:
             raise UnsupportedModel(
-                f"module {name or type(model).__name__} is compiled; plan it before compiling, or not at all"
+                f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
+                "runs. Leave its compile() out, before and after memplan.apply"
             )
 
 
