@@ -63,6 +63,45 @@ def test_dropout_that_is_recomputed_has_its_own_mask_in_every_iteration() -> Non
     assert_same_bits(plain, run_steps(net, sample, 5))
 
 
+class Noisy(nn.Module):
+    """Draws what it multiplies with, or adds."""
+
+    def __init__(self, draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x * self.draw(x).to(x.dtype)) + x
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.rand(x.shape, dtype=x.dtype, device=x.device),
+        lambda x: torch.randn(x.shape, device=x.device, layout=torch.strided),
+        lambda x: torch.randint(0, 3, x.shape, device=x.device),
+        lambda x: torch.rand_like(x, device=x.device),
+        lambda x: torch.randint_like(x, high=5, device=x.device),
+        lambda x: torch.normal(0.0, 1.0, x.shape, device=x.device),
+        lambda x: torch.empty_like(x).uniform_(to=2.0),
+        lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+        lambda x: torch.poisson(torch.ones_like(x)),
+        lambda x: nn.functional.gumbel_softmax(x, tau=0.5),
+        lambda x: nn.functional.rrelu(x, training=True),
+    ],
+    ids=[
+        "rand", "randn", "randint", "rand_like", "randint_like", "normal", "uniform_", "bernoulli", "poisson", "gumbel",
+        "rrelu",
+    ],
+)  # fmt: skip
+def test_whatever_draws_numbers_draws_the_same_ones_again(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    net, sample = tower(lambda: Noisy(draw))
+    plain = run_steps(copy.deepcopy(net), sample, 2)
+    at_floor(net, sample)
+    assert recomputes_randomness(net)
+    assert_same_bits(plain, run_steps(net, sample, 2))
+
+
 def test_backward_does_not_rewind_the_generator() -> None:
     net, sample = tower(lambda: nn.Dropout(0.3))
     at_floor(net, sample)

@@ -47,7 +47,7 @@ def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None
         restore_rng(device, on_device)
 
 
-def replay(state: Any, device: torch.device, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def replay(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op with the generator state of its first run; the generator itself is left as it was."""
     present = save_rng(device)
     try:
@@ -57,7 +57,7 @@ def replay(state: Any, device: torch.device, target: Callable[..., Any], *args: 
         restore_rng(device, present)
 
 
-def replay_all(state: Any, device: torch.device, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def replay_all(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """The same for an op of which nobody knows what generator it draws from. state: from `held_rng`."""
     present = held_rng(device)
     try:
