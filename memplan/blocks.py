@@ -45,8 +45,8 @@ from memplan.units import format_bytes
 log = logging.getLogger("memplan")
 
 # Rounds of choosing and measuring: fixed numbers, for ranks rehearse together.
-_ROUNDS = 2
-_ROUNDS_WITH_SHARDS = 4  # whoever gathers does so ahead of use, and other choices make for other moments
+_ROUNDS = 3  # of choosing, the last of which is for the least where nothing else fits
+_ROUNDS_WITH_SHARDS = 5  # whoever gathers does so ahead of use, and other choices make for other moments
 
 
 def apply_blocks(
@@ -135,16 +135,18 @@ def _rehearsed(
     everything = appraise(parts.problem, [(0, (len(s[0].units[0]) - 1,)) for s in parts.problem.stages])
     least = smallest(parts.problem)
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
-    excess_bytes = 0
-    for _ in range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS):
-        choice = choose(parts.problem, limit - beside_bytes - excess_bytes) or least
+    excess_bytes, fits = 0, True
+    for left in reversed(range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS)):
+        choice = choose(parts.problem, limit - beside_bytes - excess_bytes) if left or fits else None
+        choice = choice or least  # which has the last word, for other choices may be farther from what was worked out
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
         if shards is not None:
             ways = [_in_one_order(u, way) for u, way in zip(units, ways, strict=True)]
         with _exchanged(units, ways, None if shards is None else agreement):
             run = functools.partial(_called, model, call)
             peak_bytes = measured_peak(model, call, run, elsewhere, takes_gradients=shards is not None)
-        if peak_bytes + beside_bytes > limit:
+        fits = peak_bytes + beside_bytes <= limit
+        if not fits:
             excess_bytes = peak_bytes - choice.peak_bytes  # more than worked out, and more than allowed for until now
     peak_bytes = max(choice.peak_bytes, peak_bytes) + beside_bytes
     if peak_bytes > limit:

@@ -37,7 +37,7 @@ LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident by
 
 log = logging.getLogger("memplan")
 
-_ROUNDS = 4  # of choosing again where a run held more than was worked out
+_ROUNDS = 5  # of choosing again where a run held more than was worked out
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,21 +233,21 @@ def _fitting(
     model: nn.Module, forward: Forward, call: Call, parts: Parts, limit: int, least: UnitChoice
 ) -> tuple[Ways, UnitChoice, int]:
     """The fastest choice of which a run keeps the limit, and its peak. Raises BudgetInfeasible."""
-    excess_bytes = 0
-    for _ in range(_ROUNDS):
-        choice = choose(parts.problem, limit - excess_bytes)
-        if choice is None:
-            break
+    excess_bytes = peak_bytes = 0
+    for left in reversed(range(_ROUNDS)):
+        choice = choose(parts.problem, limit - excess_bytes) if left else None
+        choice = choice or least  # which has the last word, for other choices may be farther from what was worked out
         ways = _ways(parts, choice)
-        peak_bytes = measured_peak(model, call, functools.partial(_run, ways, forward, call))
+        peak_bytes = max(choice.peak_bytes, measured_peak(model, call, functools.partial(_run, ways, forward, call)))
         if peak_bytes <= limit:
-            return ways, choice, max(choice.peak_bytes, peak_bytes)
+            return ways, choice, peak_bytes
+        if choice is least:
+            break
         excess_bytes += peak_bytes - limit
-    floor_bytes = least.peak_bytes + excess_bytes
     raise BudgetInfeasible(
-        f"planned in parts, the model does not fit {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} "
+        f"planned in parts, the model does not fit {format_bytes(limit)}; {format_bytes(peak_bytes)} ({peak_bytes} "
         "bytes) is the least. Raise the budget, or use a smaller batch",
-        floor_bytes,
+        peak_bytes,
     )
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
+from memplan import partial
 from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
 from memplan.graph import capture
 from memplan.graph.call import CallReader
@@ -361,6 +362,21 @@ def test_nothing_of_the_model_changes_where_it_does_not_fit() -> None:
     assert_same_bits(dict(plain.state_dict()), dict(net.state_dict()))
     assert all(p.grad is None for p in net.parameters())
     assert all("forward" not in vars(m) for m in net.modules())
+
+
+def test_the_least_has_the_last_word_where_runs_hold_more_than_was_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, plain = twins(Branching)
+    sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
+    least, measured = least_of(net, sample), partial.measured_peak
+    limit = (least + planned_in_parts(copy.deepcopy(net), sample, at(1.0)).plan.peak_bytes) // 2
+
+    def off(*arguments: Any) -> int:
+        return peak if (peak := measured(*arguments)) <= least else limit + 1
+
+    monkeypatch.setattr(partial, "measured_peak", off)
+    step = planned_in_parts(net, sample, limit)
+    assert step.plan.peak_bytes == least
+    assert_exact(net, plain, sample, step)
 
 
 def test_the_optimizers_step_is_in_the_peak() -> None:
