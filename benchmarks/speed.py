@@ -111,14 +111,16 @@ def step(model: nn.Module, sample: Sample) -> None:
     model.zero_grad()
 
 
-def alternating(models: list[nn.Module], sample: Sample, repeats: int) -> list[list[float]]:
+def alternating(
+    models: list[nn.Module], sample: Sample, repeats: int, run: Callable[[nn.Module, Sample], None] = step
+) -> list[list[float]]:
     """Seconds of steps of each model, taken in turn after two steps of each to warm up."""
     for model in models * 2:
-        step(model, sample)
+        run(model, sample)
     times: list[list[float]] = [[] for _ in models]
     for _ in range(repeats):
         for index, model in enumerate(models):
-            times[index].append(seconds(lambda m=model: step(m, sample)))  # type: ignore[misc]
+            times[index].append(seconds(lambda m=model: run(m, sample)))  # type: ignore[misc]
     return times
 
 
