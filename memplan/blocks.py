@@ -137,8 +137,8 @@ def _rehearsed(
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
     excess_bytes, fits = 0, True
     for left in reversed(range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS)):
-        choice = choose(parts.problem, limit - beside_bytes - excess_bytes) if left or fits else None
-        choice = choice or least  # which has the last word, for other choices may be farther from what was worked out
+        found = choose(parts.problem, limit - beside_bytes - excess_bytes) if left or fits else None
+        choice = found or least  # which has the last word, for other choices may be farther from what was worked out
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
         if shards is not None:
             ways = [_in_one_order(u, way) for u, way in zip(units, ways, strict=True)]

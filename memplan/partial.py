@@ -235,8 +235,8 @@ def _fitting(
     """The fastest choice of which a run keeps the limit, and its peak. Raises BudgetInfeasible."""
     excess_bytes = peak_bytes = 0
     for left in reversed(range(_ROUNDS)):
-        choice = choose(parts.problem, limit - excess_bytes) if left else None
-        choice = choice or least  # which has the last word, for other choices may be farther from what was worked out
+        found = choose(parts.problem, limit - excess_bytes) if left else None
+        choice = found or least  # which has the last word, for other choices may be farther from what was worked out
         ways = _ways(parts, choice)
         peak_bytes = max(choice.peak_bytes, measured_peak(model, call, functools.partial(_run, ways, forward, call)))
         if peak_bytes <= limit:

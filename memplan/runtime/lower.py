@@ -437,6 +437,18 @@ class _Lowering:
             layout = (made.dtype, list(made.shape), list(made.stride()), made.storage_offset())
             instance[root] = self.side.call(look_at, (memory, *layout), name=root.name)
 
+    def _see_on_host(self, value: int) -> None:
+        """Bind a gradient to its copy on the host, in the strides of its kernel: where a dimension has one element, the
+        trace may have others."""
+        roots = self.traced.roots[value]
+        self.live[value] = instance = {}
+        for root in roots:
+            made = root.meta["val"]
+            stride = None if len(roots) == 1 else list(made.stride())
+            layout = (made.dtype, list(made.shape), stride, made.storage_offset())
+            arguments = (self._the_slab(), self.host_copies[value], *layout)
+            instance[root] = self.side.call(on_host, arguments, name=root.name)
+
     def _cross_boundary(self) -> None:
         for output in self.traced.outputs:
             self.outputs.append(self._tensor(output.node, output.value))
@@ -454,8 +466,7 @@ class _Lowering:
         names, tensors = [], []
         for value in values:
             if self.graph.values[value].home == "host":
-                ticket = self.host_copies[value]
-                self._see_copy(value, self.side.call(on_host, (self._the_slab(), ticket)))
+                self._see_on_host(value)
             for name, node in self.gradients[value].nodes:
                 kind, _, parameter = name.partition(" ")
                 if kind == "parameter":

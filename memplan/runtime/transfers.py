@@ -17,7 +17,7 @@ import functools
 import random
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -287,10 +287,12 @@ class Slab:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ticket:
-    """A copy. event: None where it was made in the step before. data: what it writes, as bytes."""
+    """A copy. event: None where it was made in the step before. data: what it writes, as bytes. stride: of what is
+    copied, where that is a gradient."""
 
     event: Any
     data: torch.Tensor
+    stride: tuple[int, ...] = ()
 
 
 def open_slab(store: Any, size_bytes: int) -> Slab:
@@ -307,7 +309,8 @@ def offload(slab: Slab, tensor: torch.Tensor, offset_bytes: int) -> Ticket:
 def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
     """Begin to copy the memory behind a gradient into host memory of its own, which outlives the step."""
     source = _bytes_of(tensor)
-    return slab.transfers.begin(slab, "out", source, slab.transfers.pinned(source.numel()))
+    ticket = slab.transfers.begin(slab, "out", source, slab.transfers.pinned(source.numel()))
+    return replace(ticket, stride=tensor.stride())
 
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
@@ -342,10 +345,12 @@ def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
     return slab.transfers.wait(ticket)
 
 
-def on_host(slab: Slab, ticket: Ticket) -> torch.Tensor:
-    """What a copy to the host wrote, once it is there for the CPU to read."""
+def on_host(
+    slab: Slab, ticket: Ticket, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int] | None, offset: int
+) -> torch.Tensor:
+    """A gradient on the host, once it is there for the CPU to read. stride: None for that of what was copied."""
     slab.transfers.streams.finish(ticket.event)
-    return ticket.data
+    return look_at(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
 
 
 def look_at(
