@@ -1,9 +1,10 @@
 """memplan against PyTorch's `activation_memory_budget`, both in one process.
 
-    python -m benchmarks.activation_memory_budget [--configs gpt2 llama] [--large] [--output FILE]
+    python -m benchmarks.activation_memory_budget [--configs gpt2 llama] [--large] [--resume] [--output FILE]
 
 The rival runs with eager kernels through AOTAutograd and its min-cut partitioner, at every budget with every solver and
-every runtime estimator that PyTorch documents. Settings that lead to one and the same program are measured once.
+every runtime estimator that PyTorch documents. Settings that lead to one and the same program are measured once. With
+--resume, the settings that the file has are left alone.
 memplan runs at its floor and at the peak of each of the rival's programs.
 
 The activation peak is the total peak less parameters, buffers and inputs: gradients and kernel scratch are in it. It
@@ -18,6 +19,7 @@ import contextlib
 import copy
 import functools
 import gc
+import hashlib
 import itertools
 import json
 import os
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -130,7 +132,7 @@ class Program:
     """What one or several settings compile to."""
 
     settings: list[str]
-    row: dict[str, Any] = field(default_factory=dict)
+    row: dict[str, Any]
 
 
 class Bench:
@@ -139,26 +141,19 @@ class Bench:
     def __init__(self, config: Config, repeats: int) -> None:
         self.repeats = repeats
         self.model, self.sample = config.make()
-        self.gradients = self.gradients_of(self.model, self.model)
-        self.peak_bytes = self.peak_of(self.model, self.model)
+        self.gradients, self.peak_bytes = self.watched_step(self.model, self.model)
 
     def step(self, run: Callable[..., torch.Tensor]) -> None:
         torch.manual_seed(STEP_SEED)
         run(**self.sample).backward()
 
-    def gradients_of(self, run: Callable[..., torch.Tensor], model: nn.Module) -> list[torch.Tensor]:
-        model.zero_grad(set_to_none=True)
-        self.step(run)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        model.zero_grad(set_to_none=True)
-        return gradients
-
-    def peak_of(self, run: Callable[..., torch.Tensor], model: nn.Module) -> int:
-        """Activation peak in bytes of one warm step."""
+    def watched_step(self, run: Callable[..., torch.Tensor], model: nn.Module) -> tuple[list[torch.Tensor], int]:
+        """Gradients and activation peak in bytes of one step."""
         model.zero_grad(set_to_none=True)
         peak_bytes = profiler_peak(lambda: self.step(run))
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
         model.zero_grad(set_to_none=True)
-        return peak_bytes
+        return gradients, peak_bytes
 
     def gradient_error(self, gradients: list[torch.Tensor]) -> float:
         """Norm of the difference from plain eager's gradients over the norm of these."""
@@ -184,10 +179,10 @@ class Known(Exception):
     """The setting leads to a program that is measured already."""
 
 
-def compiled(model: nn.Module, code: list[str], known: Container[tuple[str, ...]]) -> Callable[..., torch.Tensor]:
+def compiled(model: nn.Module, code: list[str], known: Container[str]) -> Callable[..., torch.Tensor]:
     """The model under the rival's knob. `code` receives the text of the forward and backward programs.
 
-    Raises Known, before anything runs, where `known` has these.
+    Raises Known, before anything runs, where `known` has their digest.
     """
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
@@ -202,7 +197,7 @@ def compiled(model: nn.Module, code: list[str], known: Container[tuple[str, ...]
         run = boxed_nop(program, example)
 
         def unless_known(args: list[Any]) -> Any:
-            if tuple(code) in known:
+            if digest_of(code) in known:
                 raise Known
             return run(args)
 
@@ -216,6 +211,10 @@ def compiled(model: nn.Module, code: list[str], known: Container[tuple[str, ...]
         keep_inference_input_mutations=True,
     )
     return torch.compile(model, backend=backend, fullgraph=True)
+
+
+def digest_of(code: list[str]) -> str:
+    return hashlib.sha256("\0".join(code).encode()).hexdigest()
 
 
 @contextlib.contextmanager
@@ -240,32 +239,36 @@ def reason_of(error: Exception) -> str:
 class Comparison:
     """Runs the settings of the rival one after the other, and memplan at the peak of each new program."""
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: Bench, known: dict[str, Any]) -> None:
         self.bench = bench
-        self.programs: dict[tuple[str, ...], Program] = {}
-        self.failures: list[dict[str, str]] = []
+        self.programs = {p["digest"]: Program(p["settings"], without(p, "settings")) for p in known.get("programs", [])}
+        self.failures: list[dict[str, str]] = known.get("failures", [])
         self.rival = copy.deepcopy(bench.model)
+
+    def has(self, setting: Setting) -> bool:
+        settings = [name for program in self.programs.values() for name in program.settings]
+        return str(setting) in settings or str(setting) in [failure["setting"] for failure in self.failures]
 
     def add(self, setting: Setting) -> None:
         code: list[str] = []
         try:
             with knob(setting):
                 run = compiled(self.rival, code, self.programs)
-                gradients = self.bench.gradients_of(run, self.rival)
-                row = self._measured(run, gradients)
+                self.bench.step(run)
+                row = self._measured(run)
         except Known:
-            self.programs[tuple(code)].settings.append(str(setting))
+            self.programs[digest_of(code)].settings.append(str(setting))
             return
         except Exception as error:
             self.failures.append({"setting": str(setting), "reason": reason_of(error)})
             print(f"    {setting!s:45s} failed: {reason_of(error)[:100]}", flush=True)
             return
-        self.programs[tuple(code)] = Program([str(setting)], row)
+        self.programs[digest_of(code)] = Program([str(setting)], {"digest": digest_of(code), **row})
         print_row(str(setting), row)
 
-    def _measured(self, run: Callable[..., torch.Tensor], gradients: list[torch.Tensor]) -> dict[str, Any]:
+    def _measured(self, run: Callable[..., torch.Tensor]) -> dict[str, Any]:
         bench = self.bench
-        peak_bytes = bench.peak_of(run, self.rival)
+        gradients, peak_bytes = bench.watched_step(run, self.rival)
         ours = planned(bench, memplan.Budget(activations=peak_bytes))
         runs = {"plain": (bench.model, bench.model), "rival": (run, self.rival)}
         if "model" in ours:
@@ -289,14 +292,14 @@ def planned(bench: Bench, budget: Any) -> dict[str, Any]:
         model = memplan.apply(copy.deepcopy(bench.model), bench.sample, budget)
         plan_time_s = time.perf_counter() - start
         plan = memplan.plan_of(model)
-        gradients = bench.gradients_of(model, model)
+        gradients, peak_bytes = bench.watched_step(model, model)
         return {
             "model": model,
             "planning_time_s": plan_time_s,
             "predicted_peak_bytes": plan.activation_peak_bytes,
             "predicted_overhead": plan.overhead,
             "gap": plan.gap,
-            "peak_bytes": bench.peak_of(model, model),
+            "peak_bytes": peak_bytes,
             "same_bits": bench.same_bits(gradients),
         }
     except Exception as error:
@@ -304,8 +307,12 @@ def planned(bench: Bench, budget: Any) -> dict[str, Any]:
 
 
 def finished(ours: dict[str, Any], times: dict[str, list[float]]) -> dict[str, Any]:
-    row = {key: value for key, value in ours.items() if key != "model"}
+    row = without(ours, "model")
     return {**row, "time_s": times["memplan"]} if "memplan" in times else row
+
+
+def without(row: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if name != key}
 
 
 def at_the_floor(bench: Bench) -> dict[str, Any]:
@@ -360,27 +367,33 @@ def print_row(name: str, row: dict[str, Any]) -> None:
     print(f"    {name:45s} {rival:66s} {ours}", flush=True)
 
 
-def run_config(name: str, args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> None:
-    """Measure one configuration, and save what there is after each setting."""
+def run_config(
+    name: str, args: argparse.Namespace, known: dict[str, Any], save: Callable[[dict[str, Any]], None]
+) -> None:
+    """Measure what is not known of one configuration, and save what there is after each setting."""
     bench = Bench(CONFIGS[name], args.repeats)
     resident_bytes = storage_bytes([*bench.model.parameters(), *bench.model.buffers()])
     print(f"{name}: plain activation peak {bench.peak_bytes / MEGABYTE:.1f} MB", flush=True)
-    floor = at_the_floor(bench)
+    floor = known.get("floor") or at_the_floor(bench)
     print_row("floor", floor)
-    comparison = Comparison(bench)
-    for setting in settings_of(args):
-        comparison.add(setting)
-        gc.collect()
-        result = {
+    comparison = Comparison(bench, known)
+
+    def result() -> dict[str, Any]:
+        return {
             "plain_peak_bytes": bench.peak_bytes,
             "parameter_and_buffer_bytes": resident_bytes,
             "floor": floor,
             "programs": [{"settings": p.settings, **p.row} for p in comparison.programs.values()],
             "failures": comparison.failures,
         }
-        save(result)
+
+    for setting in settings_of(args):
+        if not comparison.has(setting):
+            comparison.add(setting)
+            gc.collect()
+            save(result())
     torch._dynamo.reset()
-    print_summary(name, result)
+    print_summary(name, result())
 
 
 def settings_of(args: argparse.Namespace) -> list[Setting]:
@@ -425,6 +438,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--budgets", nargs="+", type=float, default=BUDGETS)
     parser.add_argument("--solvers", nargs="+", default=SOLVERS)
     parser.add_argument("--estimators", nargs="+", default=ESTIMATORS)
+    parser.add_argument("--resume", action="store_true", help="keep what the file has of these configurations")
     parser.add_argument("--repeats", type=int, default=7, help="timed steps of each side")
     default = Path(__file__).parent / "results" / "activation_memory_budget.json"
     parser.add_argument("--output", type=Path, default=default)
@@ -434,7 +448,8 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     args = parsed()
     names = [*args.configs, *(["gpt2-large"] if args.large else [])]
-    result: dict[str, Any] = {"environment": environment(), "repeats": args.repeats, "configs": {}}
+    known = json.loads(args.output.read_text())["configs"] if args.resume else {}
+    result: dict[str, Any] = {"environment": environment(), "repeats": args.repeats, "configs": known}
     # Neither costs nor a margin that other runs have learnt.
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MEMPLAN_CACHE_DIR=folder):
         _run(names, args, result)
@@ -448,7 +463,7 @@ def _run(names: list[str], args: argparse.Namespace, result: dict[str, Any]) -> 
         args.output.write_text(json.dumps(result, indent=1) + "\n")
 
     for name in names:
-        run_config(name, args, functools.partial(save, name))
+        run_config(name, args, result["configs"].get(name, {}), functools.partial(save, name))
 
 
 if __name__ == "__main__":

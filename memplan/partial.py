@@ -183,10 +183,9 @@ def plan_partially(
     """Plan a call of a model that can't be captured whole.
 
     forward: the model's own. budget: bytes, or what gives them from the unplanned peak and what is resident. reason:
-    why the whole can't be captured. costs: "measure" or "estimate". config: how units
-    are planned. extra_resident_bytes: held throughout beside the
-    model (optimizer state, gradients of earlier micro-batches). update_bytes: what the optimizer's step allocates for a
-    while, after backward.
+    why the whole can't be captured. costs: "measure" or "estimate". config: how units are planned.
+    extra_resident_bytes: held throughout beside the model (optimizer state, gradients of earlier micro-batches).
+    update_bytes: what the optimizer's step allocates for a while, after backward.
 
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.

@@ -110,7 +110,7 @@ class Plan:
 
     @property
     def overhead(self) -> float:
-        """Extra time over the unplanned step: 0.1 is 10% more."""
+        """Predicted extra time over a step that recomputes and moves nothing: 0.1 is 10% more."""
         return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
 
     @property

@@ -17,11 +17,9 @@ INTEGRATIONS = ROOT / "integrations"  # imported as memplan.integrations
 PLAIN = {"units", "errors", "config", "problem", "schedule", "simulate"}
 ANYTHING = {
     "__init__",
-    "__main__",
     "api",
     "blocks",
     "choosing",
-    "cli",
     "partial",
     "parts",
     "planner",
