@@ -8,6 +8,7 @@ schedule.step(batch)
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ class StagePlans:
             for stage in _stages(schedule)
         }
         self._planned = False
-        self._begins = "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"
+        self._begins = _begins(schedule)
         setattr(schedule, self._begins, functools.partial(self._begin, getattr(schedule, self._begins)))
         schedule._loss_fn = self._loss
 
@@ -184,7 +185,8 @@ class StagePlans:
     def _options(self, stage: Any) -> dict[str, Any]:
         """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
 
-        Buffers for what arrives are there for all microbatches from the first step on. What was sent is held to the end
+        Buffers for what arrives are there for all microbatches from the first step on (since PyTorch 2.15 only while
+        they are needed, which leaves the difference free). What was sent is held to the end
         of the step, but by 1F1B, which waits for what it sends. Outputs of the last stage are, too, and then returned
         in one piece, when nothing else is left of what was in flight. The state of an optimizer counts for one of the
         stages alone.
@@ -283,8 +285,10 @@ class _Stage:
         """
         if not self.stage.is_first:
             args = tuple(
-                torch.zeros_like(info.buffer).requires_grad_(info.tensor_meta.requires_grad)
-                for info in self.stage.args_recv_info[0]
+                torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=self.stage.device)
+                .zero_()
+                .requires_grad_(meta.requires_grad)
+                for meta in (info.tensor_meta for info in self.stage.args_recv_info[0])
             )
         found: list[Any] = [tuple(args), dict(kwargs or {})]
         if self._loss_fn is not None:
@@ -435,3 +439,13 @@ def _refuse(schedule: Schedule) -> None:
             raise ValueError(
                 f"stage {stage.stage_index} has a dw_builder, which runs the backward of weights apart. Leave it out"
             )
+    if "target" not in inspect.signature(getattr(schedule, _begins(schedule))).parameters:
+        raise ValueError(
+            f"schedules of PyTorch {torch.__version__} prepare their stages without a target, and the last stage is "
+            "planned with its loss. PyTorch 2.13 is new enough"
+        )
+
+
+def _begins(schedule: Schedule) -> str:
+    """The name of what a schedule does before a step's first microbatch."""
+    return "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"

@@ -9,7 +9,7 @@ give copies more room.
 
 from __future__ import annotations
 
-from memplan.problem import Problem
+from memplan.problem import Problem, total_s
 from memplan.schedule import Boundary, Compute, Offload, Prefetch, Schedule, SurfaceGrads, Wait
 
 
@@ -83,8 +83,9 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
             _run(lanes, steps, own)
     for _ in arriving:
         lanes.finish()
-    ran_s, stall_s = sum(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute)), lanes.stall_s
-    return ran_s + stall_s / problem.in_flight, stall_s / problem.in_flight
+    ran_s = total_s(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute))
+    stall_s = lanes.stall_s / problem.in_flight
+    return ran_s + stall_s, stall_s
 
 
 def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:

@@ -9,6 +9,9 @@ Sizes are bytes (of the storage, as the allocator counts them), times are second
 
 from __future__ import annotations
 
+import functools
+import operator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -16,6 +19,14 @@ Phase = Literal["forward", "backward"]
 Home = Literal["device", "host", "sharded"]
 Role = Literal["parameter", "buffer", "input", "constant", "tangent", "activation", "gradient"]
 RESIDENT_ROLES: frozenset[str] = frozenset({"parameter", "buffer", "input", "constant"})
+
+
+def total_s(times: Iterable[float]) -> float:
+    """Seconds added one after the other, as a clock adds those of a schedule's steps.
+
+    Python's own `sum` does so before 3.12, and rounds otherwise from then on.
+    """
+    return functools.reduce(operator.add, times, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +297,7 @@ class Problem:
     @property
     def baseline_time_s(self) -> float:
         """Seconds of the step when every op runs once."""
-        return sum(self.costs.time_s)
+        return total_s(self.costs.time_s)
 
     @property
     def all_on_device(self) -> Problem:

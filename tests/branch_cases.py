@@ -157,6 +157,8 @@ LOSSES: dict[str, Case] = {
     ),
 }
 
+AMINMAX = ("aminmax",) if torch.torch_version.TorchVersion(torch.__version__) >= "2.13" else ()  # it has no gradient
+
 REDUCTIONS: dict[str, Case] = {
     **{
         f"{name} of all": (lambda d, name=name: -getattr(torch, name)(d.tied(17, 33)))
@@ -178,7 +180,7 @@ REDUCTIONS: dict[str, Case] = {
     "max of all, turned": lambda d: -d(17, 33, turned=True).max(),
     **{
         f"{name} of a dimension": (lambda d, name=name: getattr(d.tied(17, 33), name)(dim=1))
-        for name in ("max", "min", "median", "nanmedian", "mode", "amax", "amin", "aminmax", "cummax", "cummin")
+        for name in ("max", "min", "median", "nanmedian", "mode", "amax", "amin", *AMINMAX, "cummax", "cummin")
     },
     **{
         f"{name} along a dimension": (lambda d, name=name: getattr(d(17, 33), name)(1))

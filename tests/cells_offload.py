@@ -20,6 +20,7 @@ from tests.cells_deepspeed_sections import attached
 from tests.cells_pipelines import (
     MICROBATCHES,
     ROWS,
+    TORCH,
     WIDTH,
     deepspeed_plain,
     deepspeed_steps,
@@ -246,12 +247,12 @@ def deepspeed_cell(stages: int, kind: str = "plain", **settings: Any) -> Cell:
 
 
 CELLS = {
-    "torch-gpipe": Cell(functools.partial(torch_equals_plain, "gpipe")),
-    "torch-1f1b": Cell(functools.partial(torch_equals_plain, "1f1b")),
-    "torch-interleaved": Cell(functools.partial(torch_equals_plain, "interleaved"), full=True),
-    "torch-1f1b-4": Cell(functools.partial(torch_equals_plain, "1f1b"), world=4, full=True),
-    "torch-missing-wait": Cell(functools.partial(torch_misses_a_wait, "1f1b")),
-    "torch-shared": Cell(torch_shares_a_host_budget, full=True),
+    "torch-gpipe": Cell(functools.partial(torch_equals_plain, "gpipe"), needs=TORCH),
+    "torch-1f1b": Cell(functools.partial(torch_equals_plain, "1f1b"), needs=TORCH),
+    "torch-interleaved": Cell(functools.partial(torch_equals_plain, "interleaved"), full=True, needs=TORCH),
+    "torch-1f1b-4": Cell(functools.partial(torch_equals_plain, "1f1b"), world=4, full=True, needs=TORCH),
+    "torch-missing-wait": Cell(functools.partial(torch_misses_a_wait, "1f1b"), needs=TORCH),
+    "torch-shared": Cell(torch_shares_a_host_budget, full=True, needs=TORCH),
     "deepspeed-pp2": deepspeed_cell(2),
     "deepspeed-pp2-zero1": deepspeed_cell(2, "zero1", full=True),
     "deepspeed-pp2-bf16": deepspeed_cell(2, "bf16", full=True),

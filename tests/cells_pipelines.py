@@ -25,6 +25,7 @@ from tests.ranks import Cell
 from tests.zoo import copied, first_difference
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 16, 64, 8, 5
+TORCH = ("torch>=2.13",)  # whose schedules can be planned
 SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": ScheduleInterleaved1F1B}
 COUNTS = {  # of microbatches in flight, by stage: facts of PyTorch's schedules with eight microbatches
     ("gpipe", 2): [8, 8], ("gpipe", 4): [8, 8, 8, 8],
@@ -233,15 +234,17 @@ def torch_refuses() -> str | None:
 
 def torch_cells() -> dict[str, Cell]:
     found = {
-        "torch-without-shapes": Cell(functools.partial(torch_equals_plain, "1f1b", static=False), full=True),
-        "torch-goes-on-and-ends": Cell(torch_goes_on_and_ends),
+        "torch-without-shapes": Cell(
+            functools.partial(torch_equals_plain, "1f1b", static=False), full=True, needs=TORCH
+        ),
+        "torch-goes-on-and-ends": Cell(torch_goes_on_and_ends, needs=TORCH),
         "torch-refuses": Cell(torch_refuses),
     }
     for kind in SCHEDULES:
         for world in (2, 4):
             run = functools.partial(torch_equals_plain, kind)
             fast = (kind, world) in (("1f1b", 2), ("interleaved", 2))
-            found[f"torch-{kind}-{world}"] = Cell(run, world, full=not fast)
+            found[f"torch-{kind}-{world}"] = Cell(run, world, full=not fast, needs=TORCH)
     return found
 
 

@@ -79,7 +79,7 @@ def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:
     """
     with (
         without_collections(),  # of tensors from before, which would count as freed
-        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof,
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as prof,
     ):
         result = fn()
     events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]

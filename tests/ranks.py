@@ -38,7 +38,8 @@ MODULES = (
 class Cell(NamedTuple):
     """run: what each rank does. world: ranks that it takes. full: run by `make test-full` alone.
 
-    needs: packages and programs. alone: takes a spawn of its own, for ranks end in it.
+    needs: packages, some of a version ("torch>=2.13"), and programs. alone: takes a spawn of its own, for ranks end in
+    it.
     """
 
     run: Callable[[], str | None]

@@ -190,7 +190,7 @@ def test_scratch_of_selected_weights_does_not_depend_on_data(ignore_index: int) 
     """It is measured on made-up data."""
     peaks = []
     for target in (torch.zeros(999, dtype=torch.int64), torch.full((999,), 3)):
-        with torch.profiler.profile(profile_memory=True) as profiler:
+        with torch.profiler.profile(profile_memory=True, acc_events=True) as profiler:
             torch.ops.memplan.sum_of_weights(torch.rand(24), target, ignore_index)
         sizes = [e.nbytes() for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
         peaks.append(max(accumulate(sizes)))

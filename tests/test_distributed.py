@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -10,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.ranks import Cell, Findings, cells, run_ranks
 
@@ -37,8 +39,14 @@ def findings(world: int, full: bool) -> Findings:
 
 
 def missing(cell: Cell) -> list[str]:
-    """Packages and programs that the cell needs and that are not there."""
-    return [name for name in cell.needs if importlib.util.find_spec(name) is None and shutil.which(name) is None]
+    """Packages and programs that the cell needs and that are not there, or too old."""
+    return [need for need in cell.needs if not _there(*need.split(">="))]
+
+
+def _there(name: str, least: str = "") -> bool:
+    if least:
+        return Version(importlib.metadata.version(name)) >= Version(least)
+    return importlib.util.find_spec(name) is not None or shutil.which(name) is not None
 
 
 @pytest.mark.parametrize("name", parameters())

@@ -183,10 +183,10 @@ class _Bench:
 
     def _first_runs_cpu(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
         """Peaks from the profiler's memory events, all ops in one session (starting the first one costs a second)."""
-        times = []
+        times, cpu = [], [torch.profiler.ProfilerActivity.CPU]
         with (
             private.quiet_profiler(),
-            torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler,
+            torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler,
         ):
             for done, index in enumerate(indices):
                 times.append(self._first_run(index, *self._arguments(index))[1])

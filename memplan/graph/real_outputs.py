@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,10 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, device="meta")
 
 
-def _channels_as(like: torch.Tensor) -> torch.Tensor:
-    return torch.empty(like.shape, device="meta", memory_format=private.suggest_memory_format(like))
+def _channels_as(like: torch.Tensor, padding: Sequence[int] = ()) -> torch.Tensor:
+    """Channels last where `like` has them so. padding: on both sides of dimensions, the last one first."""
+    shape = torch.nn.functional.pad(like, padding).shape
+    return torch.empty(shape, device="meta", memory_format=private.suggest_memory_format(like))
 
 
 def _elementwise(*operands: Any) -> torch.Tensor:
@@ -46,6 +48,8 @@ _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.smooth_l1_loss_backward.default: lambda grad, x, *_: _contiguous(x),
     aten.huber_loss_backward.default: lambda grad, x, *_: _contiguous(x),
     aten.roll.default: lambda x, *_: _channels_as(x),
+    aten.reflection_pad2d.default: lambda x, padding: _channels_as(x, padding),
+    aten.replication_pad2d.default: lambda x, padding: _channels_as(x, padding),
     aten.reflection_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
     aten.replication_pad2d_backward.default: lambda grad, x, *_: _channels_as(x),
     aten.elu_backward.default: lambda grad, alpha, scale, input_scale, is_result, x: _elementwise(grad, x),

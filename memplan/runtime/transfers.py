@@ -277,7 +277,7 @@ class _Kept:
     target: torch.Tensor
 
 
-@dataclass(eq=False, slots=True, weakref_slot=True)
+@dataclass(eq=False)
 class Slab:
     """Pinned host memory of one forward and its backward."""
 

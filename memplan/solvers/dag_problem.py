@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from memplan.problem import Costs, Graph, Op, Problem, Value
+from memplan.problem import Costs, Graph, Op, Problem, Value, total_s
 from memplan.schedule import BOUNDARY, Compute, Drop, Timeline, schedule_of
 from memplan.simulate import simulate
 
@@ -61,7 +61,7 @@ class DagProblem:
     @property
     def baseline_s(self) -> float:
         """Seconds when every node runs once."""
-        return sum(node.time_s for node in self.nodes)
+        return total_s(node.time_s for node in self.nodes)
 
     def to_json(self) -> str:
         """The problem as JSON text that `from_json` reads."""
