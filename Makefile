@@ -1,24 +1,30 @@
-# make demo | test | lint | kernels | test-slow | test-full | test-gpu | bench: each sets up .venv first.
+# make demo | test | test-only | lint | kernels | test-slow | test-full | test-gpu | bench: each sets up .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
+# CONSTRAINTS     versions that are installed: constraints/oldest.txt with Python 3.10, constraints/newest.txt with 3.13
 # TORCH_PIP_ARGS  extra arguments for installing torch, for instance --index-url of a CPU-only build
 # WORKERS         processes that run the tests; "auto" is one for each core, 0 is none beside pytest itself
 
 PYTHON ?= python3
 VENV ?= .venv
+CONSTRAINTS ?= constraints.txt
 TORCH_PIP_ARGS ?=
 WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test lint kernels test-slow test-full test-gpu bench format clean
+.PHONY: demo test test-only lint kernels test-slow test-full test-gpu bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
+	$(MAKE) test-only
+
+# Without the linters, which are for the pinned versions.
+test-only: kernels
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
@@ -51,8 +57,8 @@ clean:
 	rm -f memplan/solvers/__pycache__/*.nbi memplan/solvers/__pycache__/*.nbc
 
 # torch comes first and alone, so that nothing else decides which build of it is installed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $(STAMP)

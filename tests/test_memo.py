@@ -20,7 +20,10 @@ Described = list[tuple[Any, ...]]
 
 
 def described(graph: fx.Graph) -> Described:
-    """Every node: what it runs on, and the layouts of its results; memory is numbered as it appears."""
+    """Every node: what it runs on, and the layouts of its results; nodes and memory are numbered as they appear.
+
+    PyTorch 2.15 writes some `detach` as an `alias`, which is the same view.
+    """
     storages: dict[int, int] = {}
 
     def of_value(value: Any) -> Any:
@@ -32,7 +35,19 @@ def described(graph: fx.Graph) -> Described:
         where = storages.setdefault(storage._cdata, len(storages)), storage.nbytes(), value.storage_offset()
         return type(value), tuple(value.shape), value.stride(), where, value.dtype, value.device, value.requires_grad
 
-    return [(n.name, n.op, n.target, repr(n.args), repr(n.kwargs), of_value(n.meta.get("val"))) for n in graph.nodes]
+    def of_name(node: fx.Node) -> tuple[str, Any]:
+        known = node.target is not torch.ops.aten.alias.default
+        name, target = (node.name, node.target) if known else ("detach", torch.ops.aten.detach.default)
+        return name.rstrip("_0123456789") if name.startswith("detach") else name, target
+
+    numbers = {node: f"%{number}" for number, node in enumerate(graph.nodes)}
+    return [
+        (
+            n.op, *of_name(n), repr(fx.map_arg(n.args, numbers.__getitem__)),
+            repr(fx.map_arg(n.kwargs, numbers.__getitem__)), of_value(n.meta.get("val")),
+        )
+        for n in graph.nodes
+    ]  # fmt: skip
 
 
 def nodes_of(model: nn.Module, sample: Sample) -> Described:
