@@ -121,6 +121,13 @@ def test_a_sample_on_another_device() -> None:
         memplan.apply(net, sample.to("meta"), 0.5, costs="estimate")
 
 
+@pytest.mark.parametrize("device", ["mps", "xpu", "meta"])
+def test_a_kind_of_device_that_steps_are_not_planned_for(device: str) -> None:
+    net, sample = net_and_sample()
+    with nothing_changes(net), pytest.raises(ValueError, match=f"steps on {device} can't be planned"):
+        memplan.apply(net, sample, 0.5, device=device)
+
+
 def test_arguments_that_forward_does_not_take() -> None:
     net, sample = net_and_sample()
     with nothing_changes(net, sample), pytest.raises((memplan.UnsupportedModel, TypeError), match="mask"):

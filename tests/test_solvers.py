@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import runpy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exchange import exchange
 from memplan.solvers.expand import expand, solved_chain
 from memplan.solvers.flat import Flat, Ints, flatten
-from memplan.solvers.jit import digest_of_imports
+from memplan.solvers.jit import _tell_of_no_cache, digest_of_imports, kernel
 from memplan.solvers.neighbourhood import improve
 from memplan.solvers.options import cut_orders
 from memplan.solvers.orders import demand_order, events_of, lower, split
@@ -330,3 +331,16 @@ def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path) -> None:
 
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
+
+
+def test_kernels_run_where_no_compiled_one_can_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a read-only installation without a home."""
+    monkeypatch.setattr("numba.core.caching.CompileResultCacheImpl._locator_classes", [])
+    _tell_of_no_cache.cache_clear()
+
+    (tmp_path / "add.py").write_text("def add(a, b):\n    return a + b\n")
+    functions = [runpy.run_path(str(tmp_path / "add.py"))["add"] for _ in range(2)]
+    assert [kernel(add)(2, 3) for add in functions] == [5, 5]
+    assert ["NUMBA_CACHE_DIR" in record.message for record in caplog.records if record.name == "memplan"] == [True]

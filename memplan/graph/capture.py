@@ -85,6 +85,8 @@ def _capture(
 ) -> Capture:
     refuse_wrappers(model)
     planned_device = device or model_device(model)
+    if planned_device.type not in ("cpu", "cuda"):
+        raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
     run = forward if loss_fn is None else functools.partial(loss_fn, model)
     reader = CallReader(run)
     call = sample if isinstance(sample, Call) else reader.read_sample(sample)

@@ -3,6 +3,8 @@
 Cached, so that a process pays for compilation once per installation; without the interpreter lock, so that callers may
 plan in a thread; never `fastmath`, so that plans are equal on every machine.
 
+Where nothing can be written (a read-only installation and no home), each process compiles for itself.
+
 numba looks at a kernel's own file to see whether what it has compiled still holds, and not at those that its kernels
 and constants come from, which are compiled into it. Their digest is in the name under which it is kept.
 """
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -19,13 +22,28 @@ from typing import Any, TypeVar, cast
 import numba
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
+log = logging.getLogger("memplan")
+
 _IMPORT = re.compile(r"^from memplan\.solvers\.(\w+) import", re.MULTILINE)
 
 
 def kernel(function: _Function) -> _Function:
     """Compile a function of arrays and scalars with numba."""
     function.__qualname__ += f"_{digest_of_imports(Path(function.__code__.co_filename))}"
-    return cast(_Function, numba.njit(cache=True, nogil=True)(function))
+    dispatcher = numba.njit(nogil=True)(function)
+    try:
+        dispatcher.enable_caching()
+    except RuntimeError:
+        _tell_of_no_cache()
+    return cast(_Function, dispatcher)
+
+
+@functools.cache
+def _tell_of_no_cache() -> None:
+    log.warning(
+        "memplan: there is no folder to keep compiled solvers in, so each process compiles them anew, for about a "
+        "minute. Set NUMBA_CACHE_DIR to one that can be written to"
+    )
 
 
 @functools.cache
