@@ -62,8 +62,8 @@ def plan_stages(
     for name in ("sample", "plan", "loss_fn", "in_flight", "surroundings"):
         if name in apply_keywords:
             raise TypeError(f"plan_stages takes no {name}=: that comes from the schedule and its first step")
-    counts = in_flight(schedule)
     _refuse(schedule)
+    counts = in_flight(schedule)
     for name, given in (("budgets", budget), ("host budgets", host_budget)):
         if isinstance(given, Mapping) and set(given) != set(counts):
             raise ValueError(f"{name} are for stages {sorted(given)}, but this rank runs stages {sorted(counts)}")
@@ -421,6 +421,11 @@ def _actions(schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 def _refuse(schedule: Schedule) -> None:
     """Raise ValueError for what a plan can't be combined with."""
+    if "target" not in inspect.signature(getattr(schedule, _begins(schedule))).parameters:
+        raise ValueError(
+            f"schedules of PyTorch {torch.__version__} prepare their stages without a target, and the last stage is "
+            "planned with its loss. PyTorch 2.13 is new enough"
+        )
     if schedule._loss_fn is None:
         raise ValueError("the schedule has no loss_fn, so it does not train. Give it one, or leave memplan out")
     if getattr(schedule, "_comp_type_to_function_map", None):
@@ -439,11 +444,6 @@ def _refuse(schedule: Schedule) -> None:
             raise ValueError(
                 f"stage {stage.stage_index} has a dw_builder, which runs the backward of weights apart. Leave it out"
             )
-    if "target" not in inspect.signature(getattr(schedule, _begins(schedule))).parameters:
-        raise ValueError(
-            f"schedules of PyTorch {torch.__version__} prepare their stages without a target, and the last stage is "
-            "planned with its loss. PyTorch 2.13 is new enough"
-        )
 
 
 def _begins(schedule: Schedule) -> str:

@@ -238,7 +238,7 @@ def torch_cells() -> dict[str, Cell]:
             functools.partial(torch_equals_plain, "1f1b", static=False), full=True, needs=TORCH
         ),
         "torch-goes-on-and-ends": Cell(torch_goes_on_and_ends, needs=TORCH),
-        "torch-refuses": Cell(torch_refuses),
+        "torch-refuses": Cell(torch_refuses, needs=TORCH),
     }
     for kind in SCHEDULES:
         for world in (2, 4):

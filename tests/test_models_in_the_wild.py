@@ -382,6 +382,56 @@ def own_backward() -> tuple[nn.Module, Any]:
 
 
 @wild
+def own_backward_under_vmap() -> tuple[nn.Module, Any]:
+    """As transformers 4 makes attention masks, and with a gradient."""
+
+    class Twice(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            return x.sin() * 2
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: tuple[torch.Tensor], output: torch.Tensor) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * x.cos() * 2
+
+    return Lambda(lambda s, x: square(s.one(torch.vmap(Twice.apply)(s.one(x)))), one=layer()), torch.randn(64, 8)
+
+
+@wild
+def one_module_under_several_names() -> tuple[nn.Module, Any]:
+    """As encoders and decoders share an embedding, whose weight is that of the head besides."""
+
+    def run(s: Any, ids: torch.Tensor) -> torch.Tensor:
+        return square(s.head(torch.tanh(s.encoder(ids)) + s.decoder(ids.flip(0))))
+
+    shared, head = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+    head.weight = shared.weight
+    encoder, decoder = nn.Sequential(shared, layer(16), nn.GELU()), nn.Sequential(shared, layer(16), nn.GELU())
+    return Lambda(run, shared=shared, encoder=encoder, decoder=decoder, head=head), torch.randint(0, 50, (16, 12))
+
+
+@wild
+def layers_that_are_never_left_out() -> tuple[nn.Module, Any]:
+    """LayerDrop that is switched off: a number is drawn, and decides nothing."""
+
+    def run(s: Any, x: torch.Tensor) -> torch.Tensor:
+        for one in s.layers:
+            if torch.rand([]) < 0.0 or torch.rand(()).ge(1.0):
+                continue
+            x = x + torch.tanh(one(x))
+        return square(F.dropout(x))
+
+    return Lambda(run, layers=nn.ModuleList(layer() for _ in range(4))), torch.randn(64, 8)
+
+
+@wild
 def inner_gradient() -> tuple[nn.Module, Any]:
     """A gradient penalty: forward differentiates itself."""
 

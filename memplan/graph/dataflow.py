@@ -13,6 +13,11 @@ from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key
 
+aten = torch.ops.aten
+
+_UNIFORM = (aten.rand.default, aten.rand_like.default)
+_COMPARISONS = (aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar)
+
 
 def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
@@ -26,6 +31,22 @@ def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
             needed.update(candidate.all_input_nodes)
             storages.update(storage_of(n) for n in candidate.all_input_nodes)
     return found[::-1]
+
+
+def answer_to_any_draw(node: fx.Node) -> bool | None:
+    """What a comparison of a uniform random number, from 0 to less than 1, comes to whatever is drawn.
+
+    None where that depends on the number, and for any other node. `if torch.rand([]) < p` with a p of 0 is how layers
+    are left out where that is switched off.
+    """
+    draw, *limit = node.args or (None,)
+    if node.target not in _COMPARISONS or not isinstance(draw, fx.Node) or draw.target not in _UNIFORM:
+        return None
+    dtype = draw.meta["val"].dtype
+    with private.outside_of_tracing():
+        least, most = torch.zeros((), dtype=dtype), torch.nextafter(*torch.tensor([1, 0], dtype=dtype))
+        answers = {bool(node.target(number, *limit)) for number in (least, most)}
+    return answers.pop() if len(answers) == 1 else None
 
 
 def storage_of(node: fx.Node) -> object:

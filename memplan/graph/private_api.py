@@ -156,6 +156,8 @@ class InPlaceOf:
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Where the functions run in place of the ops."""
+        for operator_on_functions in tuple(torch._ops._higher_order_ops.values()):
+            operator_on_functions.fallthrough(self._key)
         with torch._C._IncludeDispatchKeyGuard(self._key):
             yield
 

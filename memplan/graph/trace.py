@@ -23,7 +23,7 @@ from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
-from memplan.graph.dataflow import evaluate, nodes_behind
+from memplan.graph.dataflow import answer_to_any_draw, evaluate, nodes_behind
 from memplan.graph.edges import Edges
 from memplan.graph.layout import dense_layout, storage_key, strides_that_matter, tensors_of
 from memplan.graph.memo import Memo
@@ -156,10 +156,9 @@ def trace_step(
             return list(template.tensors), grads
 
         args, kwargs = call.with_tensors(given[: len(call.tensors)])
-        state = {f"model.{n}": t for n, t in [*leaves.items(), *zip(buffers, bufs, strict=True)]}
-        step_module = _Step(model, forward_and_backward)
-        with private.seeding_refused(_seeds_itself):
-            return torch.func.functional_call(step_module, state, args, kwargs, tie_weights=True)  # type: ignore[no-any-return]
+        state = {**leaves, **dict(zip(buffers, bufs, strict=True))}
+        with private.seeding_refused(_seeds_itself), _in_place_of_state(model, state):
+            return forward_and_backward(*args, **kwargs)
 
     fake_inputs = [_stand_in(t, device) if moves_inputs else t.detach() for t in inputs]
     state = [t.detach() for t in (*parameters.values(), *buffers.values())]
@@ -242,16 +241,22 @@ def _grads_in_part(
     return grads
 
 
-class _Step(nn.Module):
-    """Lets `functional_call` exchange the model's state around any function that runs the model."""
+@contextlib.contextmanager
+def _in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Tensors in place of the model's parameters and buffers, by name, under all names that these go by.
 
-    def __init__(self, model: nn.Module, run: Callable[..., Any]) -> None:
-        super().__init__()
-        self.model = model
-        self._run = run
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
+    `torch.func.functional_call` leaves its own in a module that is registered twice.
+    """
+    members: list[dict[str, Any]] = [m for module in model.modules() for m in (module._parameters, module._buffers)]
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    before = [(of_module, key, t) for of_module in members for key, t in of_module.items() if t is not None]
+    for of_module, key, tensor in before:
+        of_module[key] = state[names[id(tensor)]]
+    try:
+        yield
+    finally:
+        for of_module, key, tensor in before:
+            of_module[key] = tensor
 
 
 def _tangents(session: _Session, expanded: bool, around: Surroundings | None) -> tuple[list[int], list[torch.Tensor]]:
@@ -445,6 +450,9 @@ class _Watch(private.TorchDispatchMode):
         )
 
     def _read(self, node: fx.Node) -> Any:
+        certain = answer_to_any_draw(node)
+        if certain is not None:
+            return certain
         closure = nodes_behind(node, list(private.tracer_graph().nodes))
         source = caller_line()
         for n in closure:
