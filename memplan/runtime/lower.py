@@ -247,21 +247,19 @@ class _Lowering:
         return found
 
     def _strided(self, node: fx.Node, parent: fx.Node, instance: Instance, value: int) -> fx.Node | None:
-        """A chain of views of an op's result in one step."""
-        if parent not in self.traced.parents or node.target is operator.getitem:
-            return None
-        root = parent
-        while root in self.traced.parents and root not in instance:
+        """A view of an op's result, or a chain of them, in one step, by the call that takes Python the least time."""
+        root = nearest = parent
+        while root in self.traced.parents:
             root = self.traced.parents[root]
-        if root in self.traced.residents or root not in self.traced.roots[value] or parent in instance:
+        if node.target is operator.getitem or root in self.traced.residents or root not in self.traced.roots[value]:
             return None
         seen, made = node.meta["val"], root.meta["val"]
         if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
             return None
-        base = self._look(root, instance, value)
-        return self.side.call(
-            aten.as_strided.default, (base, list(seen.shape), list(seen.stride()), seen.storage_offset())
-        )
+        while nearest not in instance and nearest in self.traced.parents:
+            nearest = self.traced.parents[nearest]
+        base = self._look(nearest, instance, value)
+        return self.side.call(torch.as_strided, (base, list(seen.shape), list(seen.stride()), seen.storage_offset()))
 
     def _resident(self, node: fx.Node) -> fx.Node:
         source = self.traced.residents[node]
