@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -151,8 +151,7 @@ class TangentLayout:
         return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
+class _Watched(NamedTuple):
     """A tensor that backward reads, as it was when forward ended. storage, offset: where its contents lie."""
 
     what: str
@@ -170,7 +169,7 @@ class _Watched:
         """A parameter or buffer."""
         tensor = store[name]
         watched = _Watched.of(name, tensor)
-        return replace(watched, storage=None) if store.is_sharded(name) else watched
+        return watched._replace(storage=None) if store.is_sharded(name) else watched
 
     def is_same(self, store: ParameterStore) -> bool:
         """Whether the tensor is the one that it was, with the contents that it had."""
@@ -287,12 +286,12 @@ class Runner:
         watched += [
             _Watched.of(f"output {self._output_names[i]}", outputs[i].detach()) for i in program.backward_outputs
         ]
-        state = [_Watched.named(name, self.store) for name in program.backward_state]
+        read = [] if start is None else [name for name in self.store if name not in self.written.buffers]
+        named = {name: _Watched.named(name, self.store) for name in {*program.backward_state, *read}}
         if start is not None:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
-            read = [name for name in self.store if name not in self.written.buffers]
-            start.read.extend(_Watched.named(name, self.store) for name in read)
-        return outputs, InFlight(saved, watched, state, start)
+            start.read.extend(named[name] for name in read)
+        return outputs, InFlight(saved, watched, [named[name] for name in program.backward_state], start)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
