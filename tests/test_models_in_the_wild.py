@@ -432,6 +432,21 @@ def layers_that_are_never_left_out() -> tuple[nn.Module, Any]:
 
 
 @wild
+def queries_keys_and_values_of_one_product() -> tuple[nn.Module, Any]:
+    def run(s: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        for one in s.layers:
+            query, key, value = one(x).view(4, 16, 3, 2, 8).permute(2, 0, 3, 1, 4).unbind(0)
+            heads = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, dropout_p=0.1)
+            x = x + heads.transpose(1, 2).reshape(4, 16, 16)
+            left, right = torch.tanh(x).chunk(2, -1)
+            x = x + torch.cat([right.relu(), left.flip(1)], -1)
+        return square(x)
+
+    layers = nn.ModuleList(nn.Linear(16, 48) for _ in range(3))
+    return Lambda(run, layers=layers), (torch.randn(4, 16, 16), torch.randn(16, 16))
+
+
+@wild
 def inner_gradient() -> tuple[nn.Module, Any]:
     """A gradient penalty: forward differentiates itself."""
 

@@ -256,8 +256,8 @@ class _Lowering:
         seen, made = node.meta["val"], root.meta["val"]
         if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
             return None
-        while nearest not in instance and nearest in self.traced.parents:
-            nearest = self.traced.parents[nearest]
+        while nearest is not root and (nearest not in instance or not isinstance(nearest.meta["val"], torch.Tensor)):
+            nearest = self.traced.parents[nearest]  # which may be several tensors, as of unbind
         base = self._look(nearest, instance, value)
         return self.side.call(torch.as_strided, (base, list(seen.shape), list(seen.stride()), seen.storage_offset()))
 
