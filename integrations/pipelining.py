@@ -185,11 +185,10 @@ class StagePlans:
     def _options(self, stage: Any) -> dict[str, Any]:
         """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
 
-        Buffers for what arrives are there for all microbatches from the first step on (since PyTorch 2.15 only while
-        they are needed, which leaves the difference free). What was sent is held to the end
-        of the step, but by 1F1B, which waits for what it sends. Outputs of the last stage are, too, and then returned
-        in one piece, when nothing else is left of what was in flight. The state of an optimizer counts for one of the
-        stages alone.
+        Buffers for what arrives are there for all microbatches from the first step on (newer releases than 2.13 make
+        them as they are needed, which leaves the difference free). What was sent is held to the end of the step, but by
+        1F1B, which waits for what it sends. Outputs of the last stage are, too, and then returned in one piece, when
+        nothing else is left of what was in flight. The state of an optimizer counts for one of the stages alone.
         """
         count, every = self.in_flight[stage.stage_index], self._schedule._n_microbatches
         sent = (count + 1, 3) if isinstance(self._schedule, Schedule1F1B) else (every, every + 1)

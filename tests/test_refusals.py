@@ -186,6 +186,13 @@ class RandomBranch(Net):
         return out.mean() if torch.rand(()) > 0.5 else out.sum()  # the draw
 
 
+class RandomBranchOfAnotherRange(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        number = torch.rand(1)
+        number.view(()).sub_(0.5)
+        return self.features(x).mean() if number < 0.0 else self.features(x).sum()  # the draw
+
+
 class PythonRandom(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.features(x).mean() * random.random()
@@ -339,6 +346,7 @@ class CheckpointsItself(Net):
         (Selected, ["depends on data", "test_refusals.py", "x[x > 0]"]),
         (SeedsItself, ["generator"]),
         (RandomBranch, ["random numbers", "test_refusals.py", "torch.rand"]),
+        (RandomBranchOfAnotherRange, ["random numbers", "test_refusals.py", "number < 0.0"]),
         (PythonRandom, ["random"]),
         (NumpyRandom, ["random"]),
         (Counter, ["Counter.calls", "each time"]),

@@ -15,7 +15,6 @@ from memplan.graph.layout import storage_key
 
 aten = torch.ops.aten
 
-_UNIFORM = (aten.rand.default, aten.rand_like.default)
 _COMPARISONS = (aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar)
 
 
@@ -33,19 +32,22 @@ def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
     return found[::-1]
 
 
-def answer_to_any_draw(node: fx.Node) -> bool | None:
+def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
     """What a comparison of a uniform random number, from 0 to less than 1, comes to whatever is drawn.
 
-    None where that depends on the number, and for any other node. `if torch.rand([]) < p` with a p of 0 is how layers
-    are left out where that is switched off.
+    closure: all that the comparison depends on. None where that is more than the draw, and where the answer depends on
+    the number. `if torch.rand([]) < p` with a p of 0 is how layers are left out where that is switched off.
     """
-    draw, *limit = node.args or (None,)
-    if node.target not in _COMPARISONS or not isinstance(draw, fx.Node) or draw.target not in _UNIFORM:
+    if len(closure) != 2 or closure[0].target is not aten.rand.default or closure[1].target not in _COMPARISONS:
         return None
-    dtype = draw.meta["val"].dtype
+    draw, comparison = closure
+    compare: Any = comparison.target
+    dtype, limit = draw.meta["val"].dtype, comparison.args[1:]
+    if dtype not in (torch.float32, torch.float64):
+        return None
     with private.outside_of_tracing():
         least, most = torch.zeros((), dtype=dtype), torch.nextafter(*torch.tensor([1, 0], dtype=dtype))
-        answers = {bool(node.target(number, *limit)) for number in (least, most)}
+        answers = {bool(compare(number, *limit)) for number in (least, most)}
     return answers.pop() if len(answers) == 1 else None
 
 

@@ -450,10 +450,10 @@ class _Watch(private.TorchDispatchMode):
         )
 
     def _read(self, node: fx.Node) -> Any:
-        certain = answer_to_any_draw(node)
+        closure = nodes_behind(node, list(private.tracer_graph().nodes))
+        certain = answer_to_any_draw(closure)
         if certain is not None:
             return certain
-        closure = nodes_behind(node, list(private.tracer_graph().nodes))
         source = caller_line()
         for n in closure:
             if n.op == "placeholder" and n.name not in self._session.sources:
