@@ -12,6 +12,7 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test test-only lint kernels test-slow test-full test-gpu bench format clean
@@ -21,11 +22,11 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
-	$(MAKE) test-only
+	$(PYTEST)
 
 # Without the linters, which are for the pinned versions.
 test-only: kernels
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check $(SOURCES)
@@ -36,10 +37,10 @@ kernels: $(STAMP)
 	$(BIN)/python -m tests.compile_kernels
 
 test-slow: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu"
 
 test-full: $(STAMP)
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile -m "not gpu"
+	$(PYTEST) -m "not gpu"
 
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)
