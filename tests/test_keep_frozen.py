@@ -481,6 +481,8 @@ def test_a_plan_that_keeps_frozen_parameters_survives_a_file(tmp_path: Path) -> 
 
 def test_a_parameter_that_is_trained_or_shares_memory_with_one_does_not_stay() -> None:
     plain, net, sample = pair()
+    memplan.remove(net)
+    memplan.apply(net, sample, plan_below_the_floor().problem.budget_bytes, **OPTIONS, keep_frozen=True)
     for model in (plain, net):
         model.frozen[0].requires_grad_(True)
     assert_same_bits(train(plain, sample), train(net, sample))

@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import memplan
 from memplan.runtime import planned_forward
+from memplan.runtime.check import TRACED
 from tests.small import Net, at_floor, grads_of, net_and_sample, pair, picture
 from tests.zoo import MODELS, assert_same_bits, run_steps
 
@@ -30,7 +31,7 @@ class Boom(Exception):
 
 def sabotage(program: torch.fx.GraphModule, error: type[BaseException]) -> Callable[[], None]:
     """Let the op in the middle of a program raise; gives back what mends it."""
-    ops = [n for n in program.graph.nodes if n.op == "call_function" and isinstance(n.target, torch._ops.OpOverload)]
+    ops = [n for n in program.graph.nodes if TRACED in n.meta]
     node = ops[len(ops) // 2]
     target = node.target
 

@@ -1,4 +1,4 @@
-"""What autograd does with gradients beside computing them: handing them over, copying some, summing in place."""
+"""What autograd does with gradients beside computing them: handing them over, copying some; and sums in place."""
 
 from __future__ import annotations
 
@@ -85,12 +85,16 @@ def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -
     draft.gradients.append(Gradient(made, ((name, copy),)))
 
 
-def accumulate_in_place(draft: Draft) -> None:
-    """Sum gradients into the first of them where nobody reads it afterwards, as autograd's engine does."""
+def add_in_place(draft: Draft) -> None:
+    """Add into the first operand where nobody reads that afterwards.
+
+    So does eager where autograd's engine sums gradients, attention adds its mask or a linear layer its bias, out of
+    place only where a dispatch mode looks on, as in a trace. Elsewhere it costs nothing and frees the operand sooner.
+    """
     last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
     made_by = {v: op for op in draft.ops for v in op.outputs}
     for position, op in enumerate(draft.ops):
-        if op.phase != "backward" or op.target is not aten.add.Tensor or op.kwargs:
+        if op.target is not aten.add.Tensor or op.kwargs:
             continue
         first, second = op.args
         if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
@@ -99,12 +103,11 @@ def accumulate_in_place(draft: Draft) -> None:
         producer = made_by.get(old)
         free = (
             producer is not None
-            and producer.phase == "backward"
+            and producer.phase == op.phase
             and draft.values[old].role == "activation"
             and not draft.values[old].held
             and last_read[old] == position
             and old != op.reads[second]
-            and first in draft.values[old].roots
             and same_layout(first.meta["val"], op.node.meta["val"])
         )
         if free:

@@ -180,6 +180,11 @@ def someone_traces() -> bool:
 uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a function as it is, and goes on around it
 
 
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Where ops take their arguments as they are, on any device."""
+    return torch._C._DisableAutocast()
+
+
 def autocast_knows(op: str, device_type: str) -> bool:
     """Whether autocast has an opinion on an op of aten."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", f"Autocast{device_type.upper()}")

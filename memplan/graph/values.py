@@ -18,7 +18,7 @@ from memplan.graph import op_facts
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.draft import Draft, DraftOp, DraftStorage, DraftValue
 from memplan.graph.freeze import drop_dead_ops, freeze
-from memplan.graph.gradients import accumulate_in_place, order_gradients, take_gradients
+from memplan.graph.gradients import add_in_place, order_gradients, take_gradients
 from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import RawTrace
 from memplan.graph.traced import Made, MetaTensor, OutputTensor, Resident, Traced
@@ -35,7 +35,7 @@ def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device
     outputs = builder.hold_outputs(builder.read_nodes())
     take_gradients(builder.draft, raw)
     drop_dead_ops(builder.draft, outputs)
-    accumulate_in_place(builder.draft)
+    add_in_place(builder.draft)
     order_gradients(builder.draft, raw.arrivals)
     return freeze(builder.draft, raw, outputs)
 

@@ -22,6 +22,7 @@ from memplan.graph.collector import without_collections
 from memplan.graph.dataflow import written_nodes
 from memplan.graph.layout import tensors_of
 from memplan.graph.traced import MetaTensor, Traced
+from memplan.runtime.bindings import binding
 from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
 from memplan.runtime.gathers import gather, gathered, open_gathers, release
@@ -291,13 +292,15 @@ class _Lowering:
         self.ran.add(index)
         for value in op.inputs:
             self._arrive(value)
-        args, kwargs = self._arguments(kernel.repeat_args if again else kernel.args, kernel.kwargs, kernel.reads)
+        given = kernel.repeat_args if again else kernel.args
+        args, kwargs = self._arguments(given, kernel.kwargs, kernel.reads)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)
             run = self.side.call(again_as, (state, device, kernel.target, *args), kwargs, op.name)
         else:
-            run = self.side.call(kernel.target, args, kwargs, op.name)
+            target = binding(kernel.target, given, kernel.kwargs)
+            run = self.side.call(target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
                 run.meta[TRACED] = kernel.node.meta["val"]
         fresh = self._take_over(index)

@@ -1,0 +1,100 @@
+"""Which function of PyTorch runs an op in a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import memplan
+from memplan.runtime.bindings import binding
+from memplan.runtime.execute import Runner
+from memplan.schedule import Compute
+from tests.meter import LiveMeter
+from tests.small import pair
+from tests.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
+
+aten = torch.ops.aten
+
+
+def node(tensor: torch.Tensor) -> fx.Node:
+    placeholder = fx.Graph().placeholder("x")
+    placeholder.meta["val"] = tensor
+    return placeholder
+
+
+X, ONE = node(torch.empty(4, 4, device="meta")), node(torch.empty((), device="meta"))
+ON_CPU = {"dtype": torch.float32, "device": torch.device("cpu")}
+
+CASES: list[tuple[Any, tuple[Any, ...], dict[str, Any], Callable[..., Any] | None]] = [
+    (aten.mm.default, (X, X), {}, torch.mm),
+    (aten.add.Tensor, (X, ONE), {}, torch.add),
+    (aten.add_.Tensor, (X, X), {}, torch.Tensor.add_),
+    (aten.sum.dim_IntList, (X, [0], True), {}, torch.sum),
+    (aten.clone.default, (X,), {"memory_format": torch.contiguous_format}, torch.clone),
+    (aten.empty_strided.default, ([2, 2], [2, 1]), ON_CPU, torch.empty_strided),
+    (aten.silu.default, (X,), {}, torch._C._nn.silu),
+    # Python would pick an op of another name, or of no name, or none.
+    (aten.mul.Scalar, (X, 2.0), {}, None),
+    (aten.div_.Scalar, (X, 2.0), {}, None),
+    (aten.tanh_backward.default, (X, X), {}, None),
+    (aten.native_layer_norm_backward.default, (X, X, [4], X, X, X, X, [True] * 3), {}, None),
+    (torch.ops.memplan.sum_of_weights.default, (X, X, -100), {}, None),
+    (torch.as_strided, (X, [2, 2], [1, 1], 0), {}, None),
+    # A default device would move them.
+    (aten.ones.default, ([2, 2],), {}, None),
+    (aten.scalar_tensor.default, (2.0,), {"dtype": torch.float32}, None),
+    # There is no such device, and nothing asks for one.
+    (aten.empty_strided.default, ([2, 2], [2, 1]), {**ON_CPU, "device": torch.device("xpu")}, None),
+]
+
+
+@pytest.mark.parametrize(("target", "args", "kwargs", "function"), CASES)
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_op_runs_by_the_function_that_runs_just_this_op(
+    target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], function: Callable[..., Any] | None, autocast: bool
+) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), LiveMeter():
+        assert binding(target, args, kwargs) is (target if function is None else function)
+
+
+class Log(TorchDispatchMode):
+    """The names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_dispatch_the_ops_of_their_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS[name](0)
+    memplan.apply(net, sample, 0.9, costs="estimate")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    log, run = Log(), Runner._run
+
+    def logged(runner: Runner, program: fx.GraphModule, arguments: list[Any]) -> Any:
+        with log:
+            return run(runner, program, arguments)
+
+    monkeypatch.setattr(Runner, "_run", logged)
+    loss_of(call(net, sample)).backward()
+    kinds = [plan.problem.graph.ops[step.op].kind for step in plan.schedule if isinstance(step, Compute)]
+    planned = [kind for kind in kinds if kind.startswith("aten.")]
+    assert [name for name in log.names if name in planned] == planned
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_a_default_device_moves_nothing_that_a_planned_step_makes(default: str) -> None:
+    plain, planned, sample = pair()
+    with torch.device(default):
+        assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
