@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,7 @@ from memplan.graph.call import Call
 from memplan.graph.capture import capture_part
 from memplan.graph.probe import Site, find_sites
 from memplan.graph.raw_trace import Surroundings
+from memplan.graph.real_results import Facts, OtherResults
 from memplan.graph.shards import Shards
 from memplan.plans import same_structure
 from memplan.problem import Costs, Problem
@@ -43,8 +44,8 @@ _MOST_OPTIONS = 16  # of one unit
 class Part:
     """One call of a unit or of a block. front: of a captured one. ways: what each of its options runs.
 
-    further: positions of arguments that the program takes once more. shards: who has sharded its parameters, and has
-    them whole around its passes.
+    further: positions of arguments that the program takes once more. shares: some of its parameters are used elsewhere
+    too. shards: who has sharded its parameters, and has them whole around its passes.
     """
 
     module: nn.Module
@@ -52,6 +53,7 @@ class Part:
     visit: Visit | None = None
     captured: Capture | None = None
     further: tuple[int, ...] = ()
+    shares: bool = False
     shards: Shards | None = None
     problem: Problem | None = None
     front: Front | None = None
@@ -156,11 +158,9 @@ def _planned(
 
 
 def capture_unit(unit: Part, shares: bool) -> None:
-    """Capture a unit for the gradients that reach it; it is opaque where that can't be exact.
-
-    shares: some of its parameters are used elsewhere too.
-    """
+    """Capture a unit for the gradients that reach it; it is opaque where that can't be exact."""
     visit, site = unit.visit, unit.site
+    unit.captured, unit.shares = None, shares
     if site.kind != "captured" or visit is None:
         return
     autocast = visit.call.autocast
@@ -202,9 +202,10 @@ def solve_units(
             continue
         try:
             with whole(unit.module):
-                costs = _costs(unit, unit.captured, source)
+                costs = _costs(unit, source)
         except UnsupportedModel as error:  # an op does not do what its trace says
             unit.captured, unit.site = None, Site(unit.site.name, "opaque", str(error))
+        if unit.captured is None:
             continue
         problem = Problem(unit.captured.traced.graph, costs)
         found = next((front for other, front in known if _equal(other, problem)), None)
@@ -221,7 +222,22 @@ def _equal(a: Problem, b: Problem) -> bool:
     return a.costs == b.costs and sizes[0] == sizes[1] and same_structure(a.graph, b.graph)
 
 
-def _costs(unit: Part, captured: Capture, source: str) -> Costs:
+def _costs(unit: Part, source: str) -> Costs:
+    """Those of its ops. It is captured once more where they are found to give other results than were traced."""
+    found: Mapping[str, Facts] = {}
+    while unit.captured is not None:
+        try:
+            return _costs_as_captured(unit, unit.captured, source)
+        except OtherResults as error:
+            if error.found == found:
+                raise
+            found = error.found
+            error.note()
+            capture_unit(unit, unit.shares)
+    raise UnsupportedModel(unit.site.reason)
+
+
+def _costs_as_captured(unit: Part, captured: Capture, source: str) -> Costs:
     if source == "estimate":
         return estimate(captured.traced)
     tensors = dict([*unit.module.named_parameters(), *unit.module.named_buffers()])

@@ -23,6 +23,7 @@ from memplan.graph.costs import device_name
 from memplan.graph.libraries import make_workspaces, most_library_bytes, multiplies_matrices
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.real_results import once_more_where_results_differ
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
@@ -67,6 +68,13 @@ class Planner(Planning):
         known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
         share: where ranks of a group get plans from one another.
         """
+        if share is not None:  # others would not go along with a second try
+            return self._step(model, forward, sample, known, share)
+        return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+
+    def _step(
+        self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], share: Share | None
+    ) -> Step:
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
@@ -199,6 +207,7 @@ class Planner(Planning):
                 self.host_budget = plan.host_bytes
         self.budget_bytes = self.budget_bytes or plan.problem.budget_bytes
 
+    @once_more_where_results_differ
     def step_for(
         self, model: nn.Module, forward: Forward, call: Call, tangents: dict[int, TangentLayout] | None
     ) -> WholeStep:
@@ -206,6 +215,7 @@ class Planner(Planning):
         captured = self.capture(model, forward, call, tangents)
         return self._whole(model, captured, self._plan(model, captured))
 
+    @once_more_where_results_differ
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
         if self.shards is None:
@@ -219,8 +229,12 @@ class Planner(Planning):
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None:
+            if plan.problem.costs.source == "measured":  # the plan may know of results that nobody has seen here yet
+                self._costs(model, captured, None, quick=True)
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
-        return self._whole(model, captured, plan)
+        step = self._whole(model, captured, plan)
+        step.check_first_runs()
+        return step
 
     def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[Step]:
         """Steps that can be had at once for a call that a step at hand serves, where other ranks can't run that one."""

@@ -30,6 +30,7 @@ from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.layout import storage_key
 from memplan.graph.libraries import library_bytes
 from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
+from memplan.graph.real_results import once_more_where_results_differ
 from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
@@ -137,10 +138,12 @@ class Planning:
                 raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
         self.gathers = Gathers(shards)
 
+    @once_more_where_results_differ
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
         return self._plan(model, self.capture(model, forward, sample))
 
+    @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans from the smallest peak to the unplanned step."""
         captured = self.capture(model, forward, sample)

@@ -38,7 +38,8 @@ from torch.utils.flop_counter import flop_registry
 
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.layout import storage_key, strides_that_matter, tensors_of
+from memplan.graph.layout import storage_key, strides_that_matter
+from memplan.graph.real_results import Facts, OtherResults, TensorFacts, call_of, can_be_noted, facts_of
 from memplan.graph.traced import Kernel, MetaTensor, Traced
 from memplan.problem import Costs, Roofline
 from memplan.units import format_bytes
@@ -48,7 +49,7 @@ _FEWEST_RUNS, _MOST_RUNS = 2, 5
 _LONG_S = 0.1  # the first run of an op that takes longer is all the timing that it gets
 _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
 _MARK = "memplan op "
-_FORMAT = 3  # of the cache file
+_FORMAT = 4  # of the cache file
 
 # (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
 StateOf = Callable[[str, str, int], torch.Tensor | None]
@@ -74,8 +75,8 @@ def measure(
 
     quick: ops that are not in the cache run once, and are not entered: seconds are rough then, scratch is not.
 
-    Raises BudgetInfeasible where one op with its operands alone exceeds `budget_bytes`, UnsupportedModel where a real
-    result differs from the traced one.
+    Raises BudgetInfeasible where one op with its operands alone exceeds `budget_bytes`, OtherResults where real results
+    differ from traced ones, UnsupportedModel where they could not be traced.
     """
     cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
@@ -135,6 +136,8 @@ class _Bench:
         self._read = {v for op in traced.graph.ops for v in op.inputs}
         self._pool: list[torch.Tensor] = []  # arguments of the latest op
         self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
+        self._other: dict[str, Facts] = {}  # results that are not those of the trace
+        self._told = ""
 
     def time_s(self, index: int, scratch_bytes: int) -> float:
         """Fewest seconds of some runs with cold caches: whatever else the machine does only adds to them."""
@@ -165,6 +168,8 @@ class _Bench:
         """
         run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
         peaks, times = run(indices, progress)
+        if self._other:
+            raise OtherResults(self._told, self._other)
         return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times
 
     def _new_bytes(self, index: int) -> int:
@@ -175,8 +180,13 @@ class _Bench:
         """The result of a run and its seconds, after a look at the result."""
         target = self.traced.kernels[index].target
         start = time.perf_counter()
-        with torch.profiler.record_function(f"{_MARK}{index}"):
-            result = target(*args, **kwargs)
+        try:
+            with torch.profiler.record_function(f"{_MARK}{index}"):
+                result = target(*args, **kwargs)
+        except Exception as error:
+            if self._other:  # then the arguments may be none that there ever are
+                raise OtherResults(self._told, self._other) from error
+            raise
         time_s = time.perf_counter() - start
         self._compare(index, result, (*args, *kwargs.values()))
         return result, time_s
@@ -270,16 +280,40 @@ class _Bench:
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
         last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
-        real, traced = _facts(result, last), _facts(kernel.node.meta["val"], last)
-        in_place = [storage in own for storage in _storages(result)]
-        differs = len(real) != len(traced) or any(
-            a[:3] != b[:3] or (a != b and not here) for a, b, here in zip(real, traced, in_place, strict=True)
+        real, traced = facts_of(result), facts_of(kernel.node.meta["val"])
+        results = result if isinstance(result, (list, tuple)) else [result]
+        in_place = [isinstance(t, torch.Tensor) and storage_key(t) in own for t in results]
+        if len(real) == len(traced) and all(
+            _alike(a, b, here, place in last)
+            for place, (a, b, here) in enumerate(zip(real, traced, in_place, strict=True))
+        ):
+            return
+        message = (
+            f"{op.kind} in {op.layer or 'the model'} gives {_shown(real)} (dtype, shape, strides, bytes), where the "
+            f"trace has {_shown(traced)}: PyTorch's fake kernel for it is wrong, and a plan would be too"
         )
-        if differs:
-            raise UnsupportedModel(
-                f"{op.kind} in {op.layer or 'the model'} gives {real} (dtype, shape, strides, bytes), where the trace "
-                f"has {traced}: PyTorch's fake kernel for it is wrong, and a plan would be too"
-            )
+        own_op = not isinstance(kernel.node.target, torch._ops.OpOverload) or kernel.target is not kernel.node.target
+        if own_op or any(in_place) or not can_be_noted(traced, real):
+            raise UnsupportedModel(message)
+        self._other[call_of(kernel.node)] = real
+        self._told = self._told or message
+
+
+def _alike(real: TensorFacts | None, traced: TensorFacts | None, in_place: bool, is_last: bool) -> bool:
+    """Whether a result is what it was traced to be, as far as anything depends on it."""
+    if real is None or traced is None:
+        return real is traced
+    if traced.device_type == "meta":  # of an op of memplan's own
+        traced = traced._replace(device_type=real.device_type)
+    if in_place:
+        traced = traced._replace(size_bytes=real.size_bytes, storage=real.storage)
+    if is_last and strides_that_matter(real.shape, real.stride) == strides_that_matter(traced.shape, traced.stride):
+        traced = traced._replace(stride=real.stride)
+    return real == traced
+
+
+def _shown(facts: Facts) -> list[tuple[Any, ...]]:
+    return [tuple(t[:4]) for t in facts if t is not None]
 
 
 def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
@@ -300,30 +334,6 @@ def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) ->
 def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
     """What it takes to make the storage behind a tensor."""
     return fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype
-
-
-def _storages(result: Any) -> list[int]:
-    return [storage_key(t) for t in tensors_of(result)]
-
-
-def _facts(result: Any, last: Sequence[int] = ()) -> list[tuple[Any, ...]]:
-    """(dtype, shape, strides, bytes, number of the storage) of each tensor.
-
-    Of the results at the positions `last`, only strides that matter.
-    """
-    storages = _storages(result)
-    results = result if isinstance(result, (list, tuple)) else [result]
-    places = [i for i, t in enumerate(results) if isinstance(t, torch.Tensor)]
-    return [
-        (
-            t.dtype,
-            tuple(t.shape),
-            strides_that_matter(t.shape, t.stride()) if place in last else tuple(t.stride()),
-            t.untyped_storage().nbytes(),
-            storages.index(storage),
-        )
-        for place, t, storage in zip(places, tensors_of(result), storages, strict=True)
-    ]
 
 
 def _timed(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:

@@ -105,7 +105,7 @@ def _op(draft: Draft, op: DraftOp, number: Numbers) -> Op:
         random=op.random,
         recomputable=op.recomputable,
         layer=op.layer,
-        key=signature(op.target, op.args, op.kwargs),
+        key=signature(op.target, op.args, op.kwargs, op.node.meta.get("val")),
     )
 
 

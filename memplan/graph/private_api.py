@@ -380,8 +380,8 @@ def exchanged(
         size, stride = size or tensor.shape, stride or tensor.stride()
         fixed = tensor.new_empty_strided(size, stride, dtype=dtype, device=device)
         if elements is not None:
-            storage = tensor.new_empty(elements).untyped_storage()
-            fixed = tensor.new_empty(0).set_(storage, 0, tensor.shape, tensor.stride())
+            storage = fixed.new_empty(elements).untyped_storage()
+            fixed = fixed.new_empty(0).set_(storage, 0, size, stride)
         if mode is None:
             return fixed
         slot = get_proxy_slot(tensor, mode.tracer)

@@ -14,14 +14,17 @@ def op_kind(target: Any) -> str:
     return str(target) if isinstance(target, torch._ops.OpOverload) else f"memplan.{target.__name__}"
 
 
-def signature(target: Any, args: Any, kwargs: Any) -> str:
-    """A short hash, equal for calls of one kernel with equal shapes, strides, dtypes, devices and settings."""
+def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:
+    """A short hash, equal for calls of one kernel with equal shapes, strides, dtypes, devices and settings.
+
+    results: what the trace says of them, which may have been found to be something else since.
+    """
 
     def shown(argument: Any) -> Any:
+        t = argument.meta.get("val") if isinstance(argument, fx.Node) else argument
+        if isinstance(t, torch.Tensor):
+            return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device.type}"
         if isinstance(argument, fx.Node):
-            t = argument.meta.get("val")
-            if isinstance(t, torch.Tensor):
-                return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.device.type}"
             return argument.name
         if isinstance(argument, torch.device):  # ranks with equal steps have devices of other numbers
             return argument.type
@@ -30,4 +33,6 @@ def signature(target: Any, args: Any, kwargs: Any) -> str:
         return repr(argument)
 
     text = f"{op_kind(target)}|{[shown(a) for a in args]}|{sorted((k, str(shown(v))) for k, v in kwargs.items())}"
+    if results is not None:
+        text += f"|{shown(results)}"
     return hashlib.sha256(text.encode()).hexdigest()[:20]

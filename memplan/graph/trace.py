@@ -29,6 +29,7 @@ from memplan.graph.layout import dense_layout, storage_key, strides_that_matter,
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
+from memplan.graph.real_results import with_noted_results
 from memplan.graph.remembered import results_forgotten
 from memplan.graph.source_lines import caller_line, first_line, line_of
 from memplan.graph.writes import KeptMemory, written_by
@@ -433,7 +434,7 @@ class _Watch(private.TorchDispatchMode):
                 f"{self._session.where or '(the model itself)'}, at {caller_line()}. Compute it outside of the "
                 "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
             )
-        return corrected_outputs(func, args, outputs)
+        return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""

@@ -1,7 +1,7 @@
 """A first run of a program, in which every result is compared with what the trace says of it.
 
-Measuring an op's cost makes the same comparison; programs whose costs were estimated get it here. A fake kernel that is
-wrong about strides would otherwise lead to other kernels further on, and so to other bits.
+Measuring an op's cost makes the same comparison; programs of which no op was run here get it then. A fake kernel that
+is wrong about strides would otherwise lead to other kernels further on, and so to other bits.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from memplan.errors import UnsupportedModel
-from memplan.graph.layout import strides_that_matter, tensors_of
+from memplan.graph.layout import strides_that_matter
+from memplan.graph.real_results import OtherResults, call_of, facts_of
 
-TRACED = "traced"  # under this name a node's metadata has the fake results of the op that it runs
+TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
 
 def run_checked(program: fx.GraphModule, arguments: list[Any]) -> Any:
-    """Run a boxed program op by op. Raises UnsupportedModel where a result is another than was traced."""
+    """Run a boxed program op by op. Raises OtherResults where a result is another than was traced."""
     return _Checked(program).boxed_run(arguments)
 
 
@@ -26,18 +26,18 @@ class _Checked(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if TRACED in n.meta:
-            found, expected = _facts(result), _facts(n.meta[TRACED])
+            traced = n.meta[TRACED]
+            found, expected = _looks(result), _looks(traced.meta["val"])
             if found != expected:
-                raise UnsupportedModel(
+                error = OtherResults(
                     f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
-                    "PyTorch's fake kernel for it is wrong, and the plan is too. Please report it"
+                    "PyTorch's fake kernel for it is wrong, and the plan is too. Plan again; what it gives is noted",
+                    {call_of(traced): facts_of(result)},
                 )
+                error.note()
+                raise error
         return result if n.users or n.op == "output" else None  # the interpreter would hold it to the end
 
 
-def _facts(result: Any) -> list[tuple[Any, ...]]:
-    return [
-        (t.dtype, tuple(t.shape), strides_that_matter(t.shape, t.stride()))
-        for t in tensors_of(result)
-        if isinstance(t, torch.Tensor)
-    ]
+def _looks(result: Any) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
+    return [(t.dtype, t.shape, strides_that_matter(t.shape, t.stride)) for t in facts_of(result) if t is not None]

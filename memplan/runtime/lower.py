@@ -302,7 +302,7 @@ class _Lowering:
             target = binding(kernel.target, given, kernel.kwargs)
             run = self.side.call(target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
-                run.meta[TRACED] = kernel.node.meta["val"]
+                run.meta[TRACED] = kernel.node
         fresh = self._take_over(index)
         wanted = fresh | {m.value for m in kernel.made if m.value not in self.live and m.value not in dead}
         for made in kernel.made:
