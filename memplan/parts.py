@@ -71,9 +71,13 @@ class Part:
     def step(self, candidate: Candidate) -> UnitStep:
         """A schedule of it, ready to run."""
         assert self.captured is not None
+        assert self.problem is not None
         program = lower(candidate.schedule, self.captured.traced, "edges")
         gathers = None if self.shards is None else Gathers(self.shards)
-        return UnitStep.of(self.module, self.captured, program, self.further, gathers)
+        step = UnitStep.of(self.module, self.captured, program, self.further, gathers)
+        if self.problem.costs.source == "estimated":
+            step.runner.check_first_runs()
+        return step
 
 
 @dataclass(frozen=True, slots=True)

@@ -233,7 +233,7 @@ class Planner(Planning):
                 self._costs(model, captured, None, quick=True)
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
         step = self._whole(model, captured, plan)
-        step.check_first_runs()
+        step.runner.check_first_runs()
         return step
 
     def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[Step]:

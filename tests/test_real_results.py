@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -117,10 +118,12 @@ class Branching(nn.Module):
         return total
 
 
-def test_parts_are_captured_once_more() -> None:
+@pytest.mark.parametrize("source", ["measure", "estimate"])
+def test_parts_are_captured_once_more(source: Any) -> None:
+    """Where costs are estimated, it is found in the first run of the parts, while they are planned."""
     net = Branching()
     plain, sample = copy.deepcopy(net), permuted("elu")[1]
-    memplan.apply(net, sample, 1.0)
+    memplan.apply(net, sample, 1.0, costs=source)
     plan = memplan.plan_of(net)
     assert isinstance(plan, memplan.PartialPlan)
     assert real_results._NOTED

@@ -257,6 +257,10 @@ class Runner:
         self._requires_grad = requires_grad
         self._output_names = output_names
 
+    def check_first_runs(self) -> None:
+        """Have every result compared with the trace's when the programs first run, for no op was run here before."""
+        self.unchecked = {self.program.forward, *(program for _, program in self._backwards)}
+
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd."""
         parameters = [self.store[name] for name in self.trainable]

@@ -64,16 +64,11 @@ class WholeStep:
         """The step for the model that was captured. The batch that it was captured with is let go."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
         runner = _runner(model, capture, programs, gathers)
+        if plan.problem.costs.source == "estimated":
+            runner.check_first_runs()
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
         collectives = Collectives.of(event for of_program in events for event in of_program)
-        step = WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
-        if plan.problem.costs.source == "estimated":
-            step.check_first_runs()
-        return step
-
-    def check_first_runs(self) -> None:
-        """Have every result compared with the trace's when the programs first run, for no op was run here before."""
-        self.runner.unchecked = {module for p in self.programs for module in (p.forward, p.backward)}
+        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
 
     @property
     def forward_ops(self) -> tuple[str, ...]:

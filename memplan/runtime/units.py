@@ -194,6 +194,7 @@ class UnitStep:
     def bound_to(self, module: nn.Module) -> UnitStep:
         """The same for a copy of the module."""
         runner = UnitRunner.of(module, self.capture, self.program)
+        runner.unchecked = set(self.runner.unchecked)
         return UnitStep(self.capture, self.program, self.key.rebound(module), runner, self.further)
 
     def run(self, call: Call) -> Any:
