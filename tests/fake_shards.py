@@ -57,7 +57,7 @@ class FakeShards:
         for name, parameter in self.parameters.items():
             if name not in self.stays:
                 self.hidden[name] = parameter.data
-                parameter.data = torch.empty(0, dtype=parameter.dtype)
+                parameter.data = torch.empty(0, dtype=parameter.dtype, device="cpu")
 
     @contextlib.contextmanager
     def shown(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class FakeShards:
         assert self.forgiving or name not in self.pending, f"{name} is freed before it has arrived"
         self.pending.pop(name, None)
         self.gathered.pop(name).fill_(float("nan"))
-        parameter.data = torch.empty(0, dtype=parameter.dtype)
+        parameter.data = torch.empty(0, dtype=parameter.dtype, device="cpu")
 
     @contextlib.contextmanager
     def accepting(self, parameters: Sequence[nn.Parameter]) -> Iterator[None]:

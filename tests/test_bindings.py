@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
@@ -15,7 +18,7 @@ from memplan.runtime.bindings import binding
 from memplan.runtime.execute import Runner
 from memplan.schedule import Compute
 from tests.meter import LiveMeter
-from tests.small import pair
+from tests.small import at_floor, pair
 from tests.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
 
 aten = torch.ops.aten
@@ -98,3 +101,37 @@ def test_a_default_device_moves_nothing_that_a_planned_step_makes(default: str) 
     plain, planned, sample = pair()
     with torch.device(default):
         assert_same_bits(run_steps(plain, sample), run_steps(planned, sample))
+
+
+class Doubling(TorchFunctionMode):
+    """Takes products twice."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.mm else result
+
+
+class Product(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(torch.mm(torch.tanh(torch.mm(x, self.weight)), self.weight)).mean()
+
+
+def test_what_a_function_mode_does_is_done_once() -> None:
+    """It is in the trace; another mode, or none, is another step."""
+    plain, net, sample = pair(Product)
+    for mode in (Doubling(), contextlib.nullcontext(), Doubling()):
+        with mode:
+            assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+def test_a_function_that_somebody_exchanges_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After programs were made with the original."""
+    plain, _net, sample = pair(Product)
+    original = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b: original(a, b) * 2)
+    net = at_floor(copy.deepcopy(plain), sample)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))

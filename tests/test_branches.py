@@ -260,3 +260,31 @@ def test_sums_are_in_place_as_in_eager() -> None:
     assert [sums_of(step) for step in steps] == [(0, 3), (0, 3)]
     plain, net = copy.deepcopy(plain), at_floor(copy.deepcopy(plain), sample)
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+class Twice(nn.Module):
+    """Adds to what something else reads before, and what can't be made again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64))
+        self.register_buffer("shift", torch.randn(256, 64))
+        self.register_buffer("count", torch.zeros(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for _ in range(3):
+            self.count.add_(1.0)
+            hidden = x @ self.weight - self.count
+            double, shifted = hidden * 2.0, hidden + self.shift
+            total = total + torch.cos(double).mean() + torch.cos(shifted).mean()
+            x = torch.sin(double)
+        return total
+
+
+def test_what_others_read_may_be_kept_instead_of_the_sum() -> None:
+    """Both results can be had again from one tensor, which a sum in place would have written over."""
+    net, sample = Twice(), torch.randn(256, 64)
+    front = memplan.explore(net, sample, costs="estimate")
+    sizes = [v.size_bytes for v in front[0].problem.graph.values if v.role == "activation"]
+    assert front[-1].peak_bytes - front[0].peak_bytes >= 3 * max(sizes)

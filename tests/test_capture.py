@@ -25,7 +25,8 @@ from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
 from memplan.runtime import planned_forward
 from memplan.runtime.check import TRACED
-from tests.zoo import MODELS, Sample, loss_of
+from tests.small import at_floor
+from tests.zoo import MODELS, Sample, assert_same_bits, loss_of, run_steps
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -314,3 +315,42 @@ def test_looking_at_a_constant_takes_no_memory() -> None:
     graph = memplan.plan(net, sample, 1.0, costs="estimate").problem.graph
     assert [v.size_bytes for v in graph.values if v.role == "constant"] == [2 * 8 * 4, 64 * 8 * 4]
     assert not [op.name for op in graph.ops if op.kind in ("aten.slice.Tensor", "aten.unbind.int", "aten.t.default")]
+
+
+class BiasesOnly(nn.Module):
+    """Convolutions that train nothing but their biases, after a batch norm of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 4, 3), nn.Tanh())
+        for layer in (self.layers[1], self.layers[3]):
+            layer.weight.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).pow(2).mean()
+
+
+@pytest.mark.parametrize("source", ["measure", "estimate"])
+def test_kernels_give_less_or_more_gradients_than_fake_ones(source: Any) -> None:
+    """That of batch norm's input is left out where nobody asks, that of a frozen weight comes with the bias's."""
+    plain, sample = BiasesOnly(), torch.randn(2, 3, 9, 9)
+    net = memplan.apply(copy.deepcopy(plain), sample, 1.0, costs=source)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+class Complex(nn.Module):
+    """A view of a view in another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(torch.tanh(x @ self.weight).view(6, 4, 2))
+        return ((pairs * pairs).abs() + torch.exp(pairs.real)).mean()
+
+
+def test_views_in_another_dtype() -> None:
+    plain, sample = Complex(), torch.randn(6, 8)
+    net = at_floor(copy.deepcopy(plain), sample)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))

@@ -282,6 +282,23 @@ def test_without_grad_and_in_eval_mode_the_own_forward_runs() -> None:
     assert not shards.log
 
 
+def test_gathers_find_the_function_modes_that_forward_is_called_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A default device, say; the program itself runs past them."""
+    net, sample, shards, _plan = sharded("small", 0.5)
+    found, gather = set[str](), shards.gather
+
+    def noted(parameter: nn.Parameter) -> Any:
+        found.add(torch.empty(0).device.type)
+        return gather(parameter)
+
+    monkeypatch.setattr(shards, "gather", noted)
+    with torch.device("meta"):
+        loss = loss_of(call(net, sample))
+        assert torch.empty(0).is_meta
+    assert found == {"meta"}
+    loss.backward()
+
+
 def test_a_plan_with_gathers_is_saved_and_loaded(tmp_path: Path) -> None:
     net, sample, shards, plan = sharded("small", 0.3)
     plan.save(tmp_path / "plan.json")

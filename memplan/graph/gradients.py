@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -89,9 +90,11 @@ def add_in_place(draft: Draft) -> None:
     """Add into the first operand where nobody reads that afterwards.
 
     So does eager where autograd's engine sums gradients, attention adds its mask or a linear layer its bias, out of
-    place only where a dispatch mode looks on, as in a trace. Elsewhere it costs nothing and frees the operand sooner.
+    place only where a dispatch mode looks on, as in a trace. Elsewhere it frees the operand sooner. In forward the add
+    must be the only reader: another could run once more on an operand that is kept.
     """
     last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
+    readers = Counter(value for op in draft.ops for value in set(op.reads.values()))
     made_by = {v: op for op in draft.ops for v in op.outputs}
     for position, op in enumerate(draft.ops):
         if op.target is not aten.add.Tensor or op.kwargs:
@@ -107,6 +110,7 @@ def add_in_place(draft: Draft) -> None:
             and draft.values[old].role == "activation"
             and not draft.values[old].held
             and last_read[old] == position
+            and (op.phase == "backward" or readers[old] == 1)
             and old != op.reads[second]
             and same_layout(first.meta["val"], op.node.meta["val"])
         )

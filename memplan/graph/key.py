@@ -314,6 +314,7 @@ def _switches() -> dict[str, Any]:
         "cudnn sdp": cuda.cudnn_sdp_enabled(),
         "order of sdp backends": private.attention_order(),
         "default dtype": torch.get_default_dtype(),
+        "function modes": private.function_modes(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
 

@@ -15,11 +15,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import _meta_registrations
-from torch._C import DispatchKey, DispatchKeySet
+from torch._C import DispatchKey, DispatchKeySet, _get_function_stack_at, _len_torch_function_stack
 from torch._compile import _disable_dynamo
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch._subclasses.fake_tensor import (
@@ -44,10 +44,15 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.fx.graph import _BoxedCodeGen
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 aten = torch.ops.aten
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # Traces exchange functions of torch and transformers for as long as they take; one thread at a time may do so.
 TRACING = threading.RLock()
@@ -183,6 +188,45 @@ uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a functio
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Where ops take their arguments as they are, on any device."""
     return torch._C._DisableAutocast()
+
+
+def function_modes() -> tuple[str, ...]:
+    """Names of the TorchFunctionModes that are on. A default device is none of concern: devices are in the trace."""
+    kinds = [type(_get_function_stack_at(i)) for i in range(_len_torch_function_stack())]
+    return tuple(kind.__qualname__ for kind in kinds if kind is not DeviceContext)
+
+
+_PUT_ASIDE = threading.local()
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Where Python functions of torch run past TorchFunctionModes, as ops do: what those change is in the trace."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    before, _PUT_ASIDE.modes = getattr(_PUT_ASIDE, "modes", ()), modes
+    try:
+        yield
+    finally:
+        _PUT_ASIDE.modes = before
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def with_function_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Of a function that programs call and that runs the code of others, which finds the modes that are put aside."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        modes = getattr(_PUT_ASIDE, "modes", ())
+        for mode in reversed(modes):
+            _push_mode(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+    return call
 
 
 def autocast_knows(op: str, device_type: str) -> bool:
@@ -385,17 +429,28 @@ def exchanged(
         if mode is None:
             return fixed
         slot = get_proxy_slot(tensor, mode.tracer)
-        node = slot.proxy.node
-        node.meta["val"] = fixed.detach()
-        if node.target is operator.getitem:
-            several, index = node.args
-            assert isinstance(several, torch.fx.Node)
-            assert isinstance(index, int)
-            results = list(several.meta["val"])
-            results[index] = node.meta["val"]
-            several.meta["val"] = tuple(results)
+        _see_as(slot.proxy.node, fixed.detach())
     set_proxy_slot(fixed, mode.tracer, slot)
     return fixed
+
+
+def leave_out(tensor: torch.Tensor) -> None:
+    """Let one of several results of a node be None."""
+    _see_as(tracer_node(tensor), None)
+
+
+def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
+    """Let a node of a trace stand for another result."""
+    if node is None:
+        return
+    node.meta["val"] = result
+    if node.target is operator.getitem:
+        several, index = node.args
+        assert isinstance(several, torch.fx.Node)
+        assert isinstance(index, int)
+        results = list(several.meta["val"])
+        results[index] = result
+        several.meta["val"] = tuple(results)
 
 
 def has_symbolic_shape(outputs: Any) -> bool:

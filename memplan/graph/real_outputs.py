@@ -87,12 +87,16 @@ _ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_atten
 def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     """The outputs of a fake op, with the dtypes, strides, bytes and devices that the real kernel gives them.
 
-    On a CPU: dtypes, over a low-precision input with float32 parameters: the statistics of batch, layer and group norm,
-    and the gradient of group norm's input. Strides: the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to
-    which fake kernels are made: the ops in `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes.
+    A gradient of batch norm's input that was not asked for is None. On a CPU: dtypes, over a low-precision input with
+    float32 parameters: the statistics of batch, layer and group norm, and the gradient of group norm's input. Strides:
+    the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to which fake kernels are made: the ops in
+    `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes.
     """
     if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
         return outputs
+    if func is aten.native_batch_norm_backward.default and not args[9][0] and outputs[0] is not None:
+        private.leave_out(outputs[0])
+        outputs = (None, *outputs[1:])
     if args[0].device.type == "cuda":
         return _as_on_cuda(func, args, outputs)
     if func in _ELEMENTS:

@@ -75,9 +75,12 @@ def _call(target: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def can_be_noted(traced: Facts, real: Facts) -> bool:
-    """Whether a trace could have the real results: they have the traced shapes, each in memory of its own."""
+    """Whether a trace could have the real results: they have the traced shapes, each in memory of its own, or are none.
+
+    What the trace has as none, nobody reads: where there is something, it is let go at once, as scratch.
+    """
     return len(traced) == len(real) and all(
-        a is b is None or (a and b and a.shape == b.shape and a.storage == b.storage == place)
+        a is None or b is None or (a.shape == b.shape and a.storage == b.storage == place)
         for place, (a, b) in enumerate(zip(traced, real, strict=True))
     )
 
@@ -93,8 +96,11 @@ def with_noted_results(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _as_noted(tensor: Any, facts: TensorFacts | None) -> Any:
-    if facts is None or facts_of(tensor)[0] == facts._replace(storage=0):
+    if tensor is None or (facts is not None and facts_of(tensor)[0] == facts._replace(storage=0)):
         return tensor
+    if facts is None:
+        private.leave_out(tensor)
+        return None
     return private.exchanged(
         tensor,
         dtype=facts.dtype,

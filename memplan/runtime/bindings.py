@@ -30,7 +30,7 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
     function = _function(target)
     if function is None:
         return target  # type: ignore[no-any-return]
-    key = (target, _look(args), _look(kwargs))
+    key = (target, function, _look(args), _look(kwargs))
     if key not in _KNOWN:
         args, kwargs = _tensors(args), _tensors(kwargs)
         with private.without_autocast(), torch.no_grad():

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from memplan.graph.layout import strides_that_matter
-from memplan.graph.real_results import OtherResults, call_of, facts_of
+from memplan.graph.real_results import Facts, OtherResults, call_of, facts_of
 
 TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
@@ -27,7 +27,8 @@ class _Checked(fx.Interpreter):
         result = super().run_node(n)
         if TRACED in n.meta:
             traced = n.meta[TRACED]
-            found, expected = _looks(result), _looks(traced.meta["val"])
+            expected = _looks(facts_of(traced.meta["val"]))
+            found = [look if known else None for look, known in zip(_looks(facts_of(result)), expected)]
             if found != expected:
                 error = OtherResults(
                     f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
@@ -39,5 +40,5 @@ class _Checked(fx.Interpreter):
         return result if n.users or n.op == "output" else None  # the interpreter would hold it to the end
 
 
-def _looks(result: Any) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]]:
-    return [(t.dtype, t.shape, strides_that_matter(t.shape, t.stride)) for t in facts_of(result) if t is not None]
+def _looks(facts: Facts) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None]:
+    return [None if t is None else (t.dtype, t.shape, strides_that_matter(t.shape, t.stride)) for t in facts]

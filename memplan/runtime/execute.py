@@ -408,10 +408,11 @@ class Runner:
 
     def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
         """Run one of the two programs; its first run is checked where no op of it was run before."""
-        if program not in self.unchecked:
-            return program.forward(arguments)
-        self.unchecked.discard(program)
-        return run_checked(program, arguments)
+        with private.without_function_modes():
+            if program not in self.unchecked:
+                return program.forward(arguments)
+            self.unchecked.discard(program)
+            return run_checked(program, arguments)
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The captured ops are already cast; autocast must not cast them again."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.graph import private_api as private
 from memplan.graph.shards import Handle, Shards
 
 
@@ -84,16 +85,19 @@ def open_gathers(store: Any) -> Session:
     return Session(store.gathers, store.__getitem__)
 
 
+@private.with_function_modes
 def gather(session: Session, name: str) -> str:
     """Begin to gather the parameter called `name`."""
     return session.gather(name)
 
 
+@private.with_function_modes
 def gathered(session: Session, ticket: str) -> torch.Tensor:
     """Let what follows wait for a gather; gives the whole parameter."""
     return session.wait(ticket)
 
 
+@private.with_function_modes
 def release(session: Session, name: str) -> None:
     """Free a gathered parameter, which nothing reads from here on."""
     session.release(name)

@@ -114,6 +114,12 @@ def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Progr
         return _Lowering(schedule, traced, grads).program()
 
 
+def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether a view is one tensor, and not several as of unbind, in this dtype."""
+    tensor = node.meta["val"]
+    return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype
+
+
 class _Side:
     """One of the two graphs, while it is written."""
 
@@ -257,8 +263,8 @@ class _Lowering:
         seen, made = node.meta["val"], root.meta["val"]
         if not isinstance(seen, torch.Tensor) or seen.dtype != made.dtype or seen.is_complex():
             return None
-        while nearest is not root and (nearest not in instance or not isinstance(nearest.meta["val"], torch.Tensor)):
-            nearest = self.traced.parents[nearest]  # which may be several tensors, as of unbind
+        while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, made.dtype)):
+            nearest = self.traced.parents[nearest]
         base = self._look(nearest, instance, value)
         return self.side.call(torch.as_strided, (base, list(seen.shape), list(seen.stride()), seen.storage_offset()))
 
