@@ -25,6 +25,7 @@ from memplan.choosing import (
 from memplan.config import Config
 from memplan.errors import UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
+from memplan.graph import private_api as private
 from memplan.graph.call import Call, Sample
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.layout import storage_key
@@ -231,7 +232,7 @@ class Planning:
             if tensor.is_meta and self.init is not None:
                 tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
                 self.init(name, tensor)
-            return tensor.to(captured.traced.device)
+            return private.plain(tensor).to(captured.traced.device)
 
         return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
 
@@ -291,7 +292,9 @@ class Planning:
     ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
         """Parameters that may live on the host, and the step's problem where those of these names do."""
         problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
-        parts = () if self.surroundings.keeps_parameters else movables(captured.traced)
+        odd = {name for name, p in model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
+        keeps = self.surroundings.keeps_parameters
+        parts = () if keeps else tuple(m for m in movables(captured.traced) if odd.isdisjoint(m.names))
         stuck = sorted((self.host or frozenset()) - all_names(parts))
         if stuck:
             raise UnsupportedModel(

@@ -84,6 +84,7 @@ def _capture(
     shards: Shards | None,
 ) -> Capture:
     refuse_wrappers(model)
+    _refuse_subclasses(model)
     planned_device = device or model_device(model)
     if planned_device.type not in ("cpu", "cuda"):
         raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
@@ -143,6 +144,7 @@ def capture_part(
     UnsupportedModel.
     """
     refuse_wrappers(module)
+    _refuse_subclasses(module)
     device = model_device(module)
     if any(t.device.type != device.type for t in call.tensors):
         raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
@@ -266,6 +268,17 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
                 "runs. Leave its compile() out, before and after memplan.apply"
+            )
+
+
+def _refuse_subclasses(model: nn.Module) -> None:
+    """Refuse tensors with a say in what ops do. Packed weights are taken as the integers that they are."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        packed = not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex())
+        if private.changes_ops(tensor) and not packed:
+            raise UnsupportedModel(
+                f"{name} is a {type(tensor).__name__}, whose class has a say in what ops on it do "
+                "(__torch_function__, __torch_dispatch__); a planned step would not ask it"
             )
 
 

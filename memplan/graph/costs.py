@@ -252,7 +252,7 @@ class _Bench:
             else:
                 real = self.resident(source.kind, source.name, source.position)
             if real is not None and real.dtype == fake.dtype and real.device.type == fake.device.type:
-                return real.detach().as_strided(fake.shape, fake.stride(), fake.storage_offset())
+                return private.plain(real).as_strided(fake.shape, fake.stride(), fake.storage_offset())
         return self._made_up(fake, storages)
 
     def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:

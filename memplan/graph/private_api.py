@@ -172,6 +172,31 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+_ORDINARY_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no subclass but PyTorch's own for parameters and buffers."""
+    return type(tensor) in _ORDINARY
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor in the same memory, of no subclass but of those that ops see (fake tensors)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        detached = tensor.detach()
+        if type(detached).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            return detached
+        return detached.as_subclass(torch.Tensor)
+
+
+def changes_ops(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class has a say in what ops on it do."""
+    kind: Any = type(tensor)
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return function not in _ORDINARY_FUNCTIONS or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
 def someone_traces() -> bool:
     """Whether forward runs for torch.func, forward-mode differentiation or a tracer (export, jit, make_fx)."""
     return (

@@ -121,6 +121,8 @@ def trace_step(
             name: p.detach().requires_grad_() if parameters[name].requires_grad else p.detach()
             for name, p in zip(parameters, params, strict=True)
         }
+        for name, leaf in leaves.items():
+            _take_attributes(leaf, parameters[name])
         given = [
             t.detach().requires_grad_() if real.requires_grad else t for t, real in zip(tensors, inputs, strict=True)
         ]
@@ -162,7 +164,7 @@ def trace_step(
             return forward_and_backward(*args, **kwargs)
 
     fake_inputs = [_stand_in(t, device) if moves_inputs else t.detach() for t in inputs]
-    state = [t.detach() for t in (*parameters.values(), *buffers.values())]
+    state = [private.plain(t) for t in (*parameters.values(), *buffers.values())]
     for index, name in enumerate(parameters):
         if shapes and name in shapes:
             state[index] = torch.empty(shapes[name], dtype=state[index].dtype, device="meta")
@@ -240,6 +242,12 @@ def _grads_in_part(
                 "planned part of a step would not hand on"
             )
     return grads
+
+
+def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
+    """What a parameter of a subclass carries (the scales of packed weights) is read from its stand-in."""
+    if not private.is_ordinary(parameter):
+        vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
 
 
 @contextlib.contextmanager

@@ -46,6 +46,7 @@ class _Builder:
     def __init__(self, raw: RawTrace, input_names: Sequence[str], device: torch.device) -> None:
         self.raw, self.input_names = raw, tuple(input_names)
         self.draft = Draft(device)
+        self._constants: dict[int, DraftStorage] = {}  # by key of the real storage
 
     def read_nodes(self) -> list[int]:
         """Fill the draft. Gives the values that hold the outputs at the boundary."""
@@ -122,8 +123,11 @@ class _Builder:
             )
         self.draft.residents[node] = Resident("constant", name)
         self.draft.constants[name] = tensor
-        node.meta.setdefault("val", tensor)
-        self._add_root_or_storage(node, node.meta["val"], "constant", name)
+        seen = node.meta.setdefault("val", tensor)
+        if storage_key(tensor) in self._constants:  # under a fake of its own
+            self.draft.storages.setdefault(storage_key(seen), self._constants[storage_key(tensor)])
+        self._add_root_or_storage(node, seen, "constant", name)
+        self._constants.setdefault(storage_key(tensor), self.draft.storage(node))
 
     def _add_root_or_storage(self, node: fx.Node, tensor: torch.Tensor, role: Role, name: str) -> None:
         if storage_key(tensor) in self.draft.storages:

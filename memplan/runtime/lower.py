@@ -65,7 +65,8 @@ Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, f
 
 def get_param(store: Any, name: str) -> torch.Tensor:
     """The parameter or buffer called `name`, looked up when the program runs."""
-    return store[name]  # type: ignore[no-any-return]
+    tensor: torch.Tensor = store[name]
+    return tensor if private.is_ordinary(tensor) else private.plain(tensor)
 
 
 def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
