@@ -19,8 +19,8 @@ from tests.zoo import assert_same_bits, call, loss_of, run_steps, tensors_of
 LINK = memplan.Link(25e9, 25e9)
 
 
-def packed(nested: bool = False, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, dict[str, Any]]:
-    """A Llama with 4-bit weights and LoRA. nested: the scales are packed too."""
+def packed(nested: bool = False, dtype: torch.dtype = torch.float32, bits: int = 4) -> tuple[nn.Module, dict[str, Any]]:
+    """A Llama with packed weights and LoRA. nested: the scales of 4-bit weights are packed too."""
     bnb, peft = pytest.importorskip("bitsandbytes"), pytest.importorskip("peft")
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,7 +33,8 @@ def packed(nested: bool = False, dtype: torch.dtype = torch.float32) -> tuple[nn
     for path, module in list(net.model.named_modules()):
         if isinstance(module, nn.Linear):
             home, _, name = path.rpartition(".")
-            setattr(net.model.get_submodule(home), name, _packed(bnb, module, nested, dtype))
+            layer = _in_four_bits(bnb, module, nested, dtype) if bits == 4 else _in_eight_bits(bnb, module)
+            setattr(net.model.get_submodule(home), name, layer.to("cpu"))  # which packs it
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, init_lora_weights=False)
     torch.manual_seed(1)
     ids = torch.randint(0, 100, (4, 64))
@@ -43,12 +44,20 @@ def packed(nested: bool = False, dtype: torch.dtype = torch.float32) -> tuple[nn
     return net, {"input_ids": ids, "labels": ids, "use_cache": False}
 
 
-def _packed(bnb: Any, linear: nn.Linear, nested: bool, dtype: torch.dtype) -> nn.Module:
+def _in_four_bits(bnb: Any, linear: nn.Linear, nested: bool, dtype: torch.dtype) -> nn.Module:
     options = {"quant_type": "nf4", "compress_statistics": nested}
-    layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, **options)
+    layer: nn.Module = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=False, compute_dtype=dtype, **options
+    )
     weight = linear.weight.detach().clone()
     layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, module=layer, **options)
-    return layer.to("cpu")  # type: ignore[no-any-return]  # which packs it
+    return layer
+
+
+def _in_eight_bits(bnb: Any, linear: nn.Linear) -> nn.Module:
+    layer: nn.Module = bnb.nn.Linear8bitLt(linear.in_features, linear.out_features, bias=False, has_fp16_weights=False)
+    layer.weight = bnb.nn.Int8Params(linear.weight.detach().clone(), requires_grad=False, has_fp16_weights=False)
+    return layer
 
 
 @pytest.mark.parametrize(("nested", "dtype"), [(False, torch.float32), (True, torch.bfloat16)], ids=str)
@@ -103,6 +112,14 @@ def test_packed_weights_stay_on_the_device() -> None:
     odd = {name for name, p in net.named_parameters() if not private.is_ordinary(p)}
     assert fetched
     assert not fetched & odd
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+def test_eight_bits_are_planned_around() -> None:
+    """Their first forward moves the scales from the weight to its module, and planning runs forwards."""
+    (plain, sample), (net, _) = packed(bits=8), packed(bits=8)
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
 
 

@@ -1,8 +1,8 @@
 """Python attributes that forward may read or write: what they were, whether they still are, and how to put them back.
 
-Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), and
-of the classes of both. Plain values and containers are compared by value, everything else (functions, tensors, objects)
-by identity. Module-level globals are not looked at.
+Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of
+the classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
+(functions, tensors, objects) by identity. Module-level globals are not looked at.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from memplan.errors import UnsupportedModel
+from memplan.graph import private_api as private
 
 Table = Mapping[str, Any]
 
@@ -51,7 +52,8 @@ def is_plain(value: Any) -> bool:
 
 
 def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Table]]:
-    """(name, attributes) of every submodule, of plain objects behind them, and of their classes. Names are unique.
+    """(name, attributes) of every submodule, of plain objects behind them, and of their classes; of parameters and
+    buffers of subclasses, and of what these carry. Names are unique.
 
     ignored: attributes of modules behind which nothing is looked for.
     """
@@ -67,6 +69,12 @@ def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
                     found.append((path, vars(thing)))
                     classes.update(dict.fromkeys(type(thing).__mro__))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not private.is_ordinary(tensor):  # packed weights carry their scales
+            found.append((name, vars(tensor)))
+            for attribute, value in vars(tensor).items():
+                for path, thing in _objects(value, f"{name}.{attribute}", seen, _DEEPEST):
+                    found.append((path, vars(thing)))
     found += [
         (f"class {c.__module__}.{c.__qualname__}", vars(c))
         for c in classes

@@ -25,21 +25,6 @@ from memplan.graph.shards import Shards
 from memplan.graph.traced import Traced
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Carried:
-    """An attribute of a tensor of a subclass, as packed weights have for their scales: equal while it is the same."""
-
-    name: str
-    value: Any
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Carried) and self.name == other.name and self.value is other.value
-
-
-def _carried(tensor: torch.Tensor) -> tuple[_Carried, ...]:
-    return tuple(_Carried(name, value) for name, value in vars(tensor).items())
-
-
 @dataclass(frozen=True, slots=True)
 class _Tensor:
     shape: torch.Size
@@ -48,12 +33,10 @@ class _Tensor:
     device: torch.device
     requires_grad: bool
     sharded: bool = False  # of no certain shape
-    carried: tuple[_Carried, ...] = ()
 
     @staticmethod
     def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
-        facts = tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, sharded
-        return _Tensor(*facts, () if private.is_ordinary(tensor) else _carried(tensor))
+        return _Tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
 
     def __str__(self) -> str:
         grad = ", requires grad" if self.requires_grad else ""
@@ -228,8 +211,6 @@ class StepKey:
                 or (not facts.sharded and (tensor.shape != facts.shape or tensor.stride() != facts.stride))
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
-            if facts.carried and facts.carried != _carried(tensor):
-                return f"what {name} carries beside its data (scales of packed weights, say) was exchanged"
         return None
 
     def _hooks_changed(self) -> str | None:
