@@ -154,8 +154,11 @@ class StepKey:
         """The same key for a copy of the model."""
         if _structure(model) != self._structure:
             raise PlanMismatch(_OTHER_MODULES)
+        tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
+        if [name for name, _ in tables] != [name for name, _ in self._tables]:
+            raise PlanMismatch("the copy's modules share other objects than the original's")
         other = copy.copy(self)
-        other._snapshot = self._snapshot.adapted(attribute_tables(model))
+        other._snapshot = self._snapshot.adapted(tables)
         other._bind(model)
         return other
 
