@@ -76,6 +76,7 @@ class Planner(Planning):
     def _step(
         self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], share: Share | None
     ) -> Step:
+        """One try. Raises OtherResults where the trace turns out to be wrong about what ops give."""
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
@@ -235,7 +236,7 @@ class Planner(Planning):
                     self._costs(model, captured, None, quick=True)
             raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
         step = self._whole(model, captured, plan)
-        step.runner.check_first_runs()
+        step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
     def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[Step]:

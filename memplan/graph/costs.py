@@ -137,7 +137,7 @@ class _Bench:
         self._pool: list[torch.Tensor] = []  # arguments of the latest op
         self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
         self._other: dict[str, Facts] = {}  # results that are not those of the trace
-        self._told = ""
+        self._told = ""  # what is said of the first of them
 
     def time_s(self, index: int, scratch_bytes: int) -> float:
         """Fewest seconds of some runs with cold caches: whatever else the machine does only adds to them."""

@@ -19,7 +19,7 @@ from memplan.graph.traced import MetaTensor
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # op, args, kwargs
 
-_KNOWN: dict[Any, Callable[..., Any]] = {}
+_KNOWN: dict[Any, Callable[..., Any]] = {}  # by op, function of its name, and look of the arguments
 
 
 def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
