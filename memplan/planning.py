@@ -234,7 +234,9 @@ class Planning:
                 self.init(name, tensor)
             return private.plain(tensor).to(captured.traced.device)
 
-        return measure(captured.traced, resident, limit, progress=sys.stderr.isatty(), quick=quick)
+        away = all_names(self._movables(model, captured.traced))  # an op is timed with those alone that it reads
+        timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
+        return measure(timed, resident, limit, progress=sys.stderr.isatty(), quick=quick)
 
     def _plan(self, model: nn.Module, captured: Capture) -> Plan:
         """The fastest known schedule within the budget."""
@@ -292,9 +294,7 @@ class Planning:
     ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
         """Parameters that may live on the host, and the step's problem where those of these names do."""
         problem = dataclasses.replace(problem, link=self.link or measure_link(captured.traced.device))
-        odd = {name for name, p in model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
-        keeps = self.surroundings.keeps_parameters
-        parts = () if keeps else tuple(m for m in movables(captured.traced) if odd.isdisjoint(m.names))
+        parts = self._movables(model, captured.traced)
         stuck = sorted((self.host or frozenset()) - all_names(parts))
         if stuck:
             raise UnsupportedModel(
@@ -329,6 +329,13 @@ class Planning:
             )  # fmt: skip
 
         return parts, problem_of
+
+    def _movables(self, model: nn.Module, traced: Traced) -> tuple[Movable, ...]:
+        """Parameters that may live on the host."""
+        if self.host_budget is None or self.surroundings.keeps_parameters:
+            return ()
+        odd = {name for name, p in model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
+        return tuple(m for m in movables(traced) if odd.isdisjoint(m.names))
 
     def _problem_with_shards(self, model: nn.Module, captured: Capture, shards: Shards) -> Problem:
         problem = self.problem(model, captured)

@@ -111,9 +111,9 @@ def _refuse_what_does_not_fit(traced: Traced, ops: Sequence[int], budget_bytes: 
 
 
 def _bytes_alone(traced: Traced, index: int) -> int:
-    """An op's operands and results, and everything resident."""
+    """An op's operands and results, and everything resident on the device."""
     graph, op = traced.graph, traced.graph.ops[index]
-    touched = {v for v in (*op.inputs, *op.outputs) if not graph.values[v].resident}
+    touched = {v for v in (*op.inputs, *op.outputs) if graph.values[v].fetched or not graph.values[v].resident}
     own = (graph.values[v].size_bytes for v in touched if graph.values[v].reuses not in touched)
     return graph.resident_bytes + sum(own)
 

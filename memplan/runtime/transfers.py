@@ -378,18 +378,32 @@ def _bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.
     return empty.set_(storage, start, (size_bytes,), (1,))
 
 
-_SAMPLE_BYTES = 64 << 20
+_SAMPLE_BYTES, _LEAST_SAMPLE_BYTES = 64 << 20, 1 << 20
 _PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
 
 
 @functools.cache
 def measure_link(device: torch.device) -> Link:
-    """The speed of pinned copies to and from a device, the better of three each way, with both ways busy."""
+    """The speed of pinned copies to and from a device, the better of three each way, with both ways busy.
+
+    Less is copied where the device has no room for more.
+    """
     if device.type != "cuda":
         return _PRETENDED
+    size_bytes = _SAMPLE_BYTES
+    while True:
+        try:
+            return _speed_of_copies(device, size_bytes)
+        except torch.OutOfMemoryError:
+            if size_bytes <= _LEAST_SAMPLE_BYTES:
+                raise
+            size_bytes //= 4
+
+
+def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:
     out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-    host = [torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-    there = [torch.empty(_SAMPLE_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    there = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
     best = [0.0, 0.0]
     for _ in range(3):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]
@@ -399,5 +413,5 @@ def measure_link(device: torch.device) -> Link:
                 target.copy_(source, non_blocking=True)
                 events[way][1].record(stream)
         torch.cuda.synchronize(device)
-        best = [max(b, _SAMPLE_BYTES / (1e-3 * e[0].elapsed_time(e[1]))) for b, e in zip(best, events)]
+        best = [max(b, size_bytes / (1e-3 * e[0].elapsed_time(e[1]))) for b, e in zip(best, events)]
     return Link(best[0], best[1])

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import numpy as np
@@ -62,7 +62,7 @@ _VAST = 1 << 60
 _SPREAD = 24  # orders tried, spread over a front
 _NEAR, _PARTS = 4, 3  # points from the best on between which others are looked for, and stretches between two
 _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 12, 6, 8
-_LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are
+_LEAST_SHARE = 1e-4  # of the budget: smaller values stay where they are as long as that fits
 _SAVED = 24  # amounts that microbatches which wait may save, tried for each order
 _STAYING = 4  # amounts that may stay on the device between steps, tried for each order
 
@@ -235,7 +235,7 @@ class _Places:
     """One order, the bytes held at each position, and the gaps, of which some are closed.
 
     saved_bytes: the most that each microbatch may save that waits beside the one whose order this is. staying_bytes:
-    the most that may stay on the device between steps.
+    the most that may stay on the device between steps. least_share: of the budget, below which values don't leave.
     """
 
     problem: Problem
@@ -245,6 +245,7 @@ class _Places:
     movables: Movables
     saved_bytes: int = 0
     staying_bytes: int = 0
+    least_share: float = _LEAST_SHARE
     order: Ints = field(init=False)
     turn: int = field(init=False)  # position of the boundary
     held: Ints = field(init=False)  # by one microbatch
@@ -267,7 +268,7 @@ class _Places:
         seconds = np.where(self.order == BOUNDARY, 0.0, self.movables.time_s[self.order])
         self.begin_s = np.concatenate([[0.0], np.cumsum(seconds)])
         self._count_late_updates()
-        least_bytes = int(_LEAST_SHARE * self.budget_bytes)
+        least_bytes = int(self.least_share * self.budget_bytes)
         self.staying = self._staying()
         self.gaps = find_gaps(self.movables, self.order, least_bytes, self.held, self.staying)
         others = self.problem.in_flight - 1
@@ -331,9 +332,14 @@ class _Places:
         return [int(amount) for amount in np.unique(fitting[np.searchsorted(fitting, spread)])[::-1]]
 
     def settled(self) -> _Places | None:
-        """With gaps closed until nothing is over the budget, and copies timed; None where that fails."""
-        if self.later_bytes > self.budget_bytes or not evict(self.movables, self.gaps, self.limits, self.held):
+        """With gaps closed until nothing is over the budget, and copies timed; None where that fails.
+
+        Small values leave only where nothing else helps: many of them take long to plan.
+        """
+        if self.later_bytes > self.budget_bytes:
             return None
+        if not evict(self.movables, self.gaps, self.limits, self.held):
+            return replace(self, least_share=0.0).settled() if self.least_share else None
         settle(self.movables, self.gaps, self.begin_s, self.limits, self.held)
         return self
 
