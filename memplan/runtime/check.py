@@ -11,14 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.errors import UnsupportedModel
 from memplan.graph.layout import strides_that_matter
-from memplan.graph.real_results import Facts, OtherResults, call_of, facts_of
+from memplan.graph.real_results import Facts, OtherResults, call_of, can_be_noted, facts_of
 
 TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
 
 def run_checked(program: fx.GraphModule, arguments: list[Any]) -> Any:
-    """Run a boxed program op by op. Raises OtherResults where a result is another than was traced."""
+    """Run a boxed program op by op.
+
+    Raises OtherResults where a result is another than was traced, UnsupportedModel where it could not be traced.
+    """
     return _Checked(program).boxed_run(arguments)
 
 
@@ -30,10 +34,14 @@ class _Checked(fx.Interpreter):
             expected = _looks(facts_of(traced.meta["val"]))
             found = [look if known else None for look, known in zip(_looks(facts_of(result)), expected)]
             if found != expected:
-                error = OtherResults(
+                message = (
                     f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
-                    "PyTorch's fake kernel for it is wrong, and the plan is too. Plan again; what it gives is noted",
-                    {call_of(traced): facts_of(result)},
+                    "PyTorch's fake kernel for it is wrong, and the plan is too"
+                )
+                if not can_be_noted(facts_of(traced.meta["val"]), facts_of(result)):
+                    raise UnsupportedModel(message)
+                error = OtherResults(
+                    f"{message}. Plan again; what it gives is noted", {call_of(traced): facts_of(result)}
                 )
                 error.note()
                 raise error

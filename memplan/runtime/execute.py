@@ -20,6 +20,7 @@ from torch import fx, nn
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key
+from memplan.graph.real_results import OtherResults
 from memplan.runtime.check import run_checked
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
@@ -277,7 +278,7 @@ class Runner:
                 results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
-            if private.is_out_of_memory(error):
+            if private.is_out_of_memory(error) or isinstance(error, OtherResults):
                 self._go_back(start)
             raise
         self.store.transfers.forward_reads_done()
@@ -325,7 +326,8 @@ class Runner:
     # -- running a forward again ------------------------------------------------------------------------------------
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
-        kept = {n: self.store[n].detach().clone() for n in self.written.buffers} if self.keeps_buffers else {}
+        keeps = self.keeps_buffers or self.program.forward in self.unchecked
+        kept = {n: self.store[n].detach().clone() for n in self.written.buffers} if keeps else {}
         return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
 
     def _go_back(self, start: _Start) -> None:
@@ -337,7 +339,7 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.surfacing or self.written.for_good or (self.written.matters and not self.keeps_buffers):
+        if state.surfacing or self.written.for_good or (self.written.matters and not state.start.buffers):
             return False
         return all(watched.is_same(self.store) for watched in state.start.read)
 
@@ -467,8 +469,8 @@ def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor
     try:
         return runner.backward(state, tangents)
     except Exception as error:
-        oom = private.is_out_of_memory(error)
-        if runner.rescue is None or not (oom or isinstance(error, OtherTangents)):
+        mends = private.is_out_of_memory(error) or isinstance(error, (OtherTangents, OtherResults))
+        if runner.rescue is None or not mends:
             raise
         problem = error.with_traceback(None)  # or its frames would keep tensors alive
     return runner.rescue(state, tangents, problem)

@@ -17,6 +17,7 @@ from torch import nn
 from memplan.errors import MemplanError, NothingToTrain, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
@@ -118,11 +119,11 @@ class PlannedForward:
             try:
                 return self._run(step, call)
             except Exception as error:
-                if not private.is_out_of_memory(error):
+                if not (private.is_out_of_memory(error) or isinstance(error, OtherResults)):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
-            self._after_out_of_memory(step, problem, repeats)
+            self._after(problem, step, repeats)
             step = self._in_place_of(step, self._at_hand(call) or self._planned(call))
 
     def _is_aside(self) -> bool:
@@ -286,7 +287,7 @@ class PlannedForward:
             changed = step.key.mismatch(call)
             repeats = changed is None and step.runner.repeats(state)
             if not isinstance(problem, OtherTangents):
-                self._after_out_of_memory(step, problem, repeats)
+                self._after(problem, step, repeats)
                 other = self._planned_for(call, tangents)
             elif not repeats or self._on_mismatch == "raise":
                 raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
@@ -296,7 +297,11 @@ class PlannedForward:
         if other.forward_ops != step.forward_ops:
             raise problem
         state.saved.clear()
-        return other.runner.repeat(state, tangents)
+        try:
+            return other.runner.repeat(state, tangents)
+        except OtherResults as error:  # a first run too
+            problem = error.with_traceback(None)
+        return self._rescue(other, state, tangents, problem)
 
     def _why_not_again(self, step: WholeStep, changed: str | None) -> str:
         if self._on_mismatch == "raise":
@@ -324,6 +329,17 @@ class PlannedForward:
             step = self._planner.step_for(self.model, self.original, call, layouts)
         self.add(step)
         return step
+
+    def _after(self, problem: Exception, step: Step, repeats: bool) -> None:
+        """Get ready to plan again, after running out of memory or for what ops were found to give. Raises what can't be
+        mended. repeats: the step can run once more."""
+        if not isinstance(problem, OtherResults):
+            self._after_out_of_memory(step, problem, repeats)
+        elif not repeats or self._on_mismatch == "raise" or self._agreement is not None or not self._alone:
+            raise problem
+        else:
+            log.warning("memplan: planning again, because in its first run %s", str(problem).partition("\n")[0])
+            self._forget_steps()
 
     def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
