@@ -28,6 +28,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -591,6 +592,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
     )
+
+
+def wait_for_scaler_copies() -> None:
+    """Have every `GradScaler` wait for copies of its scale that it makes from a GPU to the host."""
+    original = _MultiDeviceReplicator.get
+
+    def get(replicator: Any, device: torch.device) -> torch.Tensor:
+        copied = device not in replicator._per_device_tensors and device.type == "cpu"
+        found = original(replicator, device)
+        if copied and replicator.master.is_cuda:
+            torch.cuda.current_stream(replicator.master.device).synchronize()
+        return found
+
+    _MultiDeviceReplicator.get = get  # type: ignore[assignment,method-assign]
 
 
 def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:

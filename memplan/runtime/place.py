@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
+from memplan.runtime.scaling import wait_for_scales_on_host
+
 Init = Callable[[str, torch.Tensor], None]
 
 
@@ -19,6 +21,8 @@ def place(
     place already is not touched.
     """
     cpu = torch.device("cpu")
+    if host and device.type == "cuda":
+        wait_for_scales_on_host()
     for name, parameter in model.named_parameters():
         home = cpu if name in host else device
         parameter.data = _moved(parameter.data, home, pinned=device.type == "cuda")
