@@ -1,4 +1,5 @@
-# make demo | test | test-only | lint | kernels | test-slow | test-full | test-gpu | bench: each sets up .venv first.
+# make demo | test | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench: each sets up
+# .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # CONSTRAINTS     versions that are installed: constraints/oldest.txt with Python 3.10, constraints/newest.txt with 3.13
@@ -15,7 +16,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test test-only lint kernels test-slow test-full test-gpu bench format clean
+.PHONY: demo test test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -45,6 +46,10 @@ test-full: $(STAMP)
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu
+
+# The same on a stand-in for such a device, which is compiled first (tests/cuda_stand_in).
+test-stand-in: $(STAMP)
+	$(BIN)/python -m tests.cuda_stand_in -m pytest -p tests.cuda_stand_in.faults -m gpu
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget

@@ -22,6 +22,7 @@ ON_GPU = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("ignore:.*deterministic"),  # of kernels that are not, where there is no other
 ]
+REAL_GPU = pytest.mark.skipif(hasattr(torch.cuda, "stand_in"), reason="the stand-in for a CUDA device has no clock")
 SLACK_BYTES = 1 << 20  # the allocator gives a large block whole where less than this would be left of it
 
 

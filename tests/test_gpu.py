@@ -25,6 +25,9 @@ from tests.zoo import MODELS, loss_of
 pytestmark = ON_GPU
 
 
+QUICK = ("gpt2", "llama", "transformer")
+
+
 def low_budget(net: nn.Module, sample: object, **keywords: object) -> int:
     """A budget in which much has to run again: near the smallest."""
     plan = memplan.plan(net, sample, 1 << 45, **keywords)  # type: ignore[arg-type]
@@ -32,7 +35,7 @@ def low_budget(net: nn.Module, sample: object, **keywords: object) -> int:
 
 
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in MODELS])
 def test_a_planned_model_trains_to_the_same_bits_within_its_peak(name: str, autocast: bool) -> None:
     net, sample = MODELS[name](0)
     net, sample = net.cuda(), to_device(sample)

@@ -1,36 +1,56 @@
-"""What tests/test_offload.py shows on a CPU, on a CUDA device: bits, and bytes as the allocator counts them."""
+"""What tests/test_offload.py shows on a CPU, on a CUDA device: bits, bytes as the allocator counts them, overlap."""
 
 from __future__ import annotations
 
 import copy
+import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import memplan
 from memplan.graph.libraries import most_library_bytes
-from tests.on_gpu import ON_GPU, assert_as_plain, assert_peak_is_predicted, deterministic, to_device
+from memplan.runtime import planned_forward
+from memplan.runtime.transfers import CudaStreams, Transfers
+from tests.on_gpu import ON_GPU, REAL_GPU, assert_as_plain, assert_peak_is_predicted, deterministic, to_device
 from tests.test_in_flight import Stage
 from tests.test_keep_frozen import Adapted
 from tests.test_offload_in_flight import one_f_one_b
-from tests.zoo import MODELS, assert_same_bits, call, copied
+from tests.test_update_in_backward import lora
+from tests.zoo import MODELS, Sample, assert_same_bits, call, copied, loss_of
 
 pytestmark = ON_GPU
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "vit", "t5"])
+def offloading(net: nn.Module, sample: Sample, share: float = 0.0, **options: Any) -> memplan.Plan:
+    """Plan a model that is on the CPU for the device, this much above the smallest budget that copies reach there."""
+    options = {"device": "cuda", "host_budget": "1GiB", **options}
+    low = memplan.plan(copy.deepcopy(net).cuda(), sample, 1.0).floor_bytes
+    least = memplan.plan(net, sample, 2 * low, **options).floor_bytes
+    memplan.apply(net, sample, least + int(share * max(0, low - least)), **options)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan) and plan.offloaded_bytes
+    return plan
+
+
+def transfers_of(net: nn.Module) -> Transfers:
+    return planned_forward(net).steps[0].runner.store.transfers  # type: ignore[union-attr,no-any-return]
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("llama", "vit", "t5")), "lora"]
+)
 @pytest.mark.parametrize("share", [0.6, 0.0])
 def test_gradients_are_the_plain_models_bits_and_peaks_are_predicted(name: str, share: float) -> None:
-    net, sample = MODELS[name](0)
+    net, sample = lora() if name == "lora" else MODELS[name](0)
     sample = to_device(sample)
     with deterministic():
         plain = copy.deepcopy(net).cuda()
-        low = memplan.plan(plain, sample, 1.0).floor_bytes
-        least = memplan.plan(net, sample, low, device="cuda", host_budget="1GiB").floor_bytes
-        budget = least + int(share * (low - least))
-        memplan.apply(net, sample, budget, device="cuda", host_budget="1GiB")
-        plan = memplan.plan_of(net)
-        assert plan is not None and plan.offloaded_bytes and plan.peak_bytes <= budget
+        plan = offloading(net, sample, share)
+        assert plan.peak_bytes <= plan.problem.budget_bytes
         assert_as_plain(plain, net, sample)
         del plain
         assert_peak_is_predicted(net, sample)
@@ -99,3 +119,158 @@ def test_frozen_parameters_stay_on_a_device() -> None:
                     model.frozen[0].weight[0, 0] += 1  # type: ignore[index,operator]
         del plain
         assert_peak_is_predicted(net, sample)
+
+
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3),
+    "fused AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
+    "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
+    "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-3),
+}
+
+
+@pytest.mark.parametrize("update", ["step", "backward"])
+@pytest.mark.parametrize("name", [n if "W" in n else pytest.param(n, marks=pytest.mark.slow) for n in OPTIMIZERS])
+def test_every_parameter_is_stepped_wherever_it_lives(name: str, update: str) -> None:
+    """The first step starts from the same gradients; later losses are near, for the CPU rounds otherwise."""
+    net, sample = MODELS["gpt2"](0)
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    start = {n: copied(p) for n, p in net.named_parameters()}
+    optimizers = [OPTIMIZERS[name](list(n.parameters())) for n in (plain, net)]
+    offloading(net, sample, 0.5, optimizer=optimizers[1], update=update)
+    assert {p.device.type for p in net.parameters()} == {"cpu", "cuda"}
+    losses = []
+    for model, optimizer in zip((plain, net), optimizers):
+        torch.manual_seed(5)
+        losses.append([])
+        for _ in range(4):
+            loss = loss_of(call(model, sample))
+            loss.backward()
+            if update == "step":
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e3)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0][0] == losses[1][0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+    assert not any(torch.equal(p.cpu(), start[n]) for n, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_are_scaled_wherever_they_live(fused: bool) -> None:
+    """A `GradScaler` finds what is infinite on the host and on the device, and divides by what it multiplied with."""
+    net, sample = MODELS["gpt2"](0)
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    with torch.autocast("cuda", torch.float16):
+        offloading(net, sample, 0.5)
+    found = []
+    for model in (plain, net):
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, fused=fused)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**10)
+        torch.manual_seed(5)
+        rows: list[Any] = []
+        for step in range(4):
+            with torch.autocast("cuda", torch.float16):
+                loss = loss_of(call(model, sample))
+            scaler.scale(loss).backward()
+            if step == 1:
+                for parameter in model.parameters():  # of which the planned model has some on each side
+                    parameter.grad.view(-1)[0] = float("inf")  # type: ignore[union-attr]
+                    if parameter.device.type == "cpu":
+                        break
+            if not fused:
+                scaler.unscale_(optimizer)
+            if step == 0:
+                rows.append({n: copied(p.grad.cpu()) for n, p in model.named_parameters()})  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            rows.append(scaler.get_scale())
+        found.append(rows)
+    assert_same_bits(*found)
+    assert found[0][1:] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
+
+
+class Interrupted(Exception):
+    pass
+
+
+@pytest.mark.parametrize("where", ["forward", "backward", "host memory"])
+def test_what_goes_wrong_in_a_step_loses_no_weight(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS["gpt2"](0)
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    with deterministic():
+        offloading(net, sample)
+        before, calls = copy.deepcopy(net.state_dict()), 0
+        name = "pinned" if where == "host memory" else "copy"
+        original = getattr(CudaStreams, name)
+
+        def failing(*arguments: object) -> object:
+            nonlocal calls
+            calls += 1
+            if calls == (1 if where == "host memory" else 3):
+                raise MemoryError if where == "host memory" else Interrupted
+            return original(*arguments)
+
+        loss = loss_of(call(net, sample)) if where == "backward" else None
+        transfers_of(net).close()
+        with monkeypatch.context() as faulty:
+            faulty.setattr(CudaStreams, name, failing)
+            with pytest.raises((Interrupted, MemoryError)):
+                call(net, sample) if loss is None else loss.backward()
+        after = net.state_dict()
+        assert list(after) == list(before)
+        assert all(torch.equal(after[n], before[n]) for n, _ in net.named_parameters())
+        net.zero_grad(set_to_none=True)
+        assert_as_plain(plain, net, sample)
+
+
+def test_many_steps_grow_nothing_and_two_models_do_not_meet() -> None:
+    nets = []
+    for seed in (0, 1):
+        net, sample = MODELS["gpt2"](seed)
+        sample = to_device(sample)
+        offloading(net, sample)
+        nets.append((net, torch.optim.AdamW(net.parameters(), lr=1e-4)))
+    held = set()
+    for step in range(10):
+        for net, optimizer in nets:
+            loss_of(call(net, sample)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        gc.collect()
+        if step:
+            held.add(torch.cuda.memory_allocated())
+    assert len(held) == 1
+    assert [transfers_of(net).allocations for net, _ in nets] == [1, 1]
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4096, 4096) for _ in range(10))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.pow(2).mean()
+
+
+@REAL_GPU
+def test_copies_run_beside_kernels() -> None:
+    """In a profiler's trace most of the time of copies is time of kernels, too."""
+    net, x = Wide(), torch.randn(8192, 4096, device="cuda")
+    offloading(net, x, 0.7)
+    for _ in range(3):
+        net(x).backward()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        net(x).backward()
+        torch.cuda.synchronize()
+    copies, kernels = [], []
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            span = (event.start_ns(), event.start_ns() + event.duration_ns())
+            (copies if "Memcpy" in event.name() else kernels).append(span)
+    copied_ns = sum(end - start for start, end in copies)
+    beside_ns = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in copies for b in kernels)
+    assert copies and beside_ns > copied_ns / 2
