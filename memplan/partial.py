@@ -200,10 +200,10 @@ def plan_partially(
         limit = budget
     else:
         limit = budget(keep_all.peak_bytes + extra_resident_bytes, resident_bytes + extra_resident_bytes)
-    ways, choice, peak_bytes = _fitting(model, forward, call, parts, limit - extra_resident_bytes, least)
+    ways, choice, peak_bytes = _fitting(model, forward, call, parts, limit, least, extra_resident_bytes)
     time_s = timed_step(model, call, lambda: _run(ways, forward, call), parts.written)
     plan = PartialPlan(
-        peak_bytes=peak_bytes + extra_resident_bytes,
+        peak_bytes=peak_bytes,
         baseline_peak_bytes=keep_all.peak_bytes + extra_resident_bytes,
         budget_bytes=limit,
         resident_bytes=resident_bytes + extra_resident_bytes,
@@ -229,15 +229,17 @@ def resident_bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def _fitting(
-    model: nn.Module, forward: Forward, call: Call, parts: Parts, limit: int, least: UnitChoice
+    model: nn.Module, forward: Forward, call: Call, parts: Parts, limit: int, least: UnitChoice, extra_bytes: int
 ) -> tuple[Ways, UnitChoice, int]:
-    """The fastest choice of which a run keeps the limit, and its peak. Raises BudgetInfeasible."""
-    excess_bytes = peak_bytes = 0
+    """The fastest choice of which a run keeps the limit, and its peak, with what is held beside. Raises
+    BudgetInfeasible."""
+    excess_bytes, peak_bytes = extra_bytes, 0
     for left in reversed(range(_ROUNDS)):
         found = choose(parts.problem, limit - excess_bytes) if left else None
         choice = found or least  # which has the last word, for other choices may be farther from what was worked out
         ways = _ways(parts, choice)
-        peak_bytes = max(choice.peak_bytes, measured_peak(model, call, functools.partial(_run, ways, forward, call)))
+        measured_bytes = measured_peak(model, call, functools.partial(_run, ways, forward, call))
+        peak_bytes = max(choice.peak_bytes, measured_bytes) + extra_bytes
         if peak_bytes <= limit:
             return ways, choice, peak_bytes
         if choice is least:

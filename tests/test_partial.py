@@ -399,6 +399,19 @@ def test_the_optimizers_step_is_in_the_peak() -> None:
     assert before_bytes < meter.peak_bytes <= plan.peak_bytes
 
 
+def test_the_floor_that_is_named_has_the_optimizers_state_in_it() -> None:
+    net, _plain = twins(Branching)
+    sample = torch.randn(4, 32, generator=torch.Generator().manual_seed(2))
+    options = {"optimizer": torch.optim.AdamW(net.parameters()), "costs": "estimate"}
+    with pytest.raises(BudgetInfeasible) as caught:
+        memplan.apply(net, sample, 1, **options)
+    floor_bytes = caught.value.floor_bytes
+    assert floor_bytes is not None and floor_bytes > 3 * sum(p.nbytes for p in net.parameters())
+    memplan.apply(net, sample, floor_bytes, **options)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan) and plan.peak_bytes == floor_bytes
+
+
 def test_a_copy_of_the_model_runs_the_same_plan_on_its_own_parameters() -> None:
     net, plain = twins(Branching)
     sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))

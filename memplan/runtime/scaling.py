@@ -19,7 +19,7 @@ from memplan.graph import private_api as private
 
 @functools.cache
 def wait_for_scales_on_host() -> None:
-    """Have all `GradScaler`s of this process wait for what they copy to the host, and fused optimizers get that right."""
+    """Have all `GradScaler`s of this process wait for what they copy to the host, and fused optimizers heed it."""
     private.wait_for_scaler_copies()
     register_optimizer_step_pre_hook(_scales_on_host)
 
