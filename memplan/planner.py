@@ -357,7 +357,7 @@ class Planner(Planning):
             raise UnsupportedModel(f"{error}. With parameters on the host it can't run in part either") from error
         if self.host_budget is not None:
             log.warning("memplan: nothing is offloaded in such calls, though there is a host budget")
-        device = model_device(model)
+        device = self._device_in_part(model, error)
         refuse_wrappers(model)
         if self.in_flight > 1 or self.surroundings.buffers != Buffers():
             raise UnsupportedModel(
@@ -373,6 +373,7 @@ class Planner(Planning):
                 "give attach() a sample, with FSDP call apply_blocks"
             ) from error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        call = call.filled([t if t.device.type == device.type else _moved(t, device) for t in call.tensors])
         peak_bytes = self._unplanned_bytes(call, known)
         if peak_bytes is not None and self.budget_bytes is not None and peak_bytes <= self.budget_bytes:
             log.warning(
@@ -383,6 +384,15 @@ class Planner(Planning):
         step = self._partial(model, forward, call, device, error)
         step.strict = in_group
         return step
+
+    def _device_in_part(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
+        """Where the model runs, for it has to run to be planned in part."""
+        if self.device is not None and any(t.device != self.device for t in (*model.parameters(), *model.buffers())):
+            raise UnsupportedModel(
+                f"{error}. Such a step can be planned in part, without offload, once the model is on the device: call "
+                f"model.to({str(self.device)!r}) before"
+            ) from error
+        return self.device or model_device(model)
 
     def _partial(
         self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
@@ -429,6 +439,11 @@ class Planner(Planning):
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
+
+
+def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """An argument of a sample that stands for one on the device."""
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 def _need(plan: Plan) -> tuple[int, str]:

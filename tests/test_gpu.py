@@ -138,6 +138,34 @@ def test_a_model_trains_on_a_stream_of_its_own() -> None:
         assert_as_plain(plain, net, x)
 
 
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            if x.sum() > 1e9:
+                x = x * 2
+        return x.pow(2).mean()
+
+
+def test_what_is_planned_in_parts_has_to_be_on_the_device() -> None:
+    net, x = Branching(), torch.randn(512, 64)
+    with pytest.raises(memplan.UnsupportedModel, match=r"call model\.to\('cuda:0'\) before"):
+        memplan.apply(net, x, 1.0, device="cuda")
+    net.cuda()
+    plain, here = copy.deepcopy(net), x.cuda()
+    with pytest.raises(memplan.BudgetInfeasible) as caught:
+        memplan.apply(net, x, 1, device="cuda")
+    assert caught.value.floor_bytes is not None
+    with deterministic():
+        memplan.apply(net, x, caught.value.floor_bytes, device="cuda")
+        assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
+        assert_as_plain(plain, net, here)
+
+
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()

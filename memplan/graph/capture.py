@@ -196,7 +196,8 @@ def model_device(model: nn.Module) -> torch.device:
     devices = {t.device for t in [*model.parameters(), *model.buffers()]}
     if len(devices) > 1:
         raise UnsupportedModel(
-            f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time"
+            f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time. Move the "
+            "model to it, or pass device= to have that done"
         )
     if not devices:
         raise UnsupportedModel("the model has neither parameters nor buffers; there is nothing to train")

@@ -39,7 +39,9 @@ def _torch_folder() -> Path:
 
 
 def missing() -> str | None:
-    """What compiling it would take that is not here."""
+    """Why it can't be made here."""
+    if (_torch_folder() / "lib" / "libtorch_cuda.so").exists():
+        return "PyTorch is a build for CUDA"
     if shutil.which(_COMPILER) is None:
         return f"there is no C++ compiler ({_COMPILER})"
     headers = Path(sysconfig.get_path("include")) / "Python.h"
