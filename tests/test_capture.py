@@ -286,7 +286,7 @@ def test_a_wrong_fake_kernel_is_refused_before_it_does_harm(monkeypatch: pytest.
     sample = torch.randn(4, 8)
     for part in ("forward", "backward"):
         net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-        memplan.apply(net, sample, 1.0, costs="estimate")
+        memplan.apply(net, sample, 1.0, costs="estimate", on_mismatch="raise")
         program = getattr(planned_forward(net).program, part)
         told = next(n for n in program.graph.nodes if n.op == "call_function" and "tanh" in str(n.target))
         traced = told.meta[TRACED]

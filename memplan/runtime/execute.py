@@ -326,8 +326,11 @@ class Runner:
     # -- running a forward again ------------------------------------------------------------------------------------
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
-        keeps = self.keeps_buffers or self.program.forward in self.unchecked
-        kept = {n: self.store[n].detach().clone() for n in self.written.buffers} if keeps else {}
+        kept: dict[str, torch.Tensor] = {}
+        if self.program.forward in self.unchecked:
+            kept = {n: _apart(self.store[n]) for n in self.written.buffers}
+        elif self.keeps_buffers:
+            kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
         return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
 
     def _go_back(self, start: _Start) -> None:
@@ -461,6 +464,14 @@ class _Step(torch.autograd.Function):
         gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that takes no memory of the device, which the plan does not count."""
+    memory = bytearray(max(1, tensor.nbytes))
+    with private.outside_of_tracing():
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
+        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
 
 
 def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
