@@ -14,6 +14,7 @@ from tests.cuda_stand_in import missing
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=f"there is no stand-in: {missing()}")
 @pytest.mark.parametrize("file", ["test_gpu", "test_offload_gpu"])
 def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:
@@ -33,7 +34,7 @@ def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:
     }
     done = subprocess.run(
         [sys.executable, "-m", "tests.cuda_stand_in", *words, f"tests/{file}.py"],
-        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
     assert " passed" in done.stdout.splitlines()[-1]

@@ -190,6 +190,18 @@ def test_gradients_are_scaled_wherever_they_live(fused: bool) -> None:
     assert found[0][1:] == [2.0**10, 2.0**9, 2.0**9, 2.0**9]
 
 
+def test_a_learning_rate_on_the_device_is_refused_where_it_would_be_read_too_early() -> None:
+    net, sample = MODELS["gpt2"](0)
+    sample = to_device(sample)
+    offloading(net, sample)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=torch.tensor(1e-3, device="cuda"), fused=True)
+    loss_of(call(net, sample)).backward()
+    with pytest.raises(ValueError, match="on the CPU"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+    optimizer.step()
+
+
 class Interrupted(Exception):
     pass
 

@@ -27,8 +27,16 @@ def wait_for_scales_on_host() -> None:
 def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Give an optimizer that has parameters on the host what a `GradScaler` has left for it there, too.
 
-    From there it goes on to a GPU in the order of what that computes.
+    From there it goes on to a GPU in the order of what that computes. Raises ValueError where a fused optimizer would
+    copy its learning rate to the host in the same way.
     """
+    for group in optimizer.param_groups:
+        rate, on_host = group.get("lr"), any(p.device.type == "cpu" for p in group["params"])
+        if on_host and group.get("fused") and isinstance(rate, torch.Tensor) and rate.is_cuda:
+            raise ValueError(
+                "a fused optimizer reads a learning rate on a GPU too early where parameters live on the host. Give a "
+                "number, or a tensor on the CPU"
+            )
     given = [name for name in ("grad_scale", "found_inf") if isinstance(getattr(optimizer, name, None), torch.Tensor)]
     if given and any(p.device.type == "cpu" for group in optimizer.param_groups for p in group["params"]):
         for name in given:
