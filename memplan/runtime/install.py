@@ -7,7 +7,7 @@ import copy
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, Protocol
 
@@ -94,6 +94,7 @@ class PlannedForward:
         self._absent_bytes = 0  # of gradients that were not there when that step began
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
+        self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
 
@@ -335,11 +336,13 @@ class PlannedForward:
         mended. repeats: the step can run once more."""
         if not isinstance(problem, OtherResults):
             self._after_out_of_memory(step, problem, repeats)
-        elif not repeats or self._on_mismatch == "raise" or self._agreement is not None or not self._alone:
+            return
+        fixed = self._on_mismatch == "raise" or self._agreement is not None or not self._alone
+        if fixed or not repeats or problem.found == self._found:  # the last where the new trace has not heeded it
             raise problem
-        else:
-            log.warning("memplan: planning again, because in its first run %s", str(problem).partition("\n")[0])
-            self._forget_steps()
+        self._found = problem.found
+        log.warning("memplan: planning again, because in its first run %s", str(problem).partition("\n")[0])
+        self._forget_steps()
 
     def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
