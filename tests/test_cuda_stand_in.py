@@ -14,7 +14,6 @@ from tests.cuda_stand_in import missing
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=f"there is no stand-in: {missing()}")
 @pytest.mark.parametrize("file", ["test_gpu", "test_offload_gpu"])
 def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:

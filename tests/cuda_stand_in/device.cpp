@@ -36,6 +36,7 @@ using c10::Stream;
 
 constexpr DeviceIndex kDevices = 2;
 constexpr unsigned char kFreed = 0xFF;  // NaN in every floating dtype
+// Never held where a tensor is freed: that may need Python's lock, which who frees memory here may hold.
 std::recursive_mutex mutex;
 using Lock = std::lock_guard<std::recursive_mutex>;
 
@@ -108,6 +109,8 @@ void arrive(const Copy& copy) {
   }
 }
 
+void run_until(const Clock& clock);
+
 // The device has done that many copies of a lane.
 void run_until(const LaneKey& key, int64_t position) {
   auto& lane = lanes[key];
@@ -115,6 +118,7 @@ void run_until(const LaneKey& key, int64_t position) {
     auto copy = std::move(lane.waiting.front());
     lane.waiting.pop_front();
     ++lane.done;
+    run_until(copy.before);
     std::vector<std::tuple<void*, size_t, const char*>> read_early;
     if (!copy.out)  // what this stream knows to have arrived on the host is there to be read
       for (const auto& [other, until] : copy.before)
@@ -174,6 +178,15 @@ void enqueue(const LaneKey& key, Copy copy) {
         earlier = same ? used.unseen.erase(earlier) : earlier + 1;
       }
   lane.waiting.push_back(std::move(copy));
+}
+
+// Before what a stream or, with it, the host does next.
+void wait(const LaneKey& key, bool host) {
+  Lock lock(mutex);
+  if (host)
+    see_until(clock_of(key));
+  else
+    run_until(key, lanes[key].issued);
 }
 
 void see_all(DeviceIndex index) {
@@ -749,7 +762,6 @@ at::Tensor& set_nothing(at::Tensor& self) {
 at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() == 0 && source.numel() == 0)
     return self;
-  Lock lock(mutex);
   const bool out = !self.device().is_cuda();
   const bool in = !source.device().is_cuda();
   const auto index = out ? source.device().index() : self.device().index();
@@ -758,6 +770,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
       self.strides() == source.strides() && self.is_non_overlapping_and_dense() && !self.is_conj() &&
       !source.is_conj() && !self.is_neg() && !source.is_neg();
   if (in != out && non_blocking && plain && is_pinned(out ? self.const_data_ptr() : source.const_data_ptr())) {
+    Lock lock(mutex);
     Copy waiting{source.const_data_ptr(), self.mutable_data_ptr(), self.nbytes(), out, {}};
     const auto* bytes = static_cast<const char*>(waiting.source);
     const bool computing = key.second == 0;
@@ -770,9 +783,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
     run_some();
     return self;
   }
-  run_until(key, lanes[key].issued);
-  if (in != out)  // the host waits for the stream
-    see_until(clock_of(key));
+  wait(key, /*host=*/in != out);
   Mirror mirror;
   auto target = is_there(self) ? mirror.of(self) : self;
   auto from = is_there(source) ? mirror.of(source) : source;
@@ -782,9 +793,8 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
 }
 
 at::Scalar local_scalar(const at::Tensor& self) {
-  Lock lock(mutex);
   const auto index = self.device().index();
-  see_until(clock_of({index, current_streams[index]}));
+  wait({index, current_streams[index]}, /*host=*/true);
   Mirror mirror;
   return at::_local_scalar_dense(mirror.of(self));
 }
