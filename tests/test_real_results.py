@@ -112,6 +112,16 @@ def test_a_first_step_that_was_not_timed_is_planned_again(build: Any, caplog: py
     assert "planning again, because in its first run" in caplog.text
 
 
+@pytest.mark.parametrize("build", [lambda: permuted("elu")[0], Drawing])
+def test_a_first_step_that_no_new_plan_mends_is_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned again once, and not for ever."""
+    monkeypatch.setattr(trace, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    net, sample = build(), permuted("elu")[1]
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    with pytest.raises(memplan.UnsupportedModel, match="elu"):
+        net(sample).float().sum().backward()
+
+
 class Branching(nn.Module):
     """Can be captured in parts only, both equal."""
 
