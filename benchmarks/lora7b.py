@@ -37,7 +37,7 @@ def main() -> None:
         adapters = peft.LoraConfig(r=16, target_modules=["q_proj", "v_proj"])
         model = peft.get_peft_model(LlamaForCausalLM(LlamaConfig()).to(torch.bfloat16), adapters)
         model = model.to(torch.bfloat16).train()
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True)
     for card, batch, gbs in itertools.product(args.cards, args.batches, args.gbs):
         budget, speed = CARDS[card]
         ids = torch.zeros(batch, 512, dtype=torch.long)

@@ -58,10 +58,10 @@ def main() -> int:
     args = parser.parse_args()
 
     plain = build().to(args.device)
-    plain_losses = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3), args.device)
+    plain_losses = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True), args.device)
 
     model = build()  # on the CPU: the plan says what moves to the device
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     ids = batches("cpu")[0]
     sample = {"input_ids": ids, "labels": ids, "use_cache": False}
     memplan.apply(model, sample, args.budget, optimizer=optimizer, device=args.device, host_budget="1GiB")

@@ -30,7 +30,12 @@ from memplan.graph.call import Call, Sample
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.layout import storage_key
 from memplan.graph.libraries import library_bytes
-from memplan.graph.optimizer import host_update_s_per_byte, optimizer_needs, update_needs
+from memplan.graph.optimizer import (
+    fused_host_update_s_per_byte,
+    host_update_s_per_byte,
+    optimizer_needs,
+    update_needs,
+)
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
@@ -59,6 +64,7 @@ Forward = Callable[..., Any]
 
 log = logging.getLogger("memplan")
 
+_MUCH = 0.05  # of a step, that could be saved
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
@@ -269,8 +275,24 @@ class Planning:
             staying = search(max(int(limit / room_for), chosen.found.timeline.peak_bytes), stays=True)
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
                 chosen = staying
+        if self.host is None:
+            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
         self.host = chosen.host
         return plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+
+    def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
+        """Say so where the CPU takes much longer to update what lives on the host than it has to."""
+        slow_s = problem.host_update_s
+        if self.optimizer is None or self.costs != "measure" or slow_s <= _MUCH * time_s:
+            return
+        fused = fused_host_update_s_per_byte(self.optimizer)
+        if fused is None or slow_s - (fused_s := slow_s * fused / problem.host_update_s_per_byte) <= _MUCH * time_s:
+            return
+        log.warning(
+            "memplan: of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
+            "%s(..., fused=True) it takes %.3g s",
+            time_s, slow_s, type(self.optimizer).__name__, fused_s,
+        )  # fmt: skip
 
     def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""

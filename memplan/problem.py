@@ -289,6 +289,13 @@ class Problem:
         held = sum(on_device) if self.accumulate else 0
         return self.graph.resident_bytes + self.extra_resident_bytes + held
 
+    @property
+    def host_update_s(self) -> float:
+        """Seconds that the CPU takes to update parameters that live on the host."""
+        values = self.graph.values
+        sent_bytes = sum(v.size_bytes for v in values if v.role == "gradient" and v.home == "host")
+        return sent_bytes * self.host_update_s_per_byte
+
     def bytes_after(self, stays: bool) -> int:
         """What comes on the device after backward beside what is there. stays: parameters stay there between steps, so
         that they are there as well when the next batch arrives while this one is still held."""

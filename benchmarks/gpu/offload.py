@@ -3,7 +3,7 @@
     python -m benchmarks.gpu.offload [--models 1b 7b] [--cap GIB] [--steps N] [--rivals NAME ...] [--out FILE]
     python -m benchmarks.gpu.offload --tiny        # the same code on the CPU, which stands for the device
 
-AdamW, length 512, batch 4, random weights and tokens. Each rival runs in a process of its own. The cap is what
+Fused AdamW, length 512, batch 4, random weights and tokens. Each rival runs in a process of its own. The cap is what
 PyTorch's allocator may take (CUDA), and memplan's budget is a little less.
 
 - plain: everything on the device.
@@ -89,7 +89,7 @@ def stepping(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
 
 def plain(model: nn.Module, sample: dict[str, Any], args: argparse.Namespace) -> Step:
     model.to(args.device)
-    return stepping(model, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE))
+    return stepping(model, torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True))
 
 
 def checkpointing(model: nn.Module, sample: dict[str, Any], args: argparse.Namespace) -> Step:
@@ -101,7 +101,7 @@ def checkpointing(model: nn.Module, sample: dict[str, Any], args: argparse.Names
     for parameter in model.parameters():
         copy = parameter.detach().cpu().clone()
         masters.append(nn.Parameter(copy.pin_memory() if pinned else copy))
-    optimizer = torch.optim.AdamW(masters, lr=_LEARNING_RATE)
+    optimizer = torch.optim.AdamW(masters, lr=_LEARNING_RATE, fused=True)
 
     def step(sample: dict[str, Any]) -> float:
         loss = model(**sample).loss
@@ -148,7 +148,7 @@ def deepspeed(model: nn.Module, sample: dict[str, Any], args: argparse.Namespace
 
 
 def planned(model: nn.Module, sample: dict[str, Any], args: argparse.Namespace) -> Step:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=_LEARNING_RATE, fused=True)
     memplan.apply(
         model, sample, args.budget, optimizer=optimizer, device=args.device, host_budget=args.host,
         costs="estimate" if args.device == "cpu" else "measure",

@@ -7,14 +7,19 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from memplan.errors import UnsupportedModel
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.layout import allocated_bytes, storage_key
+from memplan.graph.writes import written_by
 from memplan.problem import Roofline
+
+_EXAMPLE = (2048, 2048)
 
 
 def optimizer_needs(
@@ -36,7 +41,7 @@ def optimizer_needs(
                 group["foreach"] = False  # parameters of several devices are stepped one by one
             group["params"] = here
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
-        peak_bytes = _step(twin, device)
+        peak_bytes = _step(twin, device).peak_bytes
         state_bytes = _state_bytes(twin, device)
         left_out = {id(p) for p in without}
         grown = state_bytes - _state_bytes(optimizer, device, left_out)
@@ -62,7 +67,7 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
                     alone.param_groups = [{**fakes, "params": [fake]}]
                     alone.state = defaultdict(dict, {fake: twin.state[fake]} if fake in twin.state else {})
                     before_bytes = _state_bytes(alone, device)
-                    peak_bytes = _step(alone, device)
+                    peak_bytes = _step(alone, device).peak_bytes
                     known[key] = max(0, peak_bytes - (_state_bytes(alone, device) - before_bytes))
                 found[parameter] = known[key]
     return found
@@ -71,28 +76,85 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
 def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> float:
     """Seconds that the CPU takes to update parameters, for each byte of their gradients.
 
-    measured: time an update of 4 million numbers by an optimizer of torch.optim, the better of three; else it is what
-    reading and writing parameters and state takes at the speed of a laptop's memory. 0 where nothing is to be updated.
+    measured: time an update by an optimizer of torch.optim, the best of three; else it is what its ops read and write,
+    at the speed of a laptop's memory. 0 where nothing is to be updated. Raises UnsupportedModel for an optimizer that
+    can't step parameters on the CPU.
     """
-    found = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    if not found:
+    example = _Example.of(optimizer)
+    if example is None:
         return 0.0
-    if not measured or not type(optimizer).step.__module__.startswith("torch.optim."):
-        state_bytes, _ = optimizer_needs(optimizer, torch.device("cpu"))
-        gradient_bytes = sum(p.numel() * p.element_size() for _, p in found)
-        return float((3 + 2 * state_bytes / gradient_bytes) / Roofline().bytes_per_s)
-    group, largest = max(found, key=lambda pair: pair[1].numel())
-    parameter = torch.nn.Parameter(torch.zeros(2048, 2048, dtype=largest.dtype))
-    twin = _copied(optimizer)
-    twin.param_groups = [{**group, "params": [parameter]}]
-    twin.state = defaultdict(dict)
-    best_s = float("inf")
-    for _ in range(4):  # the first makes the state
+    if measured and _is_of_torch(optimizer):
+        return example.timed_s() / example.size_bytes
+    return example.traffic_bytes() / example.size_bytes / Roofline().bytes_per_s
+
+
+def fused_host_update_s_per_byte(optimizer: torch.optim.Optimizer) -> float | None:
+    """The same, timed, were the optimizer made with `fused=True`. None where it was, or can't be."""
+    example = _Example.of(optimizer)
+    if example is None or not _is_of_torch(optimizer) or example.group.get("fused", True):
+        return None
+    if example.group.get("differentiable") or not example.dtype.is_floating_point:
+        return None
+    fused = replace(example, group={**example.group, "fused": True, "foreach": False})
+    return fused.timed_s() / fused.size_bytes
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+@dataclass(frozen=True)
+class _Example:
+    """An update of 4 million numbers, as that of an optimizer's largest parameter. group: its settings."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> _Example | None:
+        found = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not found:
+            return None
+        group, largest = max(found, key=lambda pair: pair[1].numel())
+        return _Example(optimizer, group, largest.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return _EXAMPLE[0] * _EXAMPLE[1] * self.dtype.itemsize
+
+    def timed_s(self) -> float:
+        """Seconds that it takes."""
+        twin, best_s = self._twin(), float("inf")
+        try:
+            for _ in range(4):  # the first makes the state
+                start_s = time.perf_counter()
+                type(twin).step(twin)
+                best_s = min(best_s, time.perf_counter() - start_s)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(twin).__name__}.step() fails for parameters that live on the host ({error}). Change its "
+                "settings, or leave host_budget= out"
+            ) from error
+        return best_s
+
+    def traffic_bytes(self) -> int:
+        """Bytes that its ops read and write."""
+        cpu = torch.device("cpu")
+        with private.FakeTensorMode(allow_non_fake_inputs=True):
+            twin = self._twin()
+            _step(twin, cpu)  # makes the state
+            if self.group.get("fused"):  # one op, which by its schema writes to gradients too
+                return 3 * self.size_bytes + 2 * _state_bytes(twin, cpu)
+            return _step(twin, cpu).traffic_bytes
+
+    def _twin(self) -> torch.optim.Optimizer:
+        parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=self.dtype))
         parameter.grad = torch.ones_like(parameter)
-        start_s = time.perf_counter()
-        type(twin).step(twin)
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return best_s / (parameter.numel() * parameter.element_size())
+        twin = _copied(self.optimizer)
+        twin.param_groups = [{**self.group, "params": [parameter]}]
+        twin.state = defaultdict(dict)
+        return twin
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -125,8 +187,8 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
     return memo
 
 
-def _step(twin: torch.optim.Optimizer, device: torch.device) -> int:
-    """Step a twin; the most bytes that it allocated."""
+def _step(twin: torch.optim.Optimizer, device: torch.device) -> _AllocationMeter:
+    """Step a twin. Gives what it allocated."""
     meter = _AllocationMeter(device)
     try:
         with meter, torch.no_grad():
@@ -136,7 +198,7 @@ def _step(twin: torch.optim.Optimizer, device: torch.device) -> int:
             f"the memory of {type(twin).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
             "and allow for its state in the budget"
         ) from error
-    return meter.peak_bytes
+    return meter
 
 
 def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
@@ -162,25 +224,28 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_ou
 
 
 class _AllocationMeter(private.TorchDispatchMode):
-    """Bytes of new storages that are alive, and the most there were."""
+    """Bytes of new storages that are alive, and the most there were. traffic_bytes: that ops read and write."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._device = device
         self._known: dict[int, int] = {}
-        self._live_bytes = self.peak_bytes = 0
+        self._live_bytes = self.peak_bytes = self.traffic_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        inputs = torch.utils._pytree.tree_leaves((args, kwargs))
-        given = {storage_key(t) for t in inputs if isinstance(t, torch.Tensor)}
+        inputs = _tensors((args, kwargs))
+        given = {storage_key(t) for t in inputs}
         try:
             result = func(*args, **(kwargs or {}))
         except private.DATA_DEPENDENT_ERRORS:
             if func is not torch.ops.aten._local_scalar_dense.default:
                 raise
             return 1  # a number such as a norm (Adafactor) says by how much to update, not what that takes
-        for tensor in torch.utils._pytree.tree_leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == self._device.type:
+        if not op_facts.is_view(func):
+            made = [t for t in _tensors(result) if storage_key(t) not in given]
+            self.traffic_bytes += sum(t.nbytes for t in (*inputs, *made, *written_by(func, args, kwargs or {})))
+        for tensor in _tensors(result):
+            if tensor.device.type == self._device.type:
                 if storage_key(tensor) not in given and storage_key(tensor) not in self._known:
                     self._add(tensor)
         return result
@@ -195,3 +260,7 @@ class _AllocationMeter(private.TorchDispatchMode):
 
     def _remove(self, key: int) -> None:
         self._live_bytes -= self._known.pop(key, 0)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -36,6 +36,8 @@ def _headline(plan: Plan) -> list[str]:
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)
     baseline = f"{plan.overhead:+.1%} over {format_seconds(plan.baseline_time_s)}"
     copied = f"{format_bytes(plan.offloaded_bytes)} a step, to {format_bytes(plan.host_bytes)} of host memory"
+    beside = any(v.home == "host" and v.updates for v in problem.graph.values)
+    updated = f"{format_seconds(problem.host_update_s)} of the CPU, {'beside' if beside else 'after'} the step"
     stays = f"{format_bytes(plan.staying_bytes)} of frozen parameters, on the device from one step to the next"
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
@@ -51,6 +53,7 @@ def _headline(plan: Plan) -> list[str]:
         f"found by          {plan.solver}",
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),
         *([f"copied out        {copied}"] if plan.host_bytes else []),
+        *([f"updated there     {updated}"] if problem.host_update_s else []),
         *([f"stays             {stays}"] if plan.staying_bytes else []),
     ]
 

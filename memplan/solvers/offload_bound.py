@@ -59,7 +59,7 @@ def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
     sent = sum(v.size_bytes for v in values if _sent(v))
     if link is not None:
         found += [_least_fetched_bytes(problem) / link.to_device_bytes_per_s, sent / link.to_host_bytes_per_s]
-    update_s = sent * problem.host_update_s_per_byte
+    update_s = problem.host_update_s
     if any(v.updates for v in values if _sent(v)):
         return max(*found, update_s + _first_sent_s(problem))
     return max(found) + update_s
