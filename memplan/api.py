@@ -135,6 +135,7 @@ def apply(
         update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
     )  # fmt: skip
     with _unplanned(model) as original:
+        planner.check_optimizer(model)
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
         alone = shards is None
@@ -187,6 +188,7 @@ def plan(
         update, in_flight, shards, surroundings or Surroundings(), keep_frozen=keep_frozen,
     )  # fmt: skip
     with _unplanned(model) as original:
+        planner.check_optimizer(model)
         return planner.plan(model, original, sample)
 
 
@@ -216,6 +218,7 @@ def explore(
         in_flight=in_flight, surroundings=surroundings or Surroundings(),
     )  # fmt: skip
     with _unplanned(model) as original:
+        planner.check_optimizer(model)
         return planner.explore(model, original, sample)
 
 

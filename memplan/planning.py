@@ -117,6 +117,10 @@ class Planning:
             if self.surroundings.keeps_parameters:
                 self.host = frozenset()
         self._check_flight()
+        if self.link is not None:
+            _check_link(self.link)
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
         if self.update not in ("step", "backward"):
             raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
         if self.update == "backward":
@@ -144,6 +148,17 @@ class Planning:
             if given:
                 raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
         self.gathers = Gathers(shards)
+
+    def check_optimizer(self, model: nn.Module) -> None:
+        """Say so where the optimizer belongs to another model. Raises ValueError where it is to update this one."""
+        parameters = {id(p) for p in model.parameters()}
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        if self.optimizer is None or any(id(p) in parameters for group in groups for p in group["params"]):
+            return
+        problem = "optimizer= has none of the model's parameters"
+        if self.update == "backward":
+            raise ValueError(f"{problem}, so update='backward' has nothing to update. Give the one that trains it")
+        log.warning("memplan: %s; its state is counted, and is not taken to be that of parameters on the host", problem)
 
     @once_more_where_results_differ
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
@@ -422,6 +437,13 @@ class Planning:
             assert self.budget is not None
             self.budget_bytes = budget_bytes_of(self.budget, unplanned_bytes, problem.resident_bytes)
         return self.budget_bytes
+
+
+def _check_link(link: Link) -> None:
+    if not isinstance(link, Link):
+        raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
+    if min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0:
+        raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

@@ -147,6 +147,31 @@ def test_budget_and_plan_together() -> None:
         memplan.apply(net, sample, 0.5, plan=plan)
 
 
+@pytest.mark.parametrize(
+    "link", ["25GB/s", 25e9, memplan.Link(0, 1e9), memplan.Link(1e9, -1e9), memplan.Link(1, 1, -1)]
+)
+def test_links_that_copy_nothing(link: Any) -> None:
+    net, sample = net_and_sample()
+    with nothing_changes(net), pytest.raises((TypeError, ValueError), match=r"link .*got.*(25|Link)"):
+        memplan.apply(net, sample, 0.5, host_budget="1GiB", link=link)
+
+
+def test_what_is_no_optimizer() -> None:
+    net, sample = net_and_sample()
+    with nothing_changes(net), pytest.raises(TypeError, match="optimizer"):
+        memplan.apply(net, sample, 0.5, optimizer=torch.optim.AdamW)  # type: ignore[arg-type]
+
+
+def test_the_optimizer_of_another_model(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = net_and_sample()
+    optimizer = torch.optim.AdamW(copy.deepcopy(net).parameters())
+    with nothing_changes(net), pytest.raises(ValueError, match="none of the model's parameters"):
+        memplan.apply(net, sample, 1.0, optimizer=optimizer, update="backward")
+    assert not caplog.text
+    memplan.apply(net, sample, 1.0, optimizer=optimizer, costs="estimate")
+    assert "none of the model's parameters" in caplog.text
+
+
 # -- models that can't be captured exactly ----------------------------------------------------------------------------
 
 
