@@ -268,7 +268,8 @@ def remove(model: nn.Module) -> nn.Module:
     """Take the plan off the model, and those off blocks of it, and give the original forwards back. Does nothing to a
     model without a plan.
 
-    Parameters that live on the host stay there; `model.to(device)` brings them back.
+    Parameters that live on the host stay there; `model.to(device)` brings them back, and then
+    `optimizer.load_state_dict(optimizer.state_dict())` the optimizer's state.
     """
     for module in model.modules():
         planned = planned_forward(module)

@@ -126,6 +126,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "fused AdamW": lambda ps: torch.optim.AdamW(ps, lr=1e-3, fused=True),
     "SGD": lambda ps: torch.optim.SGD(ps, lr=1e-2, momentum=0.9),
     "Adafactor": lambda ps: torch.optim.Adafactor(ps, lr=1e-3),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, lr=1e-2),
 }
 
 
@@ -137,7 +138,7 @@ def test_every_parameter_is_stepped_wherever_it_lives(name: str, update: str) ->
     sample, plain = to_device(sample), copy.deepcopy(net).cuda()
     start = {n: copied(p) for n, p in net.named_parameters()}
     optimizers = [OPTIMIZERS[name](list(n.parameters())) for n in (plain, net)]
-    offloading(net, sample, 0.5, optimizer=optimizers[1], update=update)
+    offloading(net, sample, 0.5, optimizer=optimizers[1], update=update, costs="estimate")
     assert {p.device.type for p in net.parameters()} == {"cpu", "cuda"}
     losses = []
     for model, optimizer in zip((plain, net), optimizers):
@@ -153,6 +154,37 @@ def test_every_parameter_is_stepped_wherever_it_lives(name: str, update: str) ->
             losses[-1].append(loss.item())
     assert losses[0][0] == losses[1][0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
     assert not any(torch.equal(p.cpu(), start[n]) for n, p in net.named_parameters())
+
+
+@pytest.mark.parametrize("before", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", ["fused AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("AdamW", "ASGD"))])
+def test_an_optimizer_goes_along(name: str, before: str) -> None:
+    """Its state is where the parameters are, and so are counts of steps that kernels read: with a plan and after it."""
+    net, sample = MODELS["gpt2"](0)
+    net = net.to(before)
+    optimizer = OPTIMIZERS[name](list(net.parameters()))
+    loss_of(call(net, to_device(sample, before))).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    other = OPTIMIZERS[name](list(plain.parameters()))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    offloading(net, sample, 0.5, optimizer=optimizer, costs="estimate")
+    assert {p.device.type for p in net.parameters()} == {"cpu", "cuda"}
+    losses: list[list[float]] = []
+    for model, stepping in ((plain, other), (net, optimizer)):
+        torch.manual_seed(5)
+        losses.append([])
+        for step in range(4):
+            if step == 3:  # without the plan
+                memplan.remove(model).cuda()
+                stepping.load_state_dict(stepping.state_dict())
+            loss = loss_of(call(model, sample))
+            loss.backward()
+            stepping.step()
+            stepping.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0][0] == losses[1][0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -446,7 +446,8 @@ class PlannedForward:
         device = self._planner.device
         if self._planner.host and device is not None and device.type != "cpu":
             log.warning(
-                "memplan: %d parameters live on the host; call model.to(%r) before the model runs without a plan",
+                "memplan: %d parameters live on the host; before the model runs without a plan call model.to(%r), and "
+                "then optimizer.load_state_dict(optimizer.state_dict()), which brings its state along",
                 len(self._planner.host), str(device),
             )  # fmt: skip
 

@@ -23,15 +23,21 @@ def place(
     cpu = torch.device("cpu")
     if host and device.type == "cuda":
         wait_for_scales_on_host()
+    groups = [] if optimizer is None else optimizer.param_groups
+    counted_there = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
     for name, parameter in model.named_parameters():
-        home = cpu if name in host else device
+        before, home = parameter.device.type, cpu if name in host else device
         parameter.data = _moved(parameter.data, home, pinned=device.type == "cuda")
         if parameter.grad is not None:
             parameter.grad = _moved(parameter.grad, home, pinned=False)
         if optimizer is not None and parameter in optimizer.state:
             state = optimizer.state[parameter]
             for key, tensor in state.items():
-                if isinstance(tensor, torch.Tensor) and tensor.dim():  # step counts stay where the optimizer wants them
+                if not isinstance(tensor, torch.Tensor):
+                    continue
+                # A count of steps is on the CPU, wherever the parameter is, unless kernels read it.
+                follows = tensor.device.type == before and (before != "cpu" or parameter in counted_there)
+                if tensor.dim() or follows:
                     state[key] = _moved(tensor, home, pinned=False)
     for name, buffer in model.named_buffers():
         if buffer.device.type != device.type:

@@ -576,6 +576,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> device;
   bool from_host = false;
   std::vector<c10::IValue> originals(stack->begin() + first, stack->end());
+  const bool fused = schema.name().rfind("aten::_fused_", 0) == 0;  // an optimizer's, which read no count on the host
 
   auto see = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!is_there(tensor)) {
@@ -594,8 +595,10 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = see(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector())
+      for (const at::Tensor& tensor : value.toTensorVector()) {
+        TORCH_CHECK(!fused || is_there(tensor), "CUDA error: an illegal memory access was encountered in ", schema.name());
         list.push_back(see(tensor));
+      }
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
