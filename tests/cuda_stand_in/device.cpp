@@ -576,10 +576,13 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   std::optional<Device> device;
   bool from_host = false;
   std::vector<c10::IValue> originals(stack->begin() + first, stack->end());
-  const bool fused = schema.name().rfind("aten::_fused_", 0) == 0;  // an optimizer's, which read no count on the host
+  // Kernels of optimizers and gradient scaling, which read no count or scale on the host.
+  const bool strict = schema.name().rfind("aten::_fused_", 0) == 0 || schema.name().rfind("aten::_amp_", 0) == 0;
 
   auto see = [&](const at::Tensor& tensor) -> at::Tensor {
     if (!is_there(tensor)) {
+      TORCH_CHECK(
+          !strict || !tensor.defined(), "CUDA error: an illegal memory access was encountered in ", schema.name());
       from_host |= tensor.defined() && tensor.dim() > 0;
       return tensor;
     }
@@ -592,13 +595,12 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (size_t i = 0; i < count; ++i) {
     auto& value = (*stack)[first + i];
     if (value.isTensor()) {
-      value = see(value.toTensor());
+      if (arguments[i].name() != "lr" || is_there(value.toTensor()))  // a rate on the host is read there
+        value = see(value.toTensor());
     } else if (value.isTensorList()) {
       c10::List<at::Tensor> list;
-      for (const at::Tensor& tensor : value.toTensorVector()) {
-        TORCH_CHECK(!fused || is_there(tensor), "CUDA error: an illegal memory access was encountered in ", schema.name());
+      for (const at::Tensor& tensor : value.toTensorVector())
         list.push_back(see(tensor));
-      }
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
