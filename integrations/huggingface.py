@@ -23,11 +23,13 @@ class MemplanCallback(TrainerCallback):
     """Plans the model that a Trainer trains: its first batch, when that comes, and later ones that are unlike it.
 
     The plan is on the model while `trainer.train()` runs and is taken off when that ends; `plan` still has it then.
+    Where parameters live on the host it stays, so that the model can be evaluated; `memplan.remove` takes it off.
     After the first step one line of it is logged, by the logger "memplan" at level INFO.
 
-    budget, apply_keywords: as for `memplan.apply`. Two follow the training arguments unless they are given here:
-    `accumulate` is on where gradients are accumulated over several batches, and `grads` is "edges" where
-    DistributedDataParallel looks for unused parameters, which the Trainer has it do by default.
+    budget, apply_keywords: as for `memplan.apply`. Three follow the training arguments unless they are given here:
+    `accumulate` is on where gradients are accumulated over several batches, `grads` is "edges" where
+    DistributedDataParallel looks for unused parameters, which the Trainer has it do by default, and `device` is the
+    Trainer's where there is a `host_budget`.
     count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
 
     Raises ValueError for training arguments that a plan can't be combined with, saying what to change: when the Trainer
@@ -61,9 +63,12 @@ class MemplanCallback(TrainerCallback):
     ) -> None:
         _check(args, self._keywords)
         model: nn.Module = kwargs["model"]
-        self._finish()
+        if self._model is not model:
+            self._finish()
         self._told = False
         keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
+        if "host_budget" in keywords:  # of which parameters may be on the host, from training before
+            keywords.setdefault("device", args.device)
         if self._count_optimizer:
             keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
         model.train()  # as the Trainer does before each step: the plan is one of training
@@ -86,7 +91,8 @@ class MemplanCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._finish()
+        if self._model is not None and all(p.device == args.device for p in self._model.parameters()):
+            self._finish()
 
     def _finish(self) -> None:
         """Take the plan off the model; also off one whose training was interrupted."""

@@ -268,8 +268,8 @@ def remove(model: nn.Module) -> nn.Module:
     """Take the plan off the model, and those off blocks of it, and give the original forwards back. Does nothing to a
     model without a plan.
 
-    Parameters that live on the host stay there; `model.to(device)` brings them back, and then
-    `optimizer.load_state_dict(optimizer.state_dict())` the optimizer's state.
+    Parameters that live on the host stay there; `model.to(device)` brings them back, and the next `optimizer.step()`
+    its state.
     """
     for module in model.modules():
         planned = planned_forward(module)
@@ -279,6 +279,23 @@ def remove(model: nn.Module) -> nn.Module:
                 undo()
             planned.warn_of_host()
     return model
+
+
+@contextlib.contextmanager
+def fetching(model: nn.Module) -> Iterator[None]:
+    """Run parts of a planned model by themselves, without gradients, though parameters live on the host.
+
+    The model itself needs no help in eval mode and under no_grad. This is for code that calls submodules of it, as
+    `generate` of encoder-decoder models does: they then find their parameters on the device, each copy for as long as
+    it is used. What is written in place to such a copy is written to the host as well; assigning to `.data` is lost.
+
+    Raises ValueError where the model has no plan.
+    """
+    planned = planned_forward(model)
+    if planned is None:
+        raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
+    with torch.no_grad(), planned.fetching():
+        yield
 
 
 def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -156,10 +157,91 @@ def test_every_parameter_is_stepped_wherever_it_lives(name: str, update: str) ->
     assert not any(torch.equal(p.cpu(), start[n]) for n, p in net.named_parameters())
 
 
+class Unusual(nn.Module):
+    """Asks for the device of its parameters, adds one in place, multiplies two with each other, and writes to one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.bias, self.count = nn.Parameter(torch.randn(64)), nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.left, self.right = nn.Parameter(torch.randn(64, 8)), nn.Parameter(torch.randn(8, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + torch.arange(64.0, device=layer.weight.device)
+        x += self.bias
+        if not torch.is_grad_enabled():
+            self.count += 1
+        return x + (self.left @ self.right)[:8]
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("quiet", [torch.no_grad, torch.inference_mode])
+def test_evaluation_is_that_of_the_plain_model(quiet: Any, autocast: bool) -> None:
+    torch.manual_seed(0)
+    net, x = Unusual(), torch.randn(8, 64, device="cuda")
+    plain = copy.deepcopy(net).cuda()
+    with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+        offloading(net, x, costs="estimate")
+        assert {p.device.type for p in (net.left, net.right, net.bias)} == {"cpu"}
+        for model in (plain, net):
+            model.eval()
+        with quiet():
+            for _ in range(2):
+                assert_same_bits(plain(x), net(x))
+            with memplan.fetching(net):
+                assert_same_bits(plain.layers[0](x), net.layers[0](x))
+        assert net.count.tolist() == [2, 2, 2]
+        gradients = []
+        for model in (plain, net):
+            model(x).float().pow(2).sum().backward()  # in eval mode
+            gradients.append({n: p.grad.cpu() for n, p in model.named_parameters() if p.grad is not None})
+        assert_same_bits(*gradients)
+
+
+def test_an_encoder_and_decoder_generate() -> None:
+    net, sample = MODELS["t5"](0)
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    offloading(net, sample, costs="estimate")
+    with memplan.fetching(net):
+        found = net.eval().generate(sample["input_ids"], max_new_tokens=5)  # type: ignore[operator,index,call-overload]
+    assert torch.equal(found, plain.eval().generate(sample["input_ids"], max_new_tokens=5))  # type: ignore[operator,index,call-overload]
+
+
+def test_a_trainer_evaluates_and_trains_again(tmp_path: Path) -> None:
+    """Parameters stay on the host, and so does the plan."""
+    transformers = pytest.importorskip("transformers")
+    from memplan.integrations.huggingface import MemplanCallback
+
+    found = []
+    for offloads in (False, True):
+        net, sample = MODELS["llama"](0)
+        assert isinstance(sample, dict)
+        rows = [{n: t[0] for n, t in sample.items() if isinstance(t, torch.Tensor)}] * 8
+        low = memplan.plan(copy.deepcopy(net).cuda(), to_device(sample), 1.0, costs="estimate").floor_bytes
+        callback = MemplanCallback(int(0.8 * low), host_budget="1GiB", costs="estimate")
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=1,
+            disable_tqdm=True,
+        )  # fmt: skip
+        arguments._n_gpu = min(1, arguments.n_gpu)  # several would be used through nn.DataParallel
+        trainer = transformers.Trainer(
+            net, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[callback] if offloads else None
+        )
+        found.append([])
+        for _ in range(2):
+            found[-1].append(trainer.train().training_loss)
+            found[-1].append(trainer.evaluate()["eval_loss"])
+        assert {p.device.type for p in net.parameters()} == ({"cpu", "cuda"} if offloads else {"cuda"})
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-3) and found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+@pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("before", ["cpu", "cuda"])
 @pytest.mark.parametrize("name", ["fused AdamW", *(pytest.param(n, marks=pytest.mark.slow) for n in ("AdamW", "ASGD"))])
-def test_an_optimizer_goes_along(name: str, before: str) -> None:
-    """Its state is where the parameters are, and so are counts of steps that kernels read: with a plan and after it."""
+def test_an_optimizer_goes_along(name: str, before: str, given: bool) -> None:
+    """Its state is where the parameters are, and so are counts of steps that kernels read: with a plan and after it.
+    Where it was not given to `apply`, that is so from its next step on."""
     net, sample = MODELS["gpt2"](0)
     net = net.to(before)
     optimizer = OPTIMIZERS[name](list(net.parameters()))
@@ -169,7 +251,7 @@ def test_an_optimizer_goes_along(name: str, before: str) -> None:
     sample, plain = to_device(sample), copy.deepcopy(net).cuda()
     other = OPTIMIZERS[name](list(plain.parameters()))
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    offloading(net, sample, 0.5, optimizer=optimizer, costs="estimate")
+    offloading(net, sample, 0.5, optimizer=optimizer if given else None, costs="estimate")
     assert {p.device.type for p in net.parameters()} == {"cpu", "cuda"}
     losses: list[list[float]] = []
     for model, stepping in ((plain, other), (net, optimizer)):
@@ -178,7 +260,6 @@ def test_an_optimizer_goes_along(name: str, before: str) -> None:
         for step in range(4):
             if step == 3:  # without the plan
                 memplan.remove(model).cuda()
-                stepping.load_state_dict(stepping.state_dict())
             loss = loss_of(call(model, sample))
             loss.backward()
             stepping.step()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -360,3 +362,15 @@ def test_the_trainer_does_not_clip_what_is_gone(tmp_path: Path) -> None:
             continue
         with pytest.raises(ValueError, match=reason):
             callback.on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
+
+
+def test_a_model_that_nobody_has_any_more_is_freed() -> None:
+    net, sample = MODELS["handmade"](0)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    memplan.apply(net, sample, 1.0, optimizer=optimizer, update="backward", costs="estimate", host_budget="1GiB")
+    loss_of(call(net, sample)).backward()
+    optimizer.step()
+    left = [weakref.ref(thing) for thing in (net, optimizer, next(net.parameters()))]
+    del net, optimizer
+    gc.collect()
+    assert [ref() for ref in left] == [None, None, None]

@@ -112,7 +112,7 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_aside():
             self._let_go()
-            with contextlib.nullcontext() if self._aside else self._fetching():
+            with contextlib.nullcontext() if self._aside else self.fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
         step = self._step_for(call)
@@ -129,7 +129,8 @@ class PlannedForward:
 
     def _is_aside(self) -> bool:
         """Whether this call is for the model's own forward."""
-        if self._aside or not torch.is_grad_enabled() or (self._training and not self.model.training):
+        evaluates = self._training and not self.model.training and not self._planner.host  # gradients go to the host
+        if self._aside or not torch.is_grad_enabled() or evaluates:
             return True
         if not private.someone_traces():
             return False
@@ -141,7 +142,7 @@ class PlannedForward:
     def _run(self, step: Step, call: Call) -> Any:
         if isinstance(step, WholeStep):
             return step.run(call)
-        with self.stepping_aside(), self._fetching():
+        with self.stepping_aside(), self.fetching():
             return step.run(call)
 
     def _let_go(self) -> None:
@@ -154,13 +155,13 @@ class PlannedForward:
         self._let_go()
         self.steps.clear()
 
-    def _fetching(self) -> contextlib.AbstractContextManager[object]:
-        """Where the model's own forward finds parameters that live on the host."""
+    def fetching(self) -> contextlib.AbstractContextManager[object]:
+        """Where the model's own forward finds parameters that live on the host, and parts of it do."""
         host = self._planner.host
         if not host or self._planner.device is None:
             return contextlib.nullcontext()
         parameters = [p for name, p in self.model.named_parameters() if name in host]
-        return FetchedWhereUsed(parameters, self._planner.device)
+        return FetchedWhereUsed(parameters, self._planner.device, self.model)
 
     # -- which step -------------------------------------------------------------------------------------------------
 
@@ -446,8 +447,7 @@ class PlannedForward:
         device = self._planner.device
         if self._planner.host and device is not None and device.type != "cpu":
             log.warning(
-                "memplan: %d parameters live on the host; before the model runs without a plan call model.to(%r), and "
-                "then optimizer.load_state_dict(optimizer.state_dict()), which brings its state along",
+                "memplan: %d parameters live on the host; call model.to(%r) before the model runs without a plan",
                 len(self._planner.host), str(device),
             )  # fmt: skip
 

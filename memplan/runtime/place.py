@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import torch
 from torch import nn
 
-from memplan.runtime.scaling import wait_for_scales_on_host
+from memplan.runtime.stepping import bring_state, counts_beside, step_on_both_sides
 
 Init = Callable[[str, torch.Tensor], None]
 
@@ -22,23 +22,16 @@ def place(
     """
     cpu = torch.device("cpu")
     if host and device.type == "cuda":
-        wait_for_scales_on_host()
+        step_on_both_sides()
     groups = [] if optimizer is None else optimizer.param_groups
-    counted_there = {p for group in groups if group.get("fused") or group.get("capturable") for p in group["params"]}
+    counts = {p: counts_beside(group) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():
-        before, home = parameter.device.type, cpu if name in host else device
+        home = cpu if name in host else device
         parameter.data = _moved(parameter.data, home, pinned=device.type == "cuda")
         if parameter.grad is not None:
             parameter.grad = _moved(parameter.grad, home, pinned=False)
-        if optimizer is not None and parameter in optimizer.state:
-            state = optimizer.state[parameter]
-            for key, tensor in state.items():
-                if not isinstance(tensor, torch.Tensor):
-                    continue
-                # A count of steps is on the CPU, wherever the parameter is, unless kernels read it.
-                follows = tensor.device.type == before and (before != "cpu" or parameter in counted_there)
-                if tensor.dim() or follows:
-                    state[key] = _moved(tensor, home, pinned=False)
+        if optimizer is not None and parameter in counts:
+            bring_state(optimizer, parameter, counts[parameter])
     for name, buffer in model.named_buffers():
         if buffer.device.type != device.type:
             path, _, leaf = name.rpartition(".")

@@ -10,6 +10,7 @@ own, beside what the device computes; backward returns when that is done.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -70,8 +71,15 @@ class UpdatesInBackward:
         """Put the hooks on."""
         if self._handles:
             return
+        this = weakref.ref(self)  # hooks of a parameter are out of the garbage collector's sight
+
+        def arrived(parameter: torch.Tensor) -> None:
+            updates = this()
+            if updates is not None:
+                updates._arrived(parameter)
+
         trainable = [p for p in self.parameters if p.requires_grad]
-        self._handles = [p.register_post_accumulate_grad_hook(self._arrived) for p in trainable]
+        self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in trainable]
         self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
 
     def remove(self) -> None:

@@ -1,9 +1,10 @@
-"""Gradient scaling where gradients are on a GPU and on the host.
+"""What optimizers need to step parameters of which some are on a GPU and some on the host.
 
 `GradScaler` and fused optimizers copy the scale, and whether a gradient is infinite, to each gradient's device without
 waiting. From a GPU to the host the CPU would read memory that nobody has written yet, and what it then finds itself
 would be overwritten: PyTorch has gradients on several GPUs in mind. And where gradients on both are infinite, fused
-optimizers are told 2, and take that for none. Both is put right from the first time on that parameters go to the host.
+optimizers are told 2, and take that for none. And state stays where it was made when its parameter moves. All of it is
+put right from the first time on that parameters go to the host.
 """
 
 from __future__ import annotations
@@ -18,10 +19,33 @@ from memplan.graph import private_api as private
 
 
 @functools.cache
-def wait_for_scales_on_host() -> None:
-    """Have all `GradScaler`s of this process wait for what they copy to the host, and fused optimizers heed it."""
+def step_on_both_sides() -> None:
+    """Have all `GradScaler`s of this process wait for what they copy to the host, fused optimizers heed it, and all
+    optimizers find their state where their parameters are."""
     private.wait_for_scaler_copies()
     register_optimizer_step_pre_hook(_scales_on_host)
+    register_optimizer_step_pre_hook(_state_where_parameters_are)
+
+
+def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, counts: bool) -> None:
+    """Move an optimizer's state of a parameter to where that is. counts: those of steps too, which kernels read; else
+    they are on the CPU, wherever the parameter is."""
+    state = optimizer.state.get(parameter, {})
+    for key, tensor in state.items():
+        if isinstance(tensor, torch.Tensor) and tensor.device.type != parameter.device.type:
+            if tensor.dim() or counts or parameter.device.type == "cpu":
+                state[key] = tensor.to(parameter.device)
+
+
+def counts_beside(group: dict[str, Any]) -> bool:
+    """Whether counts of steps are where the parameters of such a group are."""
+    return bool(group.get("fused") or group.get("capturable"))
+
+
+def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            bring_state(optimizer, parameter, counts_beside(group))
 
 
 def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
