@@ -24,6 +24,7 @@ from memplan.graph.costs import device_name
 from memplan.graph.libraries import make_workspaces, most_library_bytes, multiplies_matrices
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
+from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
@@ -211,10 +212,15 @@ class Planner(Planning):
 
     @once_more_where_results_differ
     def step_for(
-        self, model: nn.Module, forward: Forward, call: Call, tangents: dict[int, TangentLayout] | None
+        self,
+        model: nn.Module,
+        forward: Forward,
+        call: Call,
+        tangents: dict[int, TangentLayout] | None,
+        backward: Autocast | None,
     ) -> WholeStep:
-        """A step for gradients that arrive at these outputs, in these layouts."""
-        captured = self.capture(model, forward, call, tangents)
+        """A step for gradients that arrive at these outputs, in these layouts, and under this autocast."""
+        captured = self.capture(model, forward, call, tangents, backward)
         return self._whole(model, captured, self._plan(model, captured))
 
     @once_more_where_results_differ

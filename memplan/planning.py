@@ -36,6 +36,7 @@ from memplan.graph.optimizer import (
     optimizer_needs,
     update_needs,
 )
+from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.graph.shards import Shard, Shards
 from memplan.graph.traced import Traced
@@ -182,8 +183,9 @@ class Planning:
         forward: Forward,
         sample: Sample | Call,
         tangents: dict[int, TangentLayout] | None = None,
+        backward: Autocast | None = None,
     ) -> Capture:
-        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents, self.shards)
+        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents, self.shards, backward)
         if self.update == "step":
             return captured
         assert self.optimizer is not None

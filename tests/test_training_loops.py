@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import memplan
-from tests.zoo import assert_same_bits, copied
+from tests.test_partial import Branching
+from tests.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
 BUDGET = 0.6  # of the unplanned peak: all models below then recompute something
 Loop = Callable[[nn.Module], Any]
@@ -545,3 +546,57 @@ def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], in
         assert plans_made() == made
         assert live_bytes() == held_bytes
         assert len(gc.get_objects()) < objects + 200
+
+
+@pytest.mark.parametrize("grads", ["surface", "edges"])
+@pytest.mark.parametrize("name", ["gpt2", "transformer", "handmade"])
+def test_backward_inside_the_context_of_autocast(name: str, grads: Any) -> None:
+    """Its ops are cast there, too: the plan is made anew."""
+    plain, sample = MODELS[name](0)
+    net = copy.deepcopy(plain)
+    with torch.autocast("cpu", torch.bfloat16):
+        memplan.apply(net, sample, 0.95, costs="estimate", grads=grads)
+    found = []
+    for model in (plain, net):
+        torch.manual_seed(1)
+        found.append([])
+        for inside in (False, True, True, False):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(call(model, sample))
+                if inside:
+                    loss.backward()
+            if not inside:
+                loss.backward()
+            found[-1].append(copied({n: p.grad for n, p in model.named_parameters()}))
+            model.zero_grad()
+    assert_same_bits(*found)
+
+
+def test_backward_inside_the_context_of_autocast_changes_bits() -> None:
+    """Else the test above could not fail."""
+    net, sample = MODELS["gpt2"](0)
+    found = []
+    for inside in (False, True):
+        torch.manual_seed(1)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(call(net, sample))
+        with torch.autocast("cpu", torch.bfloat16, enabled=inside):
+            loss.backward()
+        found.append([p.grad for p in net.parameters()])
+        net.zero_grad()
+    assert any(not torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_planned_again() -> None:
+    for net, sample, options in (
+        (*MODELS["handmade"](0), {"on_mismatch": "raise"}),
+        (Branching(), torch.randn(512, 32), {}),
+    ):
+        with torch.autocast("cpu", torch.bfloat16):
+            memplan.apply(net, sample, 0.95, costs="estimate", **options)
+            loss = loss_of(call(net, sample))
+            with pytest.raises(memplan.PlanMismatch, match="after the context of autocast"):
+                loss.backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = loss_of(call(net, sample))
+        loss.backward()

@@ -33,7 +33,7 @@ class Capture:
     """A captured step of one model. reader: takes later calls apart as the sample was.
 
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
-    hooks: those that the first eager forward adds to submodules.
+    hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
     """
 
@@ -44,6 +44,7 @@ class Capture:
     expanded: Traced | None
     settled: tuple[tuple[str, str, Any], ...]
     hooks: tuple[AddedHook, ...]
+    backward: Autocast | None = None
 
     def settle(self, model: nn.Module) -> None:
         """Set the attributes, and add the hooks, that the first eager forward would."""
@@ -62,16 +63,18 @@ def capture(
     device: torch.device | None = None,
     tangents: Mapping[int, Layout] | None = None,
     shards: Shards | None = None,
+    backward: Autocast | None = None,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
     tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
-    there is one, else every output that requires grad. shards: somebody has sharded the parameters.
+    there is one, else every output that requires grad. shards: somebody has sharded the parameters. backward: the
+    autocast under which backward runs; None is none.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
     """
     with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
-        return _capture(model, forward, sample, loss_fn, device, tangents, shards)
+        return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward)
 
 
 def _capture(
@@ -82,6 +85,7 @@ def _capture(
     device: torch.device | None,
     tangents: Mapping[int, Layout] | None,
     shards: Shards | None,
+    backward: Autocast | None,
 ) -> Capture:
     refuse_wrappers(model)
     _refuse_subclasses(model)
@@ -99,7 +103,7 @@ def _capture(
     memory = KeptMemory()
     trace = functools.partial(
         trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
-        moves_inputs=device is not None, memory=memory,
+        moves_inputs=device is not None, memory=memory, backward=backward,
     )  # fmt: skip
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
         raw = trace(around=around)
@@ -120,7 +124,7 @@ def _capture(
     _refuse_hidden_writes(traced, memory)
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks)
+    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward)
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:

@@ -31,6 +31,12 @@ class Autocast:
             torch.is_autocast_cache_enabled(),
         )
 
+    @staticmethod
+    def of_backward(device_type: str) -> Autocast | None:
+        """The state in which backward runs, where that is asked in the middle of it. None: autocast is off, as it is
+        where backward is called after the context of forward."""
+        return Autocast.ambient(device_type) if torch.is_autocast_enabled(device_type) else None
+
     def context(self) -> contextlib.AbstractContextManager[Any]:
         return torch.autocast(
             self.device_type, dtype=self.dtype, enabled=self.enabled, cache_enabled=self.cache_enabled

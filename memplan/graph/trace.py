@@ -95,6 +95,7 @@ def trace_step(
     memo: Memo | None = None,
     moves_inputs: bool = True,
     memory: KeptMemory | None = None,
+    backward: Autocast | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
@@ -103,6 +104,7 @@ def trace_step(
     of its input. shapes: of parameters that are empty between uses, by name. memo: that of other
     traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device. memory: puts
     back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers nor inputs.
+    backward: the autocast under which backward runs; None is none.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
     """
@@ -151,7 +153,7 @@ def trace_step(
             starts = [template.tensors[i] for i in chosen]
             own = {name: leaves[name] for name in differentiated}
             grads: list[torch.Tensor | None]
-            with session.noting_arrivals(own):
+            with session.noting_arrivals(own), backward.context() if backward else contextlib.nullcontext():
                 if around is None or around.whole:
                     grads = list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
                 else:

@@ -20,6 +20,7 @@ from torch import fx, nn
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key
+from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.check import run_checked
 from memplan.runtime.gathers import Gathers
@@ -31,7 +32,8 @@ from memplan.runtime.updates import UpdatesInBackward
 
 
 class OtherTangents(PlanMismatch):
-    """Backward starts from other outputs, or gradients of another layout, than it was captured for."""
+    """Backward starts from other outputs, with gradients of another layout, or under another autocast than it was
+    captured for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,7 @@ class InFlight:
 
     watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
     surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
+    autocast: under which backward runs; None is none.
     """
 
     saved: list[Any]
@@ -205,6 +208,7 @@ class InFlight:
     start: _Start
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
+    autocast: Autocast | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,8 +242,10 @@ class Runner:
         device: torch.device,
         draws: bool,
         written: Written,
+        autocast: Autocast | None = None,
     ) -> None:
-        """draws: forward advances the generator. written: buffers and inputs that forward writes to.
+        """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
+        which backward was captured; None is none.
 
         trainable: the parameters that are inputs of the Function, under grads="edges".
         """
@@ -253,6 +259,7 @@ class Runner:
         self.written = written
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
+        self._autocast = autocast
         self._backwards = backwards
         self._layouts = backwards[0][0]
         self._requires_grad = requires_grad
@@ -300,7 +307,7 @@ class Runner:
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
-        run = self._backward_for(tangents)
+        run = self._backward_for(tangents, state.autocast)
         self.store.begin()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
@@ -357,11 +364,16 @@ class Runner:
             again = self.forward(state.start.inputs)[1]
         finally:
             self._go_back(present)
-        again.surfaced = state.surfaced
+        again.surfaced, again.autocast = state.surfaced, state.autocast
         return self.backward(again, tangents)
 
-    def _backward_for(self, tangents: dict[int, torch.Tensor]) -> fx.GraphModule:
-        """The backward program for gradients of this layout."""
+    def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:
+        """The backward program for gradients of this layout, under this autocast."""
+        if autocast != self._autocast:
+            raise OtherTangents(
+                f"backward runs {_where(autocast)} autocast, and was planned {_where(self._autocast)} it; its ops may "
+                "round otherwise. Call backward after the context of autocast has ended, as PyTorch recommends"
+            )
         for index in tangents.keys() - self._layouts.keys():
             raise OtherTangents(
                 f"backward reached output {self._output_names[index]}, but the plan starts backward from "
@@ -383,10 +395,10 @@ class Runner:
             f"{self._layouts[index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
         )
 
-    def takes(self, tangents: dict[int, torch.Tensor]) -> bool:
-        """Whether backward was made for gradients of this layout."""
+    def takes(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> bool:
+        """Whether backward was made for gradients of this layout, under this autocast."""
         try:
-            self._backward_for(tangents)
+            self._backward_for(tangents, autocast)
         except OtherTangents:
             return False
         return True
@@ -460,10 +472,14 @@ class _Step(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
-        ctx.state = None
+        ctx.state, state.autocast = None, Autocast.of_backward(runner.device.type)
         gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def _where(autocast: Autocast | None) -> str:
+    return "outside of" if autocast is None else "under"
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from torch import nn
 from memplan.errors import MemplanError, NothingToTrain, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
@@ -54,7 +55,12 @@ class Planner(Protocol):
     ) -> Step: ...
     def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep: ...
     def step_for(
-        self, model: nn.Module, forward: Callable[..., Any], call: Call, tangents: dict[int, TangentLayout] | None
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        tangents: dict[int, TangentLayout] | None,
+        backward: Autocast | None,
     ) -> WholeStep: ...
     def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
@@ -290,11 +296,11 @@ class PlannedForward:
             repeats = changed is None and step.runner.repeats(state)
             if not isinstance(problem, OtherTangents):
                 self._after(problem, step, repeats)
-                other = self._planned_for(call, tangents)
+                other = self._planned_for(call, tangents, state.autocast)
             elif not repeats or self._on_mismatch == "raise":
                 raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
             else:
-                other = self._for_tangents(call, tangents, problem)
+                other = self._for_tangents(call, tangents, state.autocast, problem)
         self._in_place_of(step, other)
         if other.forward_ops != step.forward_ops:
             raise problem
@@ -314,21 +320,23 @@ class PlannedForward:
             return "Forward can't run again for it, because it writes to what it reads; on_oom='replan' keeps buffers"
         return "Forward can't run again for it, because what it read has been written to since"
 
-    def _for_tangents(self, call: Call, tangents: dict[int, torch.Tensor], problem: Exception) -> WholeStep:
+    def _for_tangents(
+        self, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None, problem: Exception
+    ) -> WholeStep:
         for other in self.steps:
-            if isinstance(other, WholeStep) and other.runner.takes(tangents) and other.mismatch(call) is None:
+            if isinstance(other, WholeStep) and other.runner.takes(tangents, backward) and other.mismatch(call) is None:
                 return other
         log.info("memplan: planning, because %s", problem)
         try:
-            return self._planned_for(call, tangents)
+            return self._planned_for(call, tangents, backward)
         except MemplanError as error:
             raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
 
-    def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor]) -> WholeStep:
-        """A new step for gradients of such layouts."""
+    def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None) -> WholeStep:
+        """A new step for gradients of such layouts, under this autocast."""
         layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
         with self.stepping_aside():
-            step = self._planner.step_for(self.model, self.original, call, layouts)
+            step = self._planner.step_for(self.model, self.original, call, layouts, backward)
         self.add(step)
         return step
 

@@ -180,7 +180,7 @@ class Rehearsal(UnitObserver):
                 self._look_for_edits()
                 self._look_at_edges(Edges(starts))
                 self.begin(-1, "turn")
-                torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+                _run_backward(starts)
             self.last_bytes, self.left_bytes = self._meter.reset_peak(), self._meter.live_bytes
         del starts
 
@@ -308,13 +308,19 @@ def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
     return [template.tensors[i] for i in chosen]
 
 
+def _run_backward(starts: Sequence[torch.Tensor]) -> None:
+    """Backward as a training loop calls it: after the context of autocast."""
+    with torch.autocast(starts[0].device.type, enabled=False):
+        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+
+
 def timed_step(model: nn.Module, call: Call, run: Callable[[], Any], written: Sequence[torch.Tensor]) -> float:
     """Seconds of one step, forward and backward. written: what forward writes to, beside buffers."""
     with nothing_kept(model, call, written=written), torch.enable_grad():
         _wait_for_device(model)
         start = time.perf_counter()
         starts = starts_of(model, run())
-        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+        _run_backward(starts)
         _wait_for_device(model)
         return time.perf_counter() - start
 
@@ -352,7 +358,7 @@ def measured_peak(
                 leaf.grad = None
             with _allocations(model) as grown, meter:
                 starts = starts_of(model, run())
-                torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+                _run_backward(starts)
             del starts
             allocated_bytes = resident_bytes + grown[0]
     return max(meter.peak_bytes, allocated_bytes)

@@ -149,6 +149,7 @@ def _runner(
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=_written(traced),
+        autocast=capture.backward,
     )
 
 

@@ -508,6 +508,12 @@ void make_workspace(DeviceIndex index) {
     held = device_memory.allocate(workspace_bytes);
 }
 
+// What a kernel calls is neither differentiated nor cast.
+struct Below {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
+};
+
 // Tensors over the same memory for one call of a CPU kernel.
 struct Mirror {
   std::unordered_map<c10::StorageImpl*, c10::Storage> storages;
@@ -623,7 +629,7 @@ void on_the_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (kMultiply.count(schema.name()))
     make_workspace(where.index());
   {
-    at::AutoDispatchBelowADInplaceOrView below;
+    Below below;
     std::optional<Drawing> drawing;
     if (op.hasTag(at::Tag::nondeterministic_seeded))
       drawing.emplace(where.index());
@@ -792,7 +798,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) 
   Mirror mirror;
   auto target = is_there(self) ? mirror.of(self) : self;
   auto from = is_there(source) ? mirror.of(source) : source;
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   target.copy_(from);
   return self;
 }
@@ -888,7 +894,7 @@ at::Tensor on_host(int64_t value) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const OptionalTensor& bias, bool compute_lse,
     double dropout, bool causal, std::optional<double> scale) {
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   auto& philox = generators[q.device().index()];
   const auto seed = philox.seed, offset = philox.offset;
   if (dropout > 0)
@@ -913,7 +919,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> efficient_backward(
     return {};
   TORCH_CHECK(seed.device().is_cpu() && offset.device().is_cpu(), "seed and offset are on the device");
   TORCH_CHECK(lse.size(2) >= q.size(2), "attention's sums are missing");
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   Attention attention(
       q, k, v, bias, causal, scale, dropout, dropout > 0 ? uint64_t(seed.item<int64_t>()) : 0,
       dropout > 0 ? uint64_t(offset.item<int64_t>()) : 0);
@@ -929,7 +935,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, c10::SymInt, c10::Sym
 flash(
     const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, double dropout, bool causal, bool,
     std::optional<double> scale) {
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   auto& philox = generators[q.device().index()];
   const auto seed = philox.seed, offset = philox.offset;
   if (dropout > 0)
@@ -952,7 +958,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
   if (!grad.defined())
     return {};
   TORCH_CHECK(state.device().is_cuda(), "what flash attention draws with is not on the device");
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   Mirror mirror;
   auto here = mirror.of(state);
   const auto* drawn = static_cast<const uint64_t*>(here.const_data_ptr());
@@ -969,7 +975,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> flash_backward(
 at::Tensor depthwise(
     const at::Tensor& x, const at::Tensor& weight, at::IntArrayRef, const OptionalTensor& bias, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation) {
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   Mirror mirror;
   OptionalTensor added;
   if (bias && bias->defined())
@@ -982,7 +988,7 @@ at::Tensor depthwise(
 std::tuple<at::Tensor, at::Tensor> depthwise_backward(
     const at::Tensor& grad, const at::Tensor& x, const at::Tensor& weight, at::IntArrayRef, at::IntArrayRef stride,
     at::IntArrayRef padding, at::IntArrayRef dilation, std::array<bool, 2> mask) {
-  at::AutoDispatchBelowADInplaceOrView below;
+  Below below;
   Mirror mirror;
   auto found = at::convolution_backward(
       mirror.of(grad), mirror.of(x), mirror.of(weight), std::nullopt, stride, padding, dilation, false, {0, 0},
