@@ -20,8 +20,8 @@ from memplan.graph import private_api as private
 
 @functools.cache
 def step_on_both_sides() -> None:
-    """Have all `GradScaler`s of this process wait for what they copy to the host, fused optimizers heed it, and all
-    optimizers find their state where their parameters are."""
+    """Have all `GradScaler`s of this process wait for what they copy to the host, fused optimizers heed it, and
+    PyTorch's optimizers find their state where their parameters are."""
     private.wait_for_scaler_copies()
     register_optimizer_step_pre_hook(_scales_on_host)
     register_optimizer_step_pre_hook(_state_where_parameters_are)
@@ -43,6 +43,9 @@ def counts_beside(group: dict[str, Any]) -> bool:
 
 
 def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    """Of PyTorch's own optimizers: others may have their state elsewhere on purpose."""
+    if not type(optimizer).step.__module__.startswith("torch.optim."):
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             bring_state(optimizer, parameter, counts_beside(group))

@@ -112,7 +112,8 @@ class UpdatesInBackward:
         if self._updated:
             raise RuntimeError(
                 "memplan: a second backward before optimizer.step(). With update='backward' each backward updates the "
-                "parameters, so gradients can't be accumulated; call optimizer.step() after each (it ends the step)"
+                "parameters, so gradients can't be accumulated; call optimizer.step() after each (it ends the step), "
+                "also after one that was interrupted"
             )
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if torch.distributed.get_world_size() > 1:
