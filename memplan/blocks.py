@@ -309,6 +309,9 @@ class _BlockPlanner:
     def step_for(self, *arguments: Any) -> Any:
         raise MemplanError(f"block {self.name} has no other plan for such gradients")
 
+    def is_same(self, *arguments: Any) -> bool:
+        return False
+
     def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]:
         """Any call can be recomputed as a whole, as ranks do whose batch is unlike their sample."""
         if not self.told:

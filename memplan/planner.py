@@ -223,6 +223,19 @@ class Planner(Planning):
         captured = self.capture(model, forward, call, tangents, backward)
         return self._whole(model, captured, self._plan(model, captured))
 
+    def is_same(
+        self,
+        step: WholeStep,
+        model: nn.Module,
+        forward: Forward,
+        call: Call,
+        tangents: dict[int, TangentLayout],
+        backward: Autocast,
+    ) -> bool:
+        """Whether a step has the same ops where backward runs under this autocast."""
+        captured = self._homed(self.capture(model, forward, call, tangents, backward), model)
+        return first_difference(step.plan.problem.graph, captured.traced.graph) is None
+
     @once_more_where_results_differ
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan. Raises PlanMismatch where that is for another step."""

@@ -589,7 +589,7 @@ def test_backward_inside_the_context_of_autocast_changes_bits() -> None:
 
 def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_planned_again() -> None:
     for net, sample, options in (
-        (*MODELS["handmade"](0), {"on_mismatch": "raise"}),
+        (*MODELS["gpt2"](0), {"on_mismatch": "raise"}),
         (Branching(), torch.randn(512, 32), {}),
     ):
         with torch.autocast("cpu", torch.bfloat16):

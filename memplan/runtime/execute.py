@@ -259,7 +259,7 @@ class Runner:
         self.written = written
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
-        self._autocast = autocast
+        self.autocasts = {autocast}  # under which backward has these ops
         self._backwards = backwards
         self._layouts = backwards[0][0]
         self._requires_grad = requires_grad
@@ -369,10 +369,11 @@ class Runner:
 
     def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:
         """The backward program for gradients of this layout, under this autocast."""
-        if autocast != self._autocast:
+        if autocast not in self.autocasts:
+            there = "outside of" if autocast is None else "under"
             raise OtherTangents(
-                f"backward runs {_where(autocast)} autocast, and was planned {_where(self._autocast)} it; its ops may "
-                "round otherwise. Call backward after the context of autocast has ended, as PyTorch recommends"
+                f"backward runs {there} autocast, unlike what was planned; its ops round otherwise there. Call "
+                "backward after the context of autocast has ended, as PyTorch recommends"
             )
         for index in tangents.keys() - self._layouts.keys():
             raise OtherTangents(
@@ -476,10 +477,6 @@ class _Step(torch.autograd.Function):
         gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, *(gradients.get(key) for key in wanted))
-
-
-def _where(autocast: Autocast | None) -> str:
-    return "outside of" if autocast is None else "under"
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

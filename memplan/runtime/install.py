@@ -62,6 +62,15 @@ class Planner(Protocol):
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
     ) -> WholeStep: ...
+    def is_same(
+        self,
+        step: WholeStep,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        tangents: dict[int, TangentLayout],
+        backward: Autocast,
+    ) -> bool: ...
     def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
     def for_copy(self) -> Planner: ...
@@ -293,6 +302,8 @@ class PlannedForward:
         call = step.capture.call.filled(state.start.inputs)
         with step.key.autocast.context(), torch.enable_grad():
             changed = step.key.mismatch(call)
+            if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
+                return step.runner.backward(state, tangents)
             repeats = changed is None and step.runner.repeats(state)
             if not isinstance(problem, OtherTangents):
                 self._after(problem, step, repeats)
@@ -310,6 +321,18 @@ class PlannedForward:
         except OtherResults as error:  # a first run too
             problem = error.with_traceback(None)
         return self._rescue(other, state, tangents, problem)
+
+    def _is_same(
+        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+    ) -> bool:
+        """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
+        if backward is None or not step.runner.takes(tangents, None):
+            return False
+        with self.stepping_aside():
+            same = self._planner.is_same(step, self.model, self.original, call, _layouts(tangents), backward)
+        if same:
+            step.runner.autocasts.add(backward)
+        return same
 
     def _why_not_again(self, step: WholeStep, changed: str | None) -> str:
         if self._on_mismatch == "raise":
@@ -334,9 +357,8 @@ class PlannedForward:
 
     def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None) -> WholeStep:
         """A new step for gradients of such layouts, under this autocast."""
-        layouts = {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
         with self.stepping_aside():
-            step = self._planner.step_for(self.model, self.original, call, layouts, backward)
+            step = self._planner.step_for(self.model, self.original, call, _layouts(tangents), backward)
         self.add(step)
         return step
 
@@ -486,6 +508,10 @@ class PlannedForward:
             except PlanMismatch as error:
                 other._unfit = str(error)
         return other
+
+
+def _layouts(tangents: dict[int, torch.Tensor]) -> dict[int, TangentLayout]:
+    return {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}
 
 
 def _class_forward(model: nn.Module) -> Callable[..., Any]:
