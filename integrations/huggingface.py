@@ -67,7 +67,7 @@ class MemplanCallback(TrainerCallback):
             self._finish()
         self._told = False
         keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
-        if "host_budget" in keywords:  # of which parameters may be on the host, from training before
+        if "host_budget" in keywords or getattr(self._budget, "host", None):  # some may be there from training before
             keywords.setdefault("device", args.device)
         if self._count_optimizer:
             keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
@@ -91,7 +91,7 @@ class MemplanCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._model is not None and all(p.device == args.device for p in self._model.parameters()):
+        if self._model is not None and all(p.device.type == args.device.type for p in self._model.parameters()):
             self._finish()
 
     def _finish(self) -> None:

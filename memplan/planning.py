@@ -303,13 +303,15 @@ class Planning:
         if self.optimizer is None or self.costs != "measure" or slow_s <= _MUCH * time_s:
             return
         fused = fused_host_update_s_per_byte(self.optimizer)
-        if fused is None or slow_s - (fused_s := slow_s * fused / problem.host_update_s_per_byte) <= _MUCH * time_s:
+        if fused is None:
             return
-        log.warning(
-            "memplan: of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
-            "%s(..., fused=True) it takes %.3g s",
-            time_s, slow_s, type(self.optimizer).__name__, fused_s,
-        )  # fmt: skip
+        fused_s = slow_s * fused / problem.host_update_s_per_byte
+        if slow_s - fused_s > _MUCH * time_s:
+            log.warning(
+                "memplan: of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
+                "%s(..., fused=True) it takes %.3g s",
+                time_s, slow_s, type(self.optimizer).__name__, fused_s,
+            )  # fmt: skip
 
     def _explore_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
