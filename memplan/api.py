@@ -133,6 +133,7 @@ def apply(
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
+        decides=group is None and shards is None and in_flight == 1,
     )  # fmt: skip
     with _unplanned(model) as original:
         planner.check_optimizer(model)

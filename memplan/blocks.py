@@ -29,7 +29,7 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
 from memplan.graph.shards import Shards
-from memplan.partial import PartialPlan, resident_bytes_of, rows_of, without_graph
+from memplan.partial import PartialPlan, resident_bytes_of, rows_of
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
 from memplan.plans import Plan
 from memplan.runtime import Agreement, PlannedForward, Step, UpdatesInBackward, planned_forward
@@ -116,7 +116,7 @@ def _rehearsed(
     agreement: Agreement | None,
 ) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
     """The plan, and how each block runs. Runs as many steps on every rank."""
-    call = without_graph(CallReader(model.forward).read_sample(sample))
+    call = CallReader(model.forward).read_sample(sample).detached()
     rehearse = functools.partial(Rehearsal, model, model, call, takes_gradients=shards is not None)
     units = _units(model, blocks, rehearse(metered=False), whole, shards)
     solve_units(units, costs, functools.partial(solve_saved, config=config_of(config)), whole)
@@ -294,6 +294,7 @@ class _BlockPlanner:
     host: frozenset[str] | None = None
     device: torch.device | None = None
     updates: UpdatesInBackward | None = None
+    decides: bool = False
     told: bool = False
 
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:

@@ -179,19 +179,21 @@ def plan_partially(
     config: Config | None = None,
     extra_resident_bytes: int = 0,
     update_bytes: int = 0,
+    decides: bool = False,
 ) -> PartialStep:
     """Plan a call of a model that can't be captured whole.
 
     forward: the model's own. budget: bytes, or what gives them from the unplanned peak and what is resident. reason:
     why the whole can't be captured. costs: "measure" or "estimate". config: how units are planned.
     extra_resident_bytes: held throughout beside the model (optimizer state, gradients of earlier micro-batches).
-    update_bytes: what the optimizer's step allocates for a while, after backward.
+    update_bytes: what the optimizer's step allocates for a while, after backward. decides: units may branch on what
+    they compute; where such a call takes another branch than on the sample, it is recomputed as a whole.
 
     Runs some steps on `call`, of which nothing stays. Raises BudgetInfeasible, and UnsupportedModel where no part can
     be planned either.
     """
-    call = without_graph(call)
-    parts = parts_of(model, forward, call, reason, costs, config).updated(update_bytes)
+    call = call.detached()
+    parts = parts_of(model, forward, call, reason, costs, config, decides).updated(update_bytes)
     problem = parts.problem
     keep_all = appraise(problem, [(0, tuple(len(o) - 1 for o in stage[0].units)) for stage in problem.stages])
     least = smallest(problem)
@@ -214,12 +216,6 @@ def plan_partially(
     )
     arguments = ArgumentsKey(call, None, traced=False)
     return PartialStep(plan, ways, model, forward, arguments, ModesKey(model, model_device(model).type))
-
-
-def without_graph(call: Call) -> Call:
-    """The call with arguments of the same data that are no part of the caller's autograd graph."""
-    apart = {id(t): t.detach().requires_grad_(t.requires_grad) for t in call.tensors}
-    return call.filled([apart[id(t)] for t in call.tensors])
 
 
 def resident_bytes_of(tensors: Iterable[torch.Tensor]) -> int:

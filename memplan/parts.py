@@ -118,12 +118,18 @@ class Parts:
 
 
 def parts_of(
-    model: nn.Module, forward: Forward, call: Call, reason: str, costs: str, config: Config | None = None
+    model: nn.Module,
+    forward: Forward,
+    call: Call,
+    reason: str,
+    costs: str,
+    config: Config | None = None,
+    decides: bool = False,
 ) -> Parts:
     """Find, capture, solve and measure. Raises UnsupportedModel where no part can be planned."""
     try:
         with nothing_kept(model, call) as writes, torch.enable_grad():
-            sites, blocks = find_sites(model, lambda: forward(*call.variadic, **call.arguments), reason)
+            sites, blocks = find_sites(model, lambda: forward(*call.variadic, **call.arguments), reason, decides)
     except MemplanError:
         raise
     except Exception as error:  # the plain forward does not run either

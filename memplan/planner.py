@@ -392,7 +392,7 @@ class Planner(Planning):
                 "give attach() a sample, with FSDP call apply_blocks"
             ) from error
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
-        call = call.filled([t if t.device.type == device.type else _moved(t, device) for t in call.tensors])
+        call = call.detached(device)
         peak_bytes = self._unplanned_bytes(call, known)
         if peak_bytes is not None and self.budget_bytes is not None and peak_bytes <= self.budget_bytes:
             log.warning(
@@ -439,6 +439,7 @@ class Planner(Planning):
                 extra_resident_bytes=held_bytes,
                 update_bytes=update_bytes + self.surroundings.after_bytes,
                 config=self.config,
+                decides=self.decides,
             )
         except MemplanError:
             raise
@@ -458,11 +459,6 @@ class Planner(Planning):
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
-
-
-def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """An argument of a sample that stands for one on the device."""
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
 
 
 def _need(plan: Plan) -> tuple[int, str]:

@@ -26,7 +26,8 @@ from memplan.config import Config
 from memplan.errors import UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph import private_api as private
-from memplan.graph.call import Call, Sample
+from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.capture import model_device
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
 from memplan.graph.layout import storage_key
 from memplan.graph.libraries import library_bytes
@@ -36,9 +37,10 @@ from memplan.graph.optimizer import (
     optimizer_needs,
     update_needs,
 )
-from memplan.graph.raw_trace import Autocast
+from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.graph.shards import Shard, Shards
+from memplan.graph.trace import OpenBranch
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
 from memplan.plans import Plan
@@ -54,7 +56,9 @@ from memplan.runtime import (
     measure_link,
     refuse_update_in_backward,
 )
+from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.gathers import Gathers
+from memplan.runtime.rehearsal import answers_of
 from memplan.simulate import unplanned
 from memplan.solvers import Front, solve_front
 
@@ -78,7 +82,8 @@ class Planning:
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
     copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
     parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows. counted: parameters
-    that the optimizer knows, by name: a copy of the model has others.
+    that the optimizer knows, by name: a copy of the model has others. decides: where forward branches on what it
+    computes, it is run once on the sample, and the branches that it takes are planned.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -105,6 +110,7 @@ class Planning:
     updates: UpdatesInBackward | None = None
     gathers: Gathers | None = None
     counted: dict[str, nn.Parameter] | None = None
+    decides: bool = False
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -185,7 +191,15 @@ class Planning:
         tangents: dict[int, TangentLayout] | None = None,
         backward: Autocast | None = None,
     ) -> Capture:
-        captured = capture(model, forward, sample, self.loss_fn, self.device, tangents, self.shards, backward)
+        trace = functools.partial(
+            capture, model, forward, sample, self.loss_fn, self.device, tangents, self.shards, backward
+        )
+        try:
+            captured = trace()
+        except OpenBranch:
+            if not self.decides or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+                raise
+            captured = trace(seen=self._answers(model, forward, sample))
         if self.update == "step":
             return captured
         assert self.optimizer is not None
@@ -199,6 +213,17 @@ class Planning:
             traced=with_updates(captured.traced, update_bytes),
             expanded=None if expanded is None else with_updates(expanded, update_bytes),
         )
+
+    def _answers(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> list[Answer]:
+        """What forward reads from tensors, found by running it where its parameters are."""
+        run = forward if self.loss_fn is None else functools.partial(self.loss_fn, model)
+        call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
+        if self.device is None or not self.host:
+            with torch.enable_grad():
+                return answers_of(model, run, call.detached(None if self.device is None else model_device(model)))
+        away = [p for name, p in model.named_parameters() if name in self.host]
+        with torch.no_grad():
+            return answers_of(model, run, call.detached(self.device), FetchedWhereUsed(away, self.device, model))
 
     def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""

@@ -146,7 +146,7 @@ class Branching(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x))
-            if x.sum() > 1e9:
+            if x.sum().item() > 1e9:
                 x = x * 2
         return x.pow(2).mean()
 

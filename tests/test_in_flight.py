@@ -219,11 +219,11 @@ def test_a_plan_file_knows_how_many_are_in_flight(tmp_path: Path) -> None:
 
 
 class Untraceable(Stage):
-    """What it does depends on what it computes."""
+    """What it does depends on a number that it computes."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = super().forward(x)
-        return y if bool(y.sum() > 0) else -y
+        return y if y.sum().item() > 0 else -y
 
 
 def test_refusals() -> None:

@@ -759,7 +759,7 @@ def test_a_step_in_parts_says_that_it_does_not_offload(caplog: pytest.LogCapture
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = self.inner(x)
-            return (y * 2 if y.sum() > 0 else y).pow(2).sum()
+            return (y * 2 if y.sum().item() > 0 else y).pow(2).sum()
 
     net, sample = Loop(), torch.randn(4, 8)
     memplan.apply(net, sample, 1.0, costs="estimate", host_budget="1GiB")

@@ -17,6 +17,7 @@ from memplan.graph.libraries import most_library_bytes
 from memplan.runtime import planned_forward
 from memplan.runtime.transfers import CudaStreams, Transfers
 from tests.on_gpu import ON_GPU, REAL_GPU, assert_as_plain, assert_peak_is_predicted, deterministic, to_device
+from tests.test_computed_branches import Guarded, batch
 from tests.test_in_flight import Stage
 from tests.test_keep_frozen import Adapted
 from tests.test_offload_in_flight import one_f_one_b
@@ -69,6 +70,22 @@ def test_the_plain_forward_finds_parameters_on_the_host(autocast: bool) -> None:
     assert any(p.is_pinned() for p in net.parameters())
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         assert torch.equal(call(net.eval(), sample).logits, call(plain, sample).logits)
+
+
+def test_branches_that_are_computed_on_the_device() -> None:
+    """Checked as the step runs; where one is another, forward is run to see which, with parameters on both sides."""
+    torch.manual_seed(0)
+    net = Guarded().train()
+    plain = copy.deepcopy(net).cuda()
+    with pytest.raises(memplan.BudgetInfeasible) as caught:
+        memplan.apply(net, batch(), 1, device="cuda", host_budget="1MiB", costs="estimate")
+    assert caught.value.floor_bytes is not None
+    with deterministic():
+        memplan.apply(net, batch(), caught.value.floor_bytes, device="cuda", host_budget="1MiB", costs="estimate")
+        for scale in (1.0, 1000.0, 1.0):
+            assert_as_plain(plain, net, batch(scale).cuda())
+    assert any(p.is_pinned() for p in net.parameters())
+    assert len(planned_forward(net).steps) == 2  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5])

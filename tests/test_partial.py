@@ -87,7 +87,7 @@ class Block(nn.Module):
 
 
 class Branching(nn.Module):
-    """Blocks with a branch on computed data between them."""
+    """Blocks with a branch on a computed number between them."""
 
     def __init__(self, width: int = 32, dropout: float = 0.0, tied: bool = False, again: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Branching(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = x + self.first(x)
-        hidden = hidden * 2 if hidden.sum() > 0 else torch.tanh(hidden) + hidden
+        hidden = hidden * 2 if hidden.sum().item() > 0 else torch.tanh(hidden) + hidden
         if self.again:
             hidden = hidden + self.first(hidden)
         hidden = hidden + self.second(hidden)

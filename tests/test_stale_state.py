@@ -194,7 +194,7 @@ def test_out_of_memory_with_the_loss_inside() -> None:
 
 
 class Opaque(nn.Module):
-    """Can't be captured: a branch on values. Reads a number, a mode and a parameter that others change."""
+    """Can't be captured: a branch on a number. Reads a number, a mode and a parameter that others change."""
 
     def __init__(self, counts: bool = False) -> None:
         super().__init__()
@@ -203,10 +203,10 @@ class Opaque(nn.Module):
         self.register_buffer("bias", torch.zeros(16))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.counts and x.sum() * (self.weight.sum() * 0 + 1) > 0:
+        if self.counts and (x.sum() * (self.weight.sum() * 0 + 1)).item() > 0:
             self.calls += 1
         out = F.linear(x, self.weight).tanh() * self.step * (2.0 if self.training else 1.0) + self.bias
-        return out.sin() if out.sum() > 0 else out.cos()
+        return out.sin() if out.sum().item() > 0 else out.cos()
 
 
 class Around(nn.Module):

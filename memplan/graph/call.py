@@ -50,6 +50,11 @@ class Call:
         args, kwargs = self.with_tensors(tensors)
         return Call(kwargs, args, tuple(pytree.tree_leaves((args, kwargs))), self.spec, self.paths)
 
+    def detached(self, device: torch.device | None = None) -> Call:
+        """The call with tensors of the same data that are no part of the caller's autograd graph, on the device."""
+        apart = {id(t): t.detach().to(device or t.device).requires_grad_(t.requires_grad) for t in self.tensors}
+        return self.filled([apart[id(t)] for t in self.tensors])
+
     def without_tensors(self) -> Call:
         """The same with empty tensors in their place, which a plan may keep without holding a batch."""
         return self.filled([torch.empty(0) for _ in self.tensors])

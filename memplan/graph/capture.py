@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -20,12 +20,13 @@ from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
 from memplan.graph.layout import storage_key
 from memplan.graph.memo import Memo
-from memplan.graph.raw_trace import Autocast, Layout, Surroundings
+from memplan.graph.raw_trace import Answer, Autocast, Layout, Surroundings
 from memplan.graph.shards import Shards
 from memplan.graph.trace import input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
 from memplan.graph.writes import KeptMemory
+from memplan.problem import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Capture:
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
     hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
+    answers: what forward reads from tensors.
     """
 
     traced: Traced
@@ -45,6 +47,7 @@ class Capture:
     settled: tuple[tuple[str, str, Any], ...]
     hooks: tuple[AddedHook, ...]
     backward: Autocast | None = None
+    answers: tuple[Answer, ...] = ()
 
     def settle(self, model: nn.Module) -> None:
         """Set the attributes, and add the hooks, that the first eager forward would."""
@@ -64,17 +67,20 @@ def capture(
     tangents: Mapping[int, Layout] | None = None,
     shards: Shards | None = None,
     backward: Autocast | None = None,
+    seen: Sequence[Answer] | None = None,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
     tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
     there is one, else every output that requires grad. shards: somebody has sharded the parameters. backward: the
-    autocast under which backward runs; None is none.
+    autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on the sample;
+    the step then has the branches that it took, and the plan checks them.
 
-    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel.
+    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel, and of those OpenBranch
+    where there is a step once there is `seen`.
     """
     with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
-        return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward)
+        return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward, seen)
 
 
 def _capture(
@@ -86,6 +92,7 @@ def _capture(
     tangents: Mapping[int, Layout] | None,
     shards: Shards | None,
     backward: Autocast | None,
+    seen: Sequence[Answer] | None,
 ) -> Capture:
     refuse_wrappers(model)
     _refuse_subclasses(model)
@@ -103,7 +110,7 @@ def _capture(
     memory = KeptMemory()
     trace = functools.partial(
         trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
-        moves_inputs=device is not None, memory=memory, backward=backward,
+        moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
     )  # fmt: skip
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
         raw = trace(around=around)
@@ -122,9 +129,11 @@ def _capture(
         other = trace(expanded=True) if loss_outside else None
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
+    if traced.decisions:  # where forward takes another branch it has to run again
+        _refuse_writes_to(traced, "input", "constant")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward)
+    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, raw.answers)
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
@@ -140,12 +149,13 @@ def capture_part(
     call: Call,
     around: Surroundings | None = None,
     shards: Shards | None = None,
+    seen: Sequence[Answer] | None = None,
 ) -> Capture:
     """Capture one call of a submodule, for the step of which it is a part.
 
     around: what is known of that step; without it, whether the call can be captured at all. Arguments must require
-    grad where they do in the step. shards: who has sharded the parameters, and has them whole around the call. Raises
-    UnsupportedModel.
+    grad where they do in the step. shards: who has sharded the parameters, and has them whole around the call. seen: as
+    for `capture`. Raises UnsupportedModel, and of those OpenBranch.
     """
     refuse_wrappers(module)
     _refuse_subclasses(module)
@@ -160,16 +170,19 @@ def capture_part(
     shapes = _shapes(module, shards)
     with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
-            raw = trace_step(module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory)
+            raw = trace_step(
+                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen
+            )
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:
             raise UnsupportedModel("forward writes to a tensor that is no buffer")
         key = StepKey(module, call, autocast, device.type, shards)
     traced = build_traced(raw, input_names(call, around), device)
-    _refuse_writes_to_inputs(traced)
+    _refuse_writes_to(traced, "input")
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks)
+    answers = raw.answers
+    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks, answers=answers)
 
 
 def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
@@ -182,10 +195,10 @@ def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
             )
 
 
-def _refuse_writes_to_inputs(traced: Traced) -> None:
+def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
     for value in traced.graph.values:
-        if value.role == "input" and value.reuses is not None:
-            raise UnsupportedModel(f"forward writes to its argument {value.name.split('@')[0]}")
+        if value.role in roles and value.reuses is not None:
+            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
 
 
 def _refuse_collectors(module: nn.Module) -> None:

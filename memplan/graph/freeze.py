@@ -62,6 +62,7 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         },
         guards=guards,
         reassigned=raw.reassigned,
+        decisions=raw.decisions,
         device=draft.device,
     )
 

@@ -27,10 +27,12 @@ from memplan.graph.attributes import AttributesKept, held_tensors, is_plain, own
 from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key
-from memplan.graph.raw_trace import Autocast
+from memplan.graph.raw_trace import Answer, Autocast
+from memplan.graph.source_lines import caller_line
+from memplan.graph.trace import OpenBranch
 
 Forward = Callable[..., Any]
-Kind = Literal["captured", "opaque", "block"]
+Kind = Literal["captured", "opaque", "block", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +89,16 @@ class UnitCall:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A unit that was found. reason: why what is around it can't be captured, or it itself where it is opaque.
+    """A unit that was found, or ("plain") what is none.
 
-    answers: what its forward reads from its inputs' data. A block has units in it, and can run again as a whole.
+    reason: why what is around it can't be captured, or it itself where it is opaque. answers: what its forward reads
+    from tensors. A block has units in it, and can run again as a whole.
     """
 
     name: str
     kind: Kind
     reason: str
-    answers: tuple[Any, ...] = ()
+    answers: tuple[Answer, ...] = ()
 
 
 @contextlib.contextmanager
@@ -119,33 +122,56 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
 
 
 def find_sites(
-    model: nn.Module, run: Callable[[], Any], reason: str
+    model: nn.Module, run: Callable[[], Any], reason: str, decides: bool = False
 ) -> tuple[dict[nn.Module, Site], dict[nn.Module, Site]]:
     """The units, and the blocks, among the submodules that `run` calls. reason: why the model can't be captured.
+    decides: units may branch on what they compute, and are captured with the branches that they take here.
 
     A block is as large as can be with no more than half of the units in it.
 
     `run` must run under grad mode; what it changes in the model is for the caller to put back.
     """
-    search = _Search(model, reason)
-    with saved_tensors_hooks(lambda tensor: None, _never_unpacked):
+    search = _Search(model, reason, decides)
+    with nothing_saved():
         search.run(run)
     return search.sites(), search.blocks()
+
+
+def nothing_saved() -> contextlib.AbstractContextManager[object]:
+    """Forward under grad mode without what it would hold for backward, which must not come."""
+    return saved_tensors_hooks(lambda tensor: None, _never_unpacked)
 
 
 def _never_unpacked(packed: Any) -> torch.Tensor:
     raise AssertionError("nothing was saved for a backward pass")
 
 
+class NotedReads(private.TorchDispatchMode):
+    """Notes what is read from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.answers: list[Answer] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = private.run_in_mode(func, args, kwargs)
+        if func is private.READ_SCALAR:
+            self.answers.append(Answer(result, caller_line()))
+        return result
+
+
 class _Search:
-    def __init__(self, model: nn.Module, reason: str) -> None:
+    def __init__(self, model: nn.Module, reason: str, decides: bool) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._own = {module: vars(module).get("forward") for module in self._names}
         self._generators = own_generators(model)
         self._root = model
         self._reasons = [reason]
+        self._decides = decides
         self._looking = True
-        self._verdicts: dict[Any, str | tuple[Any, ...]] = {}  # why not, or what forward reads from data
+        self._verdicts: dict[
+            Any, UnsupportedModel | tuple[Answer, ...]
+        ] = {}  # why not, or what forward reads from data
         self._sites: dict[nn.Module, Site] = {}
         self._blocks: dict[nn.Module, Site] = {}
         self._plain: set[nn.Module] = set()
@@ -167,10 +193,11 @@ class _Search:
     def blocks(self) -> dict[nn.Module, Site]:
         """The largest blocks, none in another."""
         sites = self.sites().keys()
+        in_sites = {inner for m in sites for inner in m.modules()}
         fit = {
             m: site
             for m, site in self._blocks.items()
-            if m not in self._plain and 2 * len(sites & set(m.modules())) <= len(sites)
+            if m not in self._plain | in_sites and 2 * len(sites & set(m.modules())) <= len(sites)
         }
         inside = {inner for m in fit for inner in m.modules() if inner is not m}
         return {m: site for m, site in fit.items() if m not in inside}
@@ -190,12 +217,25 @@ class _Search:
                 self._enter(module, Site(self._names[module], "captured", self._reasons[-1], verdict))
                 with self._not_looking():
                     return original(*args, **kwargs)
-            return self._look_into(module, original, args, kwargs, verdict)
+            decides, reads = self._decides and isinstance(verdict, OpenBranch), NotedReads()
+            with reads if decides else contextlib.nullcontext():
+                output, kind = self._look_into(module, original, args, kwargs, str(verdict))
+            site = Site(self._names[module], kind, str(verdict))
+            if decides and kind != "plain":
+                verdict = self._verdict(module, original, call, tuple(reads.answers))
+                if isinstance(verdict, tuple):
+                    site = Site(self._names[module], "captured", self._reasons[-1], verdict)
+            self._enter(module, site)
+            return output
 
         return forward
 
     def _enter(self, module: nn.Module, site: Site) -> None:
-        if self._sites.setdefault(module, site).kind != site.kind:
+        if site.kind == "plain":
+            self._plain.add(module)
+        elif site.kind == "block":
+            self._blocks[module] = site
+        elif self._sites.setdefault(module, site).kind != site.kind:
             self._plain.add(module)
 
     @contextlib.contextmanager
@@ -206,30 +246,30 @@ class _Search:
         finally:
             self._looking = True
 
-    def _verdict(self, module: nn.Module, original: Forward, call: Call) -> str | tuple[Any, ...]:
-        signature = _signature(module, call)
+    def _verdict(
+        self, module: nn.Module, original: Forward, call: Call, seen: tuple[Answer, ...] | None = None
+    ) -> UnsupportedModel | tuple[Answer, ...]:
+        signature = _signature(module, call), seen
         if signature not in self._verdicts:
             with private.outside_of_tracing(), exchanged(self._own), saved_tensors_hooks(_as_it_is, _as_it_is):
                 try:
-                    captured = capture_part(module, original, call)
-                    self._verdicts[signature] = tuple(guard.value for guard in captured.traced.guards)
-                except UnsupportedModel as error:
-                    self._verdicts[signature] = str(error)
+                    self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
+                except UnsupportedModel as error:  # which would keep its frames alive
+                    kind = OpenBranch if isinstance(error, OpenBranch) else UnsupportedModel
+                    self._verdicts[signature] = kind(str(error))
         return self._verdicts[signature]
 
-    def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> Any:
+    def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> tuple[Any, Kind]:
+        """The results of a module that is run and looked into, and what it is fit for."""
         trial = _SecondRun(module, args, kwargs)
         self._reasons.append(f"{self._names[module]}: {reason}")
         with _OwnGenerators(self._generators) as watch:
             output = original(*args, **kwargs)
         self._reasons.pop()
         if watch.seen or trial.would_show(output):
-            self._plain.add(module)
-        elif any(inner in self._sites for inner in module.modules() if inner is not module):
-            self._blocks[module] = Site(self._names[module], "block", reason)
-        else:
-            self._enter(module, Site(self._names[module], "opaque", reason))
-        return output
+            return output, "plain"
+        inside = any(inner in self._sites for inner in module.modules() if inner is not module)
+        return output, "block" if inside else "opaque"
 
 
 class _SecondRun:

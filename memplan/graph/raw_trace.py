@@ -55,6 +55,14 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Answer:
+    """What a run of forward read from tensor data, and the source line that asked."""
+
+    value: Any
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class Surroundings:
     """What a part of a larger step must know of it, to be captured on its own.
 
@@ -62,13 +70,13 @@ class Surroundings:
     uses: for inputs, by position, how many ops in here read it, where they are several. Autograd adds each of their
     gradients to what has come from readers outside, one by one, so each has to be handed over by itself: as the
     gradient of one more input, after all others, called "name (use 2)" and so on.
-    answers: the numbers that forward reads from its inputs' data, where there is no such data at hand. whole: there is
-    no step around, and the tangents are all that is said.
+    answers: what forward read from tensors when it ran, where its inputs' data is not at hand. whole: there is no step
+    around, and the tangents are all that is said.
     """
 
     tangents: Mapping[int, Layout]
     uses: Mapping[int, int] = field(default_factory=dict)
-    answers: tuple[Any, ...] = ()
+    answers: tuple[Answer, ...] = ()
     whole: bool = False
 
     def further_uses(self) -> list[tuple[int, int]]:
@@ -82,6 +90,15 @@ class ScalarRead:
 
     node: fx.Node
     value: Any
+    where: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """A boolean that forward computed, from parameters too, and branched on: the output that holds it, its value."""
+
+    output: int
+    value: bool
     where: str
 
 
@@ -102,7 +119,8 @@ class RawTrace:
     boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
     gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
     layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
-    that holds the new one. arrivals: parameters in the order in which autograd hands over their gradients.
+    that holds the new one. answers: to all reads of tensors. decisions: branches that were taken for granted by them.
+    arrivals: parameters in the order in which autograd hands over their gradients.
     """
 
     module: fx.GraphModule
@@ -118,4 +136,6 @@ class RawTrace:
     scalar_reads: tuple[ScalarRead, ...]
     attribute_reads: tuple[AttributeRead, ...]
     reassigned: dict[str, int]
+    answers: tuple[Answer, ...]
+    decisions: tuple[Decision, ...]
     arrivals: tuple[str, ...]

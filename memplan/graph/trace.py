@@ -27,7 +27,7 @@ from memplan.graph.dataflow import answer_to_any_draw, evaluate, nodes_behind
 from memplan.graph.edges import Edges
 from memplan.graph.layout import dense_layout, storage_key, strides_that_matter, tensors_of
 from memplan.graph.memo import Memo
-from memplan.graph.raw_trace import AttributeRead, Autocast, RawTrace, ScalarRead, Surroundings
+from memplan.graph.raw_trace import Answer, AttributeRead, Autocast, Decision, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.real_results import with_noted_results
 from memplan.graph.remembered import results_forgotten
@@ -35,9 +35,17 @@ from memplan.graph.source_lines import caller_line, first_line, line_of
 from memplan.graph.writes import KeptMemory, written_by
 
 
+class OpenBranch(UnsupportedModel):
+    """Forward branches on a boolean that it computes from parameters; a run of it would tell which way it goes."""
+
+
 @dataclass(slots=True)
 class _Session:
-    """What the traced function notes down while it runs."""
+    """What the traced function notes down while it runs.
+
+    seen: what a run of forward read from tensors. answers: what the trace has read so far. decided: booleans whose
+    values were taken from that run, with these and where forward branches on them.
+    """
 
     names: dict[nn.Module, str]
     sources: dict[str, torch.Tensor]  # placeholder name -> the real tensor that a scalar read may look at
@@ -53,11 +61,17 @@ class _Session:
     node_names: tuple[str, ...] = ()
     reassigned: dict[str, int] = field(default_factory=dict)
     arrivals: list[str] = field(default_factory=list)
-    answers: list[Any] | None = None
+    seen: Iterator[Answer] | None = None
+    answers: list[Answer] = field(default_factory=list)
+    decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
+    decisions: tuple[Decision, ...] = ()
 
     def end_forward(self, template: OutputTemplate) -> None:
         """Note where the trace stands when forward has returned."""
         nodes = private.tracer_graph().nodes
+        self.decisions = tuple(
+            Decision(template.add(tensor, f"branch at {where}"), value, where) for tensor, value, where in self.decided
+        )
         self.template = template
         self.requires_grad = tuple(t.requires_grad for t in template.tensors)
         self.boundary = next(iter(reversed(nodes)))
@@ -78,9 +92,22 @@ class _Session:
             for hook in hooks:
                 hook.remove()
 
+    def next_seen(self, line: str) -> Answer | None:
+        """What the run of forward read here; None where there was none. Raises UnsupportedModel where it did not."""
+        if self.seen is None:
+            return None
+        answer = next(self.seen, None)
+        if answer is None or answer.line != line:
+            raise UnsupportedModel(f"forward reads other values from tensors in a trace than when it runs, at {line}")
+        return answer
+
     @property
     def where(self) -> str:
         return self.stack[-1] if self.stack else ""
+
+    def place(self, line: str) -> str:
+        """Where in the model a source line is being executed."""
+        return f"{self.where} at {line}" if self.where else f"at {line}"
 
 
 def trace_step(
@@ -96,6 +123,7 @@ def trace_step(
     moves_inputs: bool = True,
     memory: KeptMemory | None = None,
     backward: Autocast | None = None,
+    seen: Sequence[Answer] | None = None,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
@@ -104,16 +132,19 @@ def trace_step(
     of its input. shapes: of parameters that are empty between uses, by name. memo: that of other
     traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device. memory: puts
     back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers nor inputs.
-    backward: the autocast under which backward runs; None is none.
+    backward: the autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on
+    this call, in order: the trace takes the same branches.
 
-    Raises UnsupportedModel with the module and the source line where the step can't be traced exactly.
+    Raises UnsupportedModel with the module and the source line where the step can't be traced exactly, OpenBranch where
+    it could be with `seen`.
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
     inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
     session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
-    session.answers = None if around is None or not around.answers else list(around.answers)
+    seen = around.answers if around is not None and around.answers else seen
+    session.seen = None if seen is None else iter(seen)
 
     def step(
         params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -411,11 +442,13 @@ class _Watch(private.TorchDispatchMode):
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:
+            line = caller_line()
+            seen = self._session.next_seen(line)
             node = private.tracer_node(args[0])
-            if node is not None:
-                return self._read(node)
-            if not isinstance(args[0], private.FakeTensor):
-                return self._read_attribute(args[0])
+            if node is not None or not isinstance(args[0], private.FakeTensor):
+                value = self._read_attribute(args[0], line) if node is None else self._read(args[0], node, line, seen)
+                self._session.answers.append(Answer(value, line))
+                return value
         outputs = self._memo.run(
             self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
         )
@@ -446,9 +479,9 @@ class _Watch(private.TorchDispatchMode):
             )
         return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
 
-    def _read_attribute(self, tensor: torch.Tensor) -> Any:
+    def _read_attribute(self, tensor: torch.Tensor, line: str) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""
-        where = f"{self._session.where} at {caller_line()}"
+        where = self._session.place(line)
         for module, path in self._session.names.items():
             for key, held in vars(module).items():
                 if held is tensor:
@@ -460,34 +493,35 @@ class _Watch(private.TorchDispatchMode):
             f"{where}. Register the tensor as a buffer"
         )
 
-    def _read(self, node: fx.Node) -> Any:
+    def _read(self, tensor: torch.Tensor, node: fx.Node, source: str, seen: Answer | None) -> Any:
         closure = nodes_behind(node, list(private.tracer_graph().nodes))
         certain = answer_to_any_draw(closure)
         if certain is not None:
             return certain
-        source = caller_line()
+        if any(n.op == "placeholder" and n.name not in self._session.sources for n in closure):
+            return self._decide(tensor, source, seen)
         for n in closure:
-            if n.op == "placeholder" and n.name not in self._session.sources:
-                raise UnsupportedModel(
-                    f"control flow depends on computed data: module {self._session.where or '(the model itself)'} "
-                    f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
-                    "it in, or use tensor operations such as torch.where"
-                )
             if n.op == "call_function" and op_facts.draws_random_numbers(n.target, n.args, n.kwargs):
                 raise UnsupportedModel(
                     f"control flow depends on random numbers: module {self._session.where or '(the model itself)'}, "
                     f"at {source}. Draw them outside of the model and pass them in"
                 )
         attributes = private.tracer_constants()
-        answers = self._session.answers
-        if answers is None:
-            value = evaluate(closure, node, self._session.sources, attributes).item()
-        elif answers:
-            value = answers.pop(0)
-        else:
-            raise UnsupportedModel(f"forward reads another number of values from data than before, at {source}")
-        self._session.reads.append(ScalarRead(node, value, f"{self._session.where} at {source}"))
+        value = seen.value if seen else evaluate(closure, node, self._session.sources, attributes).item()
+        self._session.reads.append(ScalarRead(node, value, self._session.place(source)))
         return value
+
+    def _decide(self, tensor: torch.Tensor, source: str, seen: Answer | None) -> bool:
+        """The branch that forward took when it ran. What it depends on is kept, apart from what is written later."""
+        branches = tensor.dtype is torch.bool and self._session.template is None
+        if seen is None or not branches:
+            raise (OpenBranch if branches else UnsupportedModel)(
+                f"control flow depends on computed data: module {self._session.where or '(the model itself)'} "
+                f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
+                "it in, or use tensor operations such as torch.where"
+            )
+        self._session.decided.append((tensor.clone(), seen.value, self._session.place(source)))
+        return bool(seen.value)
 
 
 def _finish(
@@ -521,6 +555,8 @@ def _finish(
         scalar_reads=tuple(session.reads),
         attribute_reads=tuple(session.attribute_reads),
         reassigned=session.reassigned,
+        answers=tuple(session.answers),
+        decisions=session.decisions,
         arrivals=tuple(session.arrivals),
     )
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from memplan.graph.call import OutputTemplate
+from memplan.graph.raw_trace import Decision
 from memplan.problem import Graph
 
 
@@ -97,6 +98,7 @@ class Traced:
     kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived).
     parents: for a node that only looks at another node's memory, that other node. residents: by root node.
     reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
+    decisions: branches that the trace has taken for granted; what they depend on is an output, too.
     """
 
     graph: Graph
@@ -111,4 +113,5 @@ class Traced:
     constants: dict[str, torch.Tensor]
     guards: tuple[Guard, ...]
     reassigned: dict[str, int]
+    decisions: tuple[Decision, ...]
     device: torch.device

@@ -23,6 +23,7 @@ from memplan.graph.layout import storage_key
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.check import run_checked
+from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
@@ -199,13 +200,14 @@ class InFlight:
 
     watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
     surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
-    autocast: under which backward runs; None is none.
+    autocast: under which backward runs; None is none. decided: what forward has branched on.
     """
 
     saved: list[Any]
     watched: list[_Watched]
     parameters: list[_Watched]
     start: _Start
+    decided: list[torch.Tensor] = field(default_factory=list)
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
@@ -243,9 +245,10 @@ class Runner:
         draws: bool,
         written: Written,
         autocast: Autocast | None = None,
+        decisions: tuple[int, ...] = (),
     ) -> None:
         """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
-        which backward was captured; None is none.
+        which backward was captured; None is none. decisions: outputs that tell which branches forward takes.
 
         trainable: the parameters that are inputs of the Function, under grads="edges".
         """
@@ -264,6 +267,7 @@ class Runner:
         self._layouts = backwards[0][0]
         self._requires_grad = requires_grad
         self._output_names = output_names
+        self._decisions = decisions
 
     def check_first_runs(self) -> None:
         """Have every result compared with the trace's when the programs first run, for no op was run here before."""
@@ -285,7 +289,7 @@ class Runner:
                 results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
-            if private.is_out_of_memory(error) or isinstance(error, OtherResults):
+            if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
                 self._go_back(start)
             raise
         self.store.transfers.forward_reads_done()
@@ -303,7 +307,8 @@ class Runner:
         if start is not None:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             start.read.extend(named[name] for name in read)
-        return outputs, InFlight(saved, watched, [named[name] for name in program.backward_state], start)
+        state = [named[name] for name in program.backward_state]
+        return outputs, InFlight(saved, watched, state, start, [outputs[i] for i in self._decisions])
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
@@ -334,7 +339,7 @@ class Runner:
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
         kept: dict[str, torch.Tensor] = {}
-        if self.program.forward in self.unchecked:
+        if self.program.forward in self.unchecked or self._decisions:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self.keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}

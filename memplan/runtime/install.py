@@ -20,6 +20,7 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
+from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
@@ -33,6 +34,7 @@ OnOutOfMemory = Literal["raise", "replan"]
 
 _MOST_STEPS = 64  # that a model keeps; the one that was not used for longest goes first
 _MANY_STEPS = 12  # as many plans for one model are worth a warning
+_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
 
 log = logging.getLogger("memplan")
 
@@ -44,6 +46,7 @@ class Planner(Protocol):
     host: frozenset[str] | None
     device: torch.device | None
     updates: UpdatesInBackward | None
+    decides: bool
 
     def step(
         self,
@@ -110,6 +113,7 @@ class PlannedForward:
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
+        self._declined: list[tuple[Step, str]] = []  # steps that this call has left by another branch, and where
         self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
 
@@ -130,12 +134,13 @@ class PlannedForward:
             with contextlib.nullcontext() if self._aside else self.fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
+        self._declined.clear()
         step = self._step_for(call)
         while True:
             try:
                 return self._run(step, call)
             except Exception as error:
-                if not (private.is_out_of_memory(error) or isinstance(error, OtherResults)):
+                if not (private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch))):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
@@ -206,7 +211,11 @@ class PlannedForward:
         return None if step is None else self._use(step)
 
     def _serving(self, call: Call) -> Iterator[Step]:
-        return (step for step in self.steps if not step.provisional and step.mismatch(call) is None)
+        return (step for step in self.steps if not step.provisional and self._mismatch(step, call) is None)
+
+    def _mismatch(self, step: Step, call: Call) -> str | None:
+        """What keeps a step from serving a call, in words, as far as that is known before it runs."""
+        return next((why for other, why in self._declined if other is step), None) or step.mismatch(call)
 
     def _use(self, step: Step) -> Step:
         if self.steps[0] is not step:
@@ -224,7 +233,7 @@ class PlannedForward:
 
     def _planned(self, call: Call, share: Share | None = None) -> Step:
         """A new step. share: where ranks of a group have plans from one another."""
-        reasons = [step.mismatch(call) for step in self.steps]
+        reasons = [self._mismatch(step, call) for step in self.steps]
         if None in reasons:
             self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
             known, reason = [], "such a call came again, and gets a plan of its own"
@@ -283,6 +292,7 @@ class PlannedForward:
         if not self._alone and self._agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
+        self._declined.clear()
         self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
 
         def planned(share: Share | None = None) -> Step:
@@ -311,7 +321,7 @@ class PlannedForward:
             elif not repeats or self._on_mismatch == "raise":
                 raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
             else:
-                other = self._for_tangents(call, tangents, state.autocast, problem)
+                other = self._for_tangents(step, call, tangents, state.autocast, problem)
         self._in_place_of(step, other)
         if other.forward_ops != step.forward_ops:
             raise problem
@@ -344,10 +354,17 @@ class PlannedForward:
         return "Forward can't run again for it, because what it read has been written to since"
 
     def _for_tangents(
-        self, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None, problem: Exception
+        self,
+        step: WholeStep,
+        call: Call,
+        tangents: dict[int, torch.Tensor],
+        backward: Autocast | None,
+        problem: Exception,
     ) -> WholeStep:
         for other in self.steps:
-            if isinstance(other, WholeStep) and other.runner.takes(tangents, backward) and other.mismatch(call) is None:
+            if not isinstance(other, WholeStep) or not other.runner.takes(tangents, backward):
+                continue
+            if other.mismatch(call) is None and other.forward_ops == step.forward_ops:
                 return other
         log.info("memplan: planning, because %s", problem)
         try:
@@ -363,17 +380,27 @@ class PlannedForward:
         return step
 
     def _after(self, problem: Exception, step: Step, repeats: bool) -> None:
-        """Get ready to plan again, after running out of memory or for what ops were found to give. Raises what can't be
-        mended. repeats: the step can run once more."""
-        if not isinstance(problem, OtherResults):
+        """Get ready to plan again: after running out of memory, for what ops were found to give, or for another branch.
+        Raises what can't be mended. repeats: the step can run once more."""
+        fixed = self._on_mismatch == "raise" or self._agreement is not None or not self._alone
+        if isinstance(problem, OtherBranch) and not fixed:
+            self._decline(step, str(problem))
+            return
+        if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
             return
-        fixed = self._on_mismatch == "raise" or self._agreement is not None or not self._alone
-        if fixed or not repeats or problem.found == self._found:  # the last where the new trace has not heeded it
-            raise problem
+        if fixed or not repeats or not isinstance(problem, OtherResults) or problem.found == self._found:
+            raise problem  # the last where the new trace has not heeded it
         self._found = problem.found
         log.warning("memplan: planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._forget_steps()
+
+    def _decline(self, step: Step, why: str) -> None:
+        """This call goes another way than the step; calls that go too many are planned in parts from now on."""
+        self._declined.append((step, why))
+        if self._planner.decides and len(self._declined) >= _MOST_BRANCHES:
+            self._planner.decides = False
+            log.warning("memplan: such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
 
     def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.

@@ -25,6 +25,7 @@ from memplan.graph.traced import MetaTensor, Traced
 from memplan.runtime.bindings import binding
 from memplan.runtime.check import TRACED
 from memplan.runtime.collectives import GRADIENT
+from memplan.runtime.decisions import decide
 from memplan.runtime.gathers import gather, gathered, open_gathers, release
 from memplan.runtime.rng import held_rng, replay, replay_all, save_rng
 from memplan.runtime.transfers import (
@@ -170,6 +171,7 @@ class _Lowering:
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
         self.gradients = {g.value: g for g in traced.gradients}
+        self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
         self.side = self.forward = _Side()
         self.live: dict[int, Instance] = {}
         self.rng: dict[int, fx.Node] = {}
@@ -316,6 +318,9 @@ class _Lowering:
             if made.value in wanted:
                 tensor = run if made.index is None else self.side.call(operator.getitem, (run, made.index))
                 self.live.setdefault(made.value, {})[made.node] = tensor
+            if made.value in self.decisions and not again:
+                decision = self.decisions[made.value]
+                self.side.call(decide, (self.live[made.value][made.node], decision.value, decision.where))
 
     def _replaying(self, index: int) -> tuple[Any, torch.device]:
         """How a random op runs again, and on what device: PyTorch's draw from the generator of where their results are,

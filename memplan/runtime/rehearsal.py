@@ -24,7 +24,8 @@ from memplan.graph import private_api as private
 from memplan.graph.attributes import AttributesKept, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
-from memplan.graph.probe import Forward, UnitCall, exchanged
+from memplan.graph.probe import Forward, NotedReads, UnitCall, exchanged, nothing_saved
+from memplan.graph.raw_trace import Answer
 from memplan.graph.trace import differentiated_outputs, shared_objects
 from memplan.runtime.execute import TangentLayout
 from memplan.runtime.measures import Event, StepMeasure, step_measure
@@ -126,6 +127,19 @@ def nothing_kept(
 
 def _let_go(parameter: torch.Tensor) -> None:
     parameter.grad = None
+
+
+def answers_of(
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    around: contextlib.AbstractContextManager[object] | None = None,
+) -> list[Answer]:
+    """What forward reads from tensors in one run of it on a call, inside of a context, of which nothing stays."""
+    reads = NotedReads()
+    with nothing_kept(model, call), nothing_saved(), around or contextlib.nullcontext(), reads:
+        run(*call.variadic, **call.arguments)
+    return reads.answers
 
 
 class Rehearsal(UnitObserver):

@@ -72,9 +72,10 @@ class WholeStep:
 
     @property
     def forward_ops(self) -> tuple[str, ...]:
-        """Kernels, shapes and settings of the forward pass, and what each reads."""
+        """Kernels, shapes and settings of the forward pass, what each reads, and the branches that it takes."""
         graph = self.capture.traced.graph
-        return tuple(f"{op.key} {[graph.values[v].name for v in op.inputs]}" for op in graph.ops[: graph.boundary])
+        ops = (f"{op.key} {[graph.values[v].name for v in op.inputs]}" for op in graph.ops[: graph.boundary])
+        return (*ops, *map(repr, self.capture.traced.decisions))
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """The same for a copy of the model, which has this forward of its own."""
@@ -150,6 +151,7 @@ def _runner(
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=_written(traced),
         autocast=capture.backward,
+        decisions=tuple(decision.output for decision in traced.decisions),
     )
 
 

@@ -24,9 +24,11 @@ from memplan.graph.attributes import CHECKED_ELSEWHERE, is_plain
 from memplan.graph.call import Call
 from memplan.graph.capture import Capture
 from memplan.graph.key import StepKey
+from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
+from memplan.runtime.rng import held_rng, restore_held_rng
 
 Forward = Callable[..., Any]
 
@@ -154,7 +156,18 @@ class UnitRunner(Runner):
             device=traced.device,
             draws=False,
             written=Written(),
+            decisions=tuple(decision.output for decision in traced.decisions),
         )
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        if not self._decisions:
+            return super().forward(inputs)
+        generator = held_rng(self.device)
+        try:
+            return super().forward(inputs)
+        except OtherBranch:
+            restore_held_rng(self.device, generator)
+            raise
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> Any:
         return None  # this forward never runs again as a whole
@@ -239,7 +252,10 @@ class UnitCalls:
                 call = way.capture.reader.read(args, kwargs)
                 problem = way.key.mismatch(call)
                 if problem is None:
-                    return way.run(call)
+                    try:
+                        return way.run(call)
+                    except OtherBranch as error:
+                        problem = str(error)
                 self._refused(module, problem)
             return recomputed(module, original, -1, args, kwargs)
 
