@@ -20,11 +20,11 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
+from memplan.runtime.comparison import Comparison
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
-from memplan.runtime.observe import Observer
 from memplan.runtime.step import EagerStep, Step, WholeStep
 from memplan.runtime.updates import UpdatesInBackward
 from memplan.units import format_bytes
@@ -107,9 +107,7 @@ class PlannedForward:
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
         self._told = False  # that it runs where no plan can
-        self._observer: Observer | None = None  # of the step that is compared with its prediction
-        self._hooked = False  # parameters had hooks when that step was planned
-        self._absent_bytes = 0  # of gradients that were not there when that step began
+        self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
@@ -125,7 +123,7 @@ class PlannedForward:
     @property
     def grown_bytes(self) -> int | None:
         """The most that the first step held beyond what was there before it; None before it is over."""
-        return None if self._observer is None else self._observer.grown_bytes
+        return None if self._comparison is None else self._comparison.grown_bytes
 
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,11 +278,8 @@ class PlannedForward:
         if isinstance(step, WholeStep):
             step.runner.rescue = functools.partial(self._rescue, step)
             step.runner.keeps_buffers = self._on_oom == "replan"
-            if self._observer is None and not step.provisional:
-                runner, done = step.runner, functools.partial(self._compare, step)
-                runner.watch = Observer(runner.device, self._held, done, runner.store.transfers.is_host)
-                self._observer = runner.watch
-                self._hooked = any(p._post_accumulate_grad_hooks for p in self.model.parameters())
+            if self._comparison is None and not step.provisional:
+                self._comparison = Comparison(self.model, step, functools.partial(self._compared, step))
         return step
 
     def prepare(self, sample: Sample) -> Any:
@@ -427,31 +422,13 @@ class PlannedForward:
         self._planner.learn(device, margin)
         self._forget_steps()
 
-    def _held(self) -> list[Any]:
-        parameters = list(self.model.parameters())
-        self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
-        return [parameters, [p.grad for p in parameters], list(self.model.buffers()), list(self.constants.values())]
-
-    def _compare(self, step: WholeStep, grown_bytes: int, time_s: float) -> None:
-        """Measured against predicted: one line in the log, and a margin where more was held than predicted."""
-        if self._hooked or self._planner.updates is not None:
-            return  # an optimizer that steps in backward, or an engine's hook, holds what no plan knows of
-        plan = step.plan
-        on_cuda = step.runner.device.type == "cuda"
-        predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes
-        measured_bytes = plan.problem.resident_bytes + grown_bytes
-        if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
-            measured_bytes -= self._absent_bytes
-        log.info(
-            "memplan: the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
-            format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
-            time_s, plan.time_s,
-        )  # fmt: skip
-        margin = min(0.25, measured_bytes / predicted_bytes - 1)
-        if self._alone and margin > max(0.001, self._planner.margin) and plan.problem.costs.source == "measured":
+    def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
+        """A step was measured: where it held more than predicted, plans keep a margin from now on."""
+        margin, problem = min(0.25, excess), step.plan.problem
+        if self._alone and margin > max(0.001, self._planner.margin) and problem.costs.source == "measured":
             log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             self._planner.learn(step.runner.device, margin)
-            if measured_bytes > plan.problem.budget_bytes:
+            if measured_bytes > problem.budget_bytes:
                 self._forget_steps()
 
     # -- in and out of the model ------------------------------------------------------------------------------------
