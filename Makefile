@@ -13,7 +13,8 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+# Files in their own order: in the order of how many tests they have, those with few long ones would come last.
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean

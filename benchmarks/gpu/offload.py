@@ -3,7 +3,8 @@
     python -m benchmarks.gpu.offload [--models 1b 7b] [--cap GIB] [--steps N] [--rivals NAME ...] [--out FILE]
     python -m benchmarks.gpu.offload --tiny        # the same code on the CPU, which stands for the device
 
-Fused AdamW, length 512, batch 4, random weights and tokens. Each rival runs in a process of its own. The cap is what
+Fused AdamW, length 512, batch 4, random tokens and weights, the same in each layer. Each rival runs in a process of its
+own. The cap is what
 PyTorch's allocator may take (CUDA), and memplan's budget is a little less.
 
 - plain: everything on the device.
@@ -12,12 +13,14 @@ PyTorch's allocator may take (CUDA), and memplan's budget is a little less.
 - memplan: recomputation and offload, the optimizer stepping after backward; memplan-backward: in it.
 
 The result file has seconds a step (median, least and most, the first steps left out), tokens a second, the peak of the
-device's memory and of the process, losses, hardware and versions.
+device's memory and of the process, losses, hardware and versions. It is written after each rival, and what other rivals
+took on the same machine with the same settings stays in it, so that they can be run one by one.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib.util
 import json
 import os
@@ -56,16 +59,24 @@ Step = Callable[[dict[str, Any]], float]
 
 
 def build(model: str) -> nn.Module:
-    """On the CPU, in train mode."""
+    """On the CPU, in train mode. Layers are copies of one, for to draw seven billion numbers takes minutes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
+    config = LlamaConfig(**SHAPES[model])
+    count, config.num_hidden_layers = config.num_hidden_layers, 1
     try:
-        return LlamaForCausalLM(LlamaConfig(**SHAPES[model])).train()
+        net = LlamaForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+    config.num_hidden_layers = count
+    for index in range(1, count):
+        layer = copy.deepcopy(net.model.layers[0])
+        layer.self_attn.layer_idx = index
+        net.model.layers.append(layer)
+    return net.train()
 
 
 def batch(model: nn.Module, size: int, length: int, device: str) -> dict[str, Any]:
@@ -239,7 +250,14 @@ def main() -> int:
     if not args.tiny and not torch.cuda.is_available():
         print("there is no CUDA device; --tiny runs the same code on the CPU")
         return 1
-    results: dict[str, Any] = {}
+    device = None if args.tiny else torch.cuda.get_device_name(0)
+    settings = {name: getattr(args, name) for name in ("cap", "host", "steps", "batch", "length")}
+    content = {"environment": environment() | {"device": device}, "settings": settings}
+    before = json.loads(args.out.read_text()) if args.out.exists() else {}
+    results: dict[str, Any] = before.pop("results", {})
+    if before != content:
+        results = {}
+    args.out.parent.mkdir(exist_ok=True)
     for model in args.models:
         for rival in args.rivals:
             words = [sys.executable, "-m", "benchmarks.gpu.offload", *sys.argv[1:], "--run", rival, "--model", model]
@@ -249,11 +267,7 @@ def main() -> int:
             results.setdefault(model, {})[rival] = found
             told = found.get("failed") or f"{found['step_s']:.3f} s a step, {found['tokens_per_s']:.0f} tokens a second"
             print(f"{model:5s} {rival:17s} {told}", flush=True)
-    device = None if args.tiny else torch.cuda.get_device_name(0)
-    settings = {name: getattr(args, name) for name in ("cap", "host", "steps", "batch", "length")}
-    args.out.parent.mkdir(exist_ok=True)
-    content = {"environment": environment() | {"device": device}, "settings": settings, "results": results}
-    args.out.write_text(json.dumps(content, indent=1) + "\n")
+            args.out.write_text(json.dumps(content | {"results": results}, indent=1) + "\n")
     return 0
 
 
