@@ -31,13 +31,20 @@ class MemplanCallback(TrainerCallback):
     DistributedDataParallel looks for unused parameters, which the Trainer has it do by default, and `device` is the
     Trainer's where there is a `host_budget`.
     count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
+    model: one that does not fit on the device, for a `host_budget`. The Trainer, which moves models there when it is
+    made, leaves this one on the CPU; what the plan wants on the device goes there with the first batch.
 
     Raises ValueError for training arguments that a plan can't be combined with, saying what to change: when the Trainer
     is made, or when training begins if the callback was added later.
     """
 
     def __init__(
-        self, budget: int | float | str | memplan.Budget, *, count_optimizer: bool = False, **apply_keywords: Any
+        self,
+        budget: int | float | str | memplan.Budget,
+        *,
+        count_optimizer: bool = False,
+        model: nn.Module | None = None,
+        **apply_keywords: Any,
     ) -> None:
         for name in ("sample", "plan", "optimizer", "loss_fn"):
             if name in apply_keywords:
@@ -49,6 +56,18 @@ class MemplanCallback(TrainerCallback):
         self._model: nn.Module | None = None
         self._plan: memplan.Plan | None = None
         self._told = False
+        self._place: _InPlace | None = None
+        if model is not None:
+            if not self._offloads:
+                raise ValueError(
+                    "MemplanCallback got model= without a host_budget=, so there is nothing it would keep there"
+                )
+            device = str(apply_keywords.get("device") or ("cuda" if torch.cuda.is_available() else "cpu"))
+            self._place = None if device == "cpu" else _InPlace(model, device)
+
+    @property
+    def _offloads(self) -> bool:
+        return "host_budget" in self._keywords or getattr(self._budget, "host", None) is not None
 
     @property
     def plan(self) -> memplan.Plan | None:
@@ -65,9 +84,10 @@ class MemplanCallback(TrainerCallback):
         model: nn.Module = kwargs["model"]
         if self._model is not model:
             self._finish()
+        self._may_move()
         self._told = False
         keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
-        if "host_budget" in keywords or getattr(self._budget, "host", None):  # some may be there from training before
+        if self._offloads:  # some may be there from training before
             keywords.setdefault("device", args.device)
         if self._count_optimizer:
             keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
@@ -91,15 +111,46 @@ class MemplanCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        if self._model is not None and all(p.device.type == args.device.type for p in self._model.parameters()):
+        if self._model is None:
+            return
+        if all(p.device.type == args.device.type for p in self._model.parameters()):
             self._finish()
+        else:
+            self._place = _InPlace(self._model, str(args.device))  # until it is trained again
+
+    def _may_move(self) -> None:
+        if self._place is not None:
+            self._place.end()
+            self._place = None
 
     def _finish(self) -> None:
         """Take the plan off the model; also off one whose training was interrupted."""
+        self._may_move()
         if self._model is not None:
             self._plan = self.plan
             memplan.remove(self._model)
             self._model = None
+
+
+class _InPlace:
+    """Has the Trainer and Accelerate leave a model's parameters where they are: models with a device map are not moved.
+
+    It names the device several times, for a map with one entry is no reason for Accelerate, and one that names the CPU
+    would be for `save_pretrained` to look for what Accelerate has offloaded.
+    """
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        if device == "cuda" and torch.cuda.is_available():
+            device = f"cuda:{torch.cuda.current_device()}"
+        self._model, self._before = model, vars(model).get("hf_device_map")
+        names = ("", *(name for name, _ in model.named_parameters()))
+        vars(model)["hf_device_map"] = dict.fromkeys(names, device)
+
+    def end(self) -> None:
+        """Let the model be moved again."""
+        del vars(self._model)["hf_device_map"]
+        if self._before is not None:
+            vars(self._model)["hf_device_map"] = self._before
 
 
 def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:

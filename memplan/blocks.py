@@ -295,6 +295,7 @@ class _BlockPlanner:
     device: torch.device | None = None
     updates: UpdatesInBackward | None = None
     decides: bool = False
+    places: bool = False
     told: bool = False
 
     def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:

@@ -156,6 +156,11 @@ class Planning:
                 raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
         self.gathers = Gathers(shards)
 
+    @property
+    def places(self) -> bool:
+        """Whether the first plan decides where parameters live."""
+        return self.host_budget is not None and not self.surroundings.keeps_parameters
+
     def check_optimizer(self, model: nn.Module) -> None:
         """Say so where the optimizer belongs to another model. Raises ValueError where it is to update this one."""
         parameters = {id(p) for p in model.parameters()}

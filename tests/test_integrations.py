@@ -264,6 +264,21 @@ def test_keywords_that_the_trainer_answers_for_are_refused(name: str) -> None:
         MemplanCallback(BUDGET, **{name: None})
 
 
+def test_a_model_that_does_not_fit_is_marked_until_it_trains(tmp_path: Path) -> None:
+    """tests/test_offload_gpu.py trains with it."""
+    with pytest.raises(ValueError, match="host_budget"):
+        MemplanCallback(BUDGET, model=language_model())
+    model, before = language_model(), {"": "cpu"}
+    for model.hf_device_map in (None, before):
+        callback = MemplanCallback(BUDGET, host_budget="1GiB", model=model, device="cuda:1")
+        places = model.hf_device_map
+        assert len(places) > 1 and set(places.values()) == {"cuda:1"}
+        args, state = arguments(tmp_path), transformers.TrainerState()
+        with pytest.raises(ValueError, match="no CUDA device here"):
+            callback.on_train_begin(args, state, transformers.TrainerControl(), model=model)
+    assert model.hf_device_map is before
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_hf.py", "offload_finetune.py"])
 def test_the_examples(name: str) -> None:

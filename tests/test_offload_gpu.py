@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -225,8 +226,9 @@ def test_an_encoder_and_decoder_generate() -> None:
     assert torch.equal(found, plain.eval().generate(sample["input_ids"], max_new_tokens=5))  # type: ignore[operator,index,call-overload]
 
 
-def test_a_trainer_evaluates_and_trains_again(tmp_path: Path) -> None:
-    """Parameters stay on the host, and so does the plan."""
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_trainer_evaluates_and_trains_again(fits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters stay on the host, and so does the plan. A model that does not fit is never moved as a whole."""
     transformers = pytest.importorskip("transformers")
     from memplan.integrations.huggingface import MemplanCallback
 
@@ -236,21 +238,57 @@ def test_a_trainer_evaluates_and_trains_again(tmp_path: Path) -> None:
         assert isinstance(sample, dict)
         rows = [{n: t[0] for n, t in sample.items() if isinstance(t, torch.Tensor)}] * 8
         low = memplan.plan(copy.deepcopy(net).cuda(), to_device(sample), 1.0, costs="estimate").floor_bytes
-        callback = MemplanCallback(int(0.8 * low), host_budget="1GiB", costs="estimate")
+        given = {} if fits else {"model": net}
+        make = functools.partial(MemplanCallback, int(0.8 * low), host_budget="1GiB", costs="estimate", **given)
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=1,
-            disable_tqdm=True,
+            disable_tqdm=True, eval_strategy="no" if fits else "steps", eval_steps=1, eval_on_start=not fits,
         )  # fmt: skip
         arguments._n_gpu = min(1, arguments.n_gpu)  # several would be used through nn.DataParallel
-        trainer = transformers.Trainer(
-            net, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[callback] if offloads else None
-        )
-        found.append([])
-        for _ in range(2):
-            found[-1].append(trainer.train().training_loss)
-            found[-1].append(trainer.evaluate()["eval_loss"])
+        with monkeypatch.context() as patch:
+            if offloads and not fits:
+                patch.setattr(type(net), "to", _never_moved)
+            trainer = transformers.Trainer(
+                net, arguments, train_dataset=rows, eval_dataset=rows[:2], callbacks=[make()] if offloads else None
+            )
+            found.append([])
+            for _ in range(2):
+                found[-1].append(trainer.train().training_loss)
+                found[-1].append(trainer.evaluate()["eval_loss"])
         assert {p.device.type for p in net.parameters()} == ({"cpu", "cuda"} if offloads else {"cuda"})
+        trainer.save_model(str(tmp_path / "saved"))
+        saved = type(net).from_pretrained(tmp_path / "saved").state_dict()
+        assert_same_bits({name: tensor.cpu() for name, tensor in net.state_dict().items()}, dict(saved))
     assert found[1][0] == pytest.approx(found[0][0], rel=1e-3) and found[1] == pytest.approx(found[0], rel=1e-2)
+
+
+def test_accelerate_leaves_parameters_where_they_are() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    net, sample = MODELS["llama"](0)
+    sample, plain = to_device(sample), copy.deepcopy(net).cuda()
+    losses: list[list[float]] = []
+    for model in (plain, net):
+        if model is net:
+            offloading(net, sample, 0.5, costs="estimate")
+        homes = [p.device for p in model.parameters()]
+        accelerator = accelerate.Accelerator()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        prepared, stepping = accelerator.prepare(model, optimizer, device_placement=[False, False])
+        assert [p.device for p in model.parameters()] == homes
+        losses.append([])
+        torch.manual_seed(5)
+        for _ in range(3):
+            loss = loss_of(call(prepared, sample))
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+            stepping.step()
+            stepping.zero_grad()
+            losses[-1].append(loss.item())
+    assert losses[0][0] == losses[1][0] and losses[1] == pytest.approx(losses[0], rel=1e-3)
+
+
+def _never_moved(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    raise AssertionError(f"the model is moved to {args}, {kwargs}")
 
 
 @pytest.mark.parametrize("given", [True, False])

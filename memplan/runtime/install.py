@@ -48,6 +48,8 @@ class Planner(Protocol):
     updates: UpdatesInBackward | None
     decides: bool
 
+    @property
+    def places(self) -> bool: ...
     def step(
         self,
         model: nn.Module,
@@ -175,11 +177,14 @@ class PlannedForward:
 
     def fetching(self) -> contextlib.AbstractContextManager[object]:
         """Where the model's own forward finds parameters that live on the host, and parts of it do."""
-        host = self._planner.host
-        if not host or self._planner.device is None:
-            return contextlib.nullcontext()
-        parameters = [p for name, p in self.model.named_parameters() if name in host]
-        return FetchedWhereUsed(parameters, self._planner.device, self.model)
+        host, device = self._planner.host, self._planner.device
+        away: list[torch.Tensor] = []
+        if host is None and device is not None and self._planner.places:  # there is no plan yet
+            everything = (*self.model.parameters(), *self.model.buffers())
+            away = [t for t in everything if t.device.type != device.type]
+        elif host:
+            away = [p for name, p in self.model.named_parameters() if name in host]
+        return FetchedWhereUsed(away, device, self.model) if away and device is not None else contextlib.nullcontext()
 
     # -- which step -------------------------------------------------------------------------------------------------
 
