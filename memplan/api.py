@@ -29,6 +29,7 @@ from memplan.runtime import (
     PlannedForward,
     Share,
     Step,
+    errors_of_forward,
     planned_forward,
 )
 
@@ -152,7 +153,8 @@ def apply(
         if agreement is not None:
             step = agreement.step(lambda: None, None if sample is None else first_step)
         else:
-            step = None if sample is None else first_step()
+            with errors_of_forward():
+                step = None if sample is None else first_step()
         if step is not None:
             planned.add(step)
     before = planned_forward(model)

@@ -24,7 +24,7 @@ from memplan.graph.costs import device_name
 from memplan.graph.libraries import make_workspaces, most_library_bytes, multiplies_matrices
 from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
-from memplan.graph.raw_trace import Autocast
+from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
@@ -218,9 +218,12 @@ class Planner(Planning):
         call: Call,
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
+        seen: Sequence[Answer],
     ) -> WholeStep:
-        """A step for gradients that arrive at these outputs, in these layouts, and under this autocast."""
-        captured = self.capture(model, forward, call, tangents, backward)
+        """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
+
+        seen: what forward read from tensors on this call."""
+        captured = self.capture(model, forward, call, tangents, backward, seen)
         return self._whole(model, captured, self._plan(model, captured))
 
     def is_same(
@@ -233,7 +236,8 @@ class Planner(Planning):
         backward: Autocast,
     ) -> bool:
         """Whether a step has the same ops where backward runs under this autocast."""
-        captured = self._homed(self.capture(model, forward, call, tangents, backward), model)
+        seen = step.capture.answers
+        captured = self._homed(self.capture(model, forward, call, tangents, backward, seen), model)
         return first_difference(step.plan.problem.graph, captured.traced.graph) is None
 
     @once_more_where_results_differ

@@ -195,12 +195,14 @@ class Planning:
         sample: Sample | Call,
         tangents: dict[int, TangentLayout] | None = None,
         backward: Autocast | None = None,
+        seen: Sequence[Answer] = (),
     ) -> Capture:
+        """The captured step. seen: what forward read from tensors on this very call, where an earlier capture tells."""
         trace = functools.partial(
             capture, model, forward, sample, self.loss_fn, self.device, tangents, self.shards, backward
         )
         try:
-            captured = trace()
+            captured = trace(seen=seen or None)
         except OpenBranch:
             if not self.decides or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
                 raise
@@ -220,7 +222,7 @@ class Planning:
         )
 
     def _answers(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> list[Answer]:
-        """What forward reads from tensors, found by running it where its parameters are."""
+        """What forward reads from tensors, found by running it where its parameters are. Raises ForwardFails."""
         run = forward if self.loss_fn is None else functools.partial(self.loss_fn, model)
         call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
         if self.device is None or not self.host:

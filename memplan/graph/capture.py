@@ -36,7 +36,7 @@ class Capture:
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
     hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
-    answers: what forward reads from tensors.
+    answers: what forward reads from tensors; of a part, backward too.
     """
 
     traced: Traced
@@ -133,7 +133,8 @@ def _capture(
         _refuse_writes_to(traced, "input", "constant")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
     key.guard(traced, raw.attribute_reads)
-    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, raw.answers)
+    answers = raw.answers[: raw.forward_reads]
+    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:

@@ -28,7 +28,7 @@ from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key
 from memplan.graph.raw_trace import Answer, Autocast
-from memplan.graph.source_lines import caller_line
+from memplan.graph.source_lines import lines_within, stack_depth
 from memplan.graph.trace import OpenBranch
 
 Forward = Callable[..., Any]
@@ -153,10 +153,14 @@ class NotedReads(private.TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self.answers: list[Answer] = []
 
+    def __enter__(self) -> NotedReads:
+        self._depth = stack_depth()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = private.run_in_mode(func, args, kwargs)
         if func is private.READ_SCALAR:
-            self.answers.append(Answer(result, caller_line()))
+            self.answers.append(Answer(result, lines_within(self._depth)))
         return result
 
 
@@ -172,6 +176,7 @@ class _Search:
         self._verdicts: dict[
             Any, UnsupportedModel | tuple[Answer, ...]
         ] = {}  # why not, or what forward reads from data
+        self._ways: dict[nn.Module, tuple[Answer, ...] | None] = {}  # which branches are taken; None: not always these
         self._sites: dict[nn.Module, Site] = {}
         self._blocks: dict[nn.Module, Site] = {}
         self._plain: set[nn.Module] = set()
@@ -223,8 +228,11 @@ class _Search:
             site = Site(self._names[module], kind, str(verdict))
             if decides and kind != "plain":
                 verdict = self._verdict(module, original, call, tuple(reads.answers))
-                if isinstance(verdict, tuple):
+                if isinstance(verdict, tuple) and self._ways.setdefault(module, verdict) == verdict:
                     site = Site(self._names[module], "captured", self._reasons[-1], verdict)
+                elif module in self._ways:
+                    self._ways[module] = None
+                    self._sites.pop(module, None)
             self._enter(module, site)
             return output
 

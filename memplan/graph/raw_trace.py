@@ -56,10 +56,10 @@ class Layout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a run of forward read from tensor data, and the source line that asked."""
+    """What forward read from tensor data, and from where: (file, line) of each call that led there."""
 
     value: Any
-    line: str
+    place: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,8 @@ class Surroundings:
     uses: for inputs, by position, how many ops in here read it, where they are several. Autograd adds each of their
     gradients to what has come from readers outside, one by one, so each has to be handed over by itself: as the
     gradient of one more input, after all others, called "name (use 2)" and so on.
-    answers: what forward read from tensors when it ran, where its inputs' data is not at hand. whole: there is no step
-    around, and the tangents are all that is said.
+    answers: what an earlier trace of this call read from tensors, where its inputs' data is not at hand. whole: there
+    is no step around, and the tangents are all that is said.
     """
 
     tangents: Mapping[int, Layout]
@@ -119,7 +119,8 @@ class RawTrace:
     boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
     gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
     layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
-    that holds the new one. answers: to all reads of tensors. decisions: branches that were taken for granted by them.
+    that holds the new one. answers: to all reads of tensors, those of forward first: so many are `forward_reads`.
+    decisions: branches that were taken for granted by them.
     arrivals: parameters in the order in which autograd hands over their gradients.
     """
 
@@ -137,5 +138,6 @@ class RawTrace:
     attribute_reads: tuple[AttributeRead, ...]
     reassigned: dict[str, int]
     answers: tuple[Answer, ...]
+    forward_reads: int
     decisions: tuple[Decision, ...]
     arrivals: tuple[str, ...]

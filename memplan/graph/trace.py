@@ -31,8 +31,10 @@ from memplan.graph.raw_trace import Answer, AttributeRead, Autocast, Decision, R
 from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.real_results import with_noted_results
 from memplan.graph.remembered import results_forgotten
-from memplan.graph.source_lines import caller_line, first_line, line_of
+from memplan.graph.source_lines import caller_line, first_line, line_of, lines_within, stack_depth
 from memplan.graph.writes import KeptMemory, written_by
+
+_OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
 
 
 class OpenBranch(UnsupportedModel):
@@ -43,8 +45,9 @@ class OpenBranch(UnsupportedModel):
 class _Session:
     """What the traced function notes down while it runs.
 
-    seen: what a run of forward read from tensors. answers: what the trace has read so far. decided: booleans whose
-    values were taken from that run, with these and where forward branches on them.
+    seen: what forward read from tensors before: all of it where the inputs' data is not at hand (`blind`), else the
+    booleans of a run. answers: what the trace has read so far. decided: booleans whose values were taken from `seen`,
+    with these and where forward branches on them.
     """
 
     names: dict[nn.Module, str]
@@ -62,13 +65,18 @@ class _Session:
     reassigned: dict[str, int] = field(default_factory=dict)
     arrivals: list[str] = field(default_factory=list)
     seen: Iterator[Answer] | None = None
+    blind: bool = False
     answers: list[Answer] = field(default_factory=list)
+    forward_reads: int = 0
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
     decisions: tuple[Decision, ...] = ()
 
     def end_forward(self, template: OutputTemplate) -> None:
         """Note where the trace stands when forward has returned."""
         nodes = private.tracer_graph().nodes
+        self.forward_reads = len(self.answers)
+        if self.seen is not None and not self.blind and next(self.seen, None) is not None:
+            raise UnsupportedModel(_OTHER_READS)
         self.decisions = tuple(
             Decision(template.add(tensor, f"branch at {where}"), value, where) for tensor, value, where in self.decided
         )
@@ -92,13 +100,13 @@ class _Session:
             for hook in hooks:
                 hook.remove()
 
-    def next_seen(self, line: str) -> Answer | None:
-        """What the run of forward read here; None where there was none. Raises UnsupportedModel where it did not."""
-        if self.seen is None:
+    def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
+        """What was read here before; None where nobody has said. Raises UnsupportedModel where it was not read then."""
+        if self.seen is None or not (self.blind or (tensor.dtype is torch.bool and self.template is None)):
             return None
         answer = next(self.seen, None)
-        if answer is None or answer.line != line:
-            raise UnsupportedModel(f"forward reads other values from tensors in a trace than when it runs, at {line}")
+        if answer is None or answer.place != place:
+            raise UnsupportedModel(f"{_OTHER_READS}, at {caller_line()}")
         return answer
 
     @property
@@ -143,8 +151,10 @@ def trace_step(
     inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
     session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
-    seen = around.answers if around is not None and around.answers else seen
-    session.seen = None if seen is None else iter(seen)
+    if around is not None and around.answers:
+        session.seen, session.blind = iter(around.answers), True
+    elif seen is not None:
+        session.seen = (answer for answer in seen if isinstance(answer.value, bool))
 
     def step(
         params: Sequence[torch.Tensor], bufs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
@@ -434,7 +444,7 @@ class _Watch(private.TorchDispatchMode):
         self._views: list[torch.Tensor] = []  # of real tensors
 
     def __enter__(self) -> _Watch:
-        self._recording = private.Recording()
+        self._recording, self._depth = private.Recording(), stack_depth()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -442,12 +452,12 @@ class _Watch(private.TorchDispatchMode):
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
         if func is private.READ_SCALAR:
-            line = caller_line()
-            seen = self._session.next_seen(line)
             node = private.tracer_node(args[0])
             if node is not None or not isinstance(args[0], private.FakeTensor):
-                value = self._read_attribute(args[0], line) if node is None else self._read(args[0], node, line, seen)
-                self._session.answers.append(Answer(value, line))
+                place = lines_within(self._depth)
+                seen = self._session.next_seen(args[0], place)
+                value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
+                self._session.answers.append(Answer(value, place))
                 return value
         outputs = self._memo.run(
             self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
@@ -479,9 +489,9 @@ class _Watch(private.TorchDispatchMode):
             )
         return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
 
-    def _read_attribute(self, tensor: torch.Tensor, line: str) -> Any:
+    def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""
-        where = self._session.place(line)
+        where = self._session.place(caller_line())
         for module, path in self._session.names.items():
             for key, held in vars(module).items():
                 if held is tensor:
@@ -493,11 +503,12 @@ class _Watch(private.TorchDispatchMode):
             f"{where}. Register the tensor as a buffer"
         )
 
-    def _read(self, tensor: torch.Tensor, node: fx.Node, source: str, seen: Answer | None) -> Any:
+    def _read(self, tensor: torch.Tensor, node: fx.Node, seen: Answer | None) -> Any:
         closure = nodes_behind(node, list(private.tracer_graph().nodes))
         certain = answer_to_any_draw(closure)
         if certain is not None:
             return certain
+        source = caller_line()
         if any(n.op == "placeholder" and n.name not in self._session.sources for n in closure):
             return self._decide(tensor, source, seen)
         for n in closure:
@@ -507,7 +518,12 @@ class _Watch(private.TorchDispatchMode):
                     f"at {source}. Draw them outside of the model and pass them in"
                 )
         attributes = private.tracer_constants()
-        value = seen.value if seen else evaluate(closure, node, self._session.sources, attributes).item()
+        if seen is not None and self._session.blind:
+            value = seen.value
+        else:
+            value = evaluate(closure, node, self._session.sources, attributes).item()
+            if seen is not None and seen.value != value:
+                raise UnsupportedModel(f"{_OTHER_READS}, at {source}")
         self._session.reads.append(ScalarRead(node, value, self._session.place(source)))
         return value
 
@@ -556,6 +572,7 @@ def _finish(
         attribute_reads=tuple(session.attribute_reads),
         reassigned=session.reassigned,
         answers=tuple(session.answers),
+        forward_reads=session.forward_reads,
         decisions=session.decisions,
         arrivals=tuple(session.arrivals),
     )

@@ -13,6 +13,7 @@ from memplan.runtime.lower import lower as lower
 from memplan.runtime.place import Init as Init
 from memplan.runtime.place import materialise as materialise
 from memplan.runtime.place import place as place
+from memplan.runtime.rehearsal import errors_of_forward as errors_of_forward
 from memplan.runtime.step import EagerStep as EagerStep
 from memplan.runtime.step import Step as Step
 from memplan.runtime.step import WholeStep as WholeStep

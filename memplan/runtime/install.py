@@ -17,7 +17,7 @@ from torch import nn
 from memplan.errors import MemplanError, NothingToTrain, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
-from memplan.graph.raw_trace import Autocast
+from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.comparison import Comparison
@@ -25,6 +25,7 @@ from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
+from memplan.runtime.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.step import EagerStep, Step, WholeStep
 from memplan.runtime.updates import UpdatesInBackward
 from memplan.units import format_bytes
@@ -66,6 +67,7 @@ class Planner(Protocol):
         call: Call,
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
+        seen: Sequence[Answer],
     ) -> WholeStep: ...
     def is_same(
         self,
@@ -134,7 +136,15 @@ class PlannedForward:
             with contextlib.nullcontext() if self._aside else self.fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
-        self._declined.clear()
+        try:
+            return self._run_planned(call)
+        except ForwardFails:
+            with self.stepping_aside(), self.fetching():
+                return self.original(*args, **kwargs)  # raises its error, having written what it then has
+        finally:
+            self._declined.clear()
+
+    def _run_planned(self, call: Call) -> Any:
         step = self._step_for(call)
         while True:
             try:
@@ -214,7 +224,9 @@ class PlannedForward:
         return None if step is None else self._use(step)
 
     def _serving(self, call: Call) -> Iterator[Step]:
-        return (step for step in self.steps if not step.provisional and self._mismatch(step, call) is None)
+        """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is."""
+        steps = sorted(self.steps, key=lambda step: not isinstance(step, WholeStep))
+        return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
 
     def _mismatch(self, step: Step, call: Call) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before it runs."""
@@ -292,7 +304,6 @@ class PlannedForward:
         if not self._alone and self._agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
-        self._declined.clear()
         self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
 
         def planned(share: Share | None = None) -> Step:
@@ -300,7 +311,8 @@ class PlannedForward:
                 return self.add(self._planner.step(self.model, self.original, call, share=share))
 
         if self._agreement is None:
-            return (self._at_hand(call) or planned()).plan
+            with errors_of_forward():
+                return (self._at_hand(call) or planned()).plan
         return self._agreed(call, self._agreement, planned).plan
 
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
@@ -317,7 +329,7 @@ class PlannedForward:
             repeats = changed is None and step.runner.repeats(state)
             if not isinstance(problem, OtherTangents):
                 self._after(problem, step, repeats)
-                other = self._planned_for(call, tangents, state.autocast)
+                other = self._planned_for(step, call, tangents, state.autocast)
             elif not repeats or self._on_mismatch == "raise":
                 raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
             else:
@@ -368,16 +380,19 @@ class PlannedForward:
                 return other
         log.info("memplan: planning, because %s", problem)
         try:
-            return self._planned_for(call, tangents, backward)
+            return self._planned_for(step, call, tangents, backward)
         except MemplanError as error:
             raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
 
-    def _planned_for(self, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None) -> WholeStep:
-        """A new step for gradients of such layouts, under this autocast."""
+    def _planned_for(
+        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+    ) -> WholeStep:
+        """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
+        layouts, seen = _layouts(tangents), step.capture.answers
         with self.stepping_aside():
-            step = self._planner.step_for(self.model, self.original, call, _layouts(tangents), backward)
-        self.add(step)
-        return step
+            other = self._planner.step_for(self.model, self.original, call, layouts, backward, seen)
+        self.add(other)
+        return other
 
     def _after(self, problem: Exception, step: Step, repeats: bool) -> None:
         """Get ready to plan again: after running out of memory, for what ops were found to give, or for another branch.
@@ -400,6 +415,7 @@ class PlannedForward:
         self._declined.append((step, why))
         if self._planner.decides and len(self._declined) >= _MOST_BRANCHES:
             self._planner.decides = False
+            self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in self._declined)]
             log.warning("memplan: such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
 
     def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:

@@ -7,6 +7,7 @@ the latter go through marks, which tell when backward enters and leaves the unit
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import random
 import time
@@ -25,8 +26,9 @@ from memplan.graph.attributes import AttributesKept, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
 from memplan.graph.probe import Forward, NotedReads, UnitCall, exchanged, nothing_saved
-from memplan.graph.raw_trace import Answer
+from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.trace import differentiated_outputs, shared_objects
+from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import TangentLayout
 from memplan.runtime.measures import Event, StepMeasure, step_measure
 from memplan.runtime.meter import LeavesOut, LiveMeter
@@ -135,11 +137,35 @@ def answers_of(
     call: Call,
     around: contextlib.AbstractContextManager[object] | None = None,
 ) -> list[Answer]:
-    """What forward reads from tensors in one run of it on a call, inside of a context, of which nothing stays."""
-    reads = NotedReads()
-    with nothing_kept(model, call), nothing_saved(), around or contextlib.nullcontext(), reads:
-        run(*call.variadic, **call.arguments)
+    """What forward reads from tensors in one run of it on a call, inside of a context, of which nothing stays.
+
+    Raises ForwardFails from what it raises.
+    """
+    reads, autocast = NotedReads(), Autocast.ambient(call.device_type)
+    without_cache = dataclasses.replace(autocast, cache_enabled=False).context()  # it would outlive the run
+    with nothing_kept(model, call), nothing_saved(), without_cache, around or contextlib.nullcontext(), reads:
+        try:
+            run(*call.variadic, **call.arguments)
+        except Exception as error:
+            raise ForwardFails(error) from error
     return reads.answers
+
+
+class ForwardFails(Exception):
+    """The model's own forward raises this error on this call."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def errors_of_forward() -> Iterator[None]:
+    """Lets through what the model's own forward raises, as it is."""
+    try:
+        yield
+    except ForwardFails as failure:
+        raise failure.error from None
 
 
 class Rehearsal(UnitObserver):
@@ -227,11 +253,15 @@ class Rehearsal(UnitObserver):
             count += 1
             self.visits.append(visit)
             self.begin(index, "forward")
-            if way is None or way.key.mismatch(call) is not None:
-                output = self._marked(index, visit, original, call)
-            else:
+            serves = way is not None and way.key.mismatch(call) is None
+            if way is not None and serves:
                 way.runner.watcher, way.runner.index = self, index
-                output = way.run(call)
+                try:
+                    output = way.run(call)
+                except OtherBranch:
+                    serves = False
+            if not serves:
+                output = self._marked(index, visit, original, call)
             del call
             self.end(index, "forward")
             return output
