@@ -483,6 +483,22 @@ def applied(net: nn.Module, sample: Any, budget: float | None, **options: Any) -
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning")
+class Encoded(nn.Module):
+    """Returns a tensor that it keeps in a cache, and does nothing else with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.cache = layer(), {8: torch.arange(8.0)}
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": square(self.body(x)), "positions": self.cache[x.shape[1]]}
+
+
+@wild
+def a_constant_that_is_only_returned() -> tuple[nn.Module, Any]:
+    return Encoded(), torch.randn(4, 8)
+
+
 @pytest.mark.parametrize("name", WILD)
 def test_three_steps_are_the_plain_models_bits(name: str) -> None:
     torch.manual_seed(0)

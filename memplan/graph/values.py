@@ -57,7 +57,7 @@ class _Builder:
         for node in self.raw.module.graph.nodes:
             if node.op == "placeholder":
                 self._add_resident(node, placeholders[node])
-            elif node.op == "get_attr":
+            elif node.op == "get_attr" and node not in self.draft.residents:
                 self._add_constant(node)
             elif node in tangents:
                 self._add_tangent(node, tangents[node])
@@ -65,6 +65,9 @@ class _Builder:
                 self._add_node(node, phase)
             if node is self.raw.boundary:
                 phase = "backward"
+                for output in self.raw.outputs:  # a constant that is only returned comes at the end of a trace
+                    if output.op == "get_attr" and output not in self.draft.residents:
+                        self._add_constant(output)
                 output_values = [self.draft.present(n) for n in self.raw.outputs]
         return output_values
 
