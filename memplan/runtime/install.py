@@ -136,13 +136,13 @@ class PlannedForward:
             with contextlib.nullcontext() if self._aside else self.fetching():
                 return self.original(*args, **kwargs)
         call = self.reader.read(args, kwargs)
-        try:
-            return self._run_planned(call)
-        except ForwardFails:
-            with self.stepping_aside(), self.fetching():
-                return self.original(*args, **kwargs)  # raises its error, having written what it then has
-        finally:
-            self._declined.clear()
+        with contextlib.suppress(ForwardFails):
+            try:
+                return self._run_planned(call)
+            finally:
+                self._declined.clear()
+        with self.stepping_aside(), self.fetching():
+            return self.original(*args, **kwargs)  # raises its error, having written what it then has
 
     def _run_planned(self, call: Call) -> Any:
         step = self._step_for(call)
