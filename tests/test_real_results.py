@@ -133,7 +133,7 @@ class Branching(nn.Module):
         total = x.new_zeros(())
         for part in self.parts:
             total = total + part(x)
-            if total > 1e9:
+            if total.item() > 1e9:
                 total = total * 2
         return total
 
