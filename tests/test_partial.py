@@ -307,6 +307,43 @@ def test_gradients_of_an_argument_are_added_in_the_order_of_the_plain_model(sign
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
 
 
+class Up(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed, self.conv = nn.ConvTranspose2d(8, 4, 2, 2), nn.Conv2d(8, 4, 3, padding=1)
+
+    def forward(self, x: torch.Tensor, skip: torch.Tensor) -> torch.Tensor:
+        return self.conv(torch.cat([self.transposed(x), skip], 1)).relu()  # type: ignore[no-any-return]
+
+
+class SkipConnection(nn.Module):
+    """The gradient of what is skipped to the end is a slice of one that another op reads too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
+        self.inner = nn.Sequential(nn.Conv2d(4, 8, 3, 2, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.up = Up()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        skip = self.down(x)
+        inner = self.inner(skip.detach())
+        if inner.sum().item() > 1e9:
+            inner = inner * 2
+        return self.up(inner, skip).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def test_a_part_hands_on_gradients_in_the_strides_of_eager() -> None:
+    """Those of a batch of one too."""
+    net, sample = SkipConnection(), torch.randn(1, 3, 16, 16)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 1.0)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    assert "captured" in {unit.kind for unit in plan.units}
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
 class OwnGenerator(nn.Module):
     """Draws from a generator of its own, which a second run of its forward would find further on."""
 

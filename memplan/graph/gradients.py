@@ -19,7 +19,7 @@ Named = tuple[str, fx.Node]  # ("parameter transformer.wte.weight", node of its 
 
 
 def gradient_copy(gradient: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
-    """The copy that AccumulateGrad makes of a gradient that it can't take over, in the parameter's own layout."""
+    """The copy that AccumulateGrad makes of a gradient that it can't take over, in this layout."""
     return gradient.new_empty_strided(size, stride).copy_(gradient)
 
 
@@ -68,7 +68,10 @@ def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -> None:
     """Add the op that copies a gradient, as soon as the gradient is there."""
-    size, stride = dense_layout(_leaf(draft, name))
+    gradient, leaf = node.meta["val"], _leaf(draft, name)
+    size, stride = dense_layout(leaf)
+    if name.startswith("input ") and _obeys_layout(gradient, leaf):
+        stride = tuple(gradient.stride())  # what comes before an input sees those of dimensions of size 1 too
     fake = torch.empty_strided(size, stride, dtype=node.meta["val"].dtype, device="meta")
     with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
         copy = graph.call_function(gradient_copy, (node, size, stride))

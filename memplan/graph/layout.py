@@ -46,6 +46,15 @@ def strides_that_matter(size: Sequence[int], stride: Sequence[int]) -> tuple[int
     return () if 0 in size else tuple(s for s, n in zip(stride, size, strict=True) if n != 1)
 
 
+def dense_stride(size: Sequence[int], innermost_first: Sequence[int] | None = None) -> tuple[int, ...]:
+    """The strides without gaps in this order of dimensions; by default those of a contiguous tensor."""
+    stride, step = [0] * len(size), 1
+    for dimension in reversed(range(len(size))) if innermost_first is None else innermost_first:
+        stride[dimension] = step
+        step *= max(1, size[dimension])
+    return tuple(stride)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one stretch of memory without gaps or overlaps, in any order of dimensions."""
     expected = 1
@@ -61,7 +70,7 @@ def dense_layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]
     size = tuple(tensor.shape)
     if is_dense(tensor):
         return size, tuple(tensor.stride())
-    return size, tuple(torch.empty(size, device="meta").stride())
+    return size, dense_stride(size)
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from memplan.graph import private_api as private
+from memplan.graph.iterated import iterated_layout
+from memplan.graph.layout import dense_stride
 
 aten = torch.ops.aten
 
@@ -34,12 +34,13 @@ def _channels_as(like: torch.Tensor, padding: Sequence[int] = ()) -> torch.Tenso
 
 def _elementwise(*operands: Any) -> torch.Tensor:
     """As a kernel that goes through its operands element by element, in this order of preference."""
-    return functools.reduce(operator.add, operands)  # type: ignore[no-any-return]
+    return torch.empty_strided(*iterated_layout(operands), device="meta")
 
 
 # Ops whose fake kernels lay results out in other strides than the real CPU kernels do, where arguments are not
 # contiguous: op -> what lies as the real results of that shape do, made of the arguments on the meta device.
 _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
+    aten.native_layer_norm.default: lambda x, *_: _contiguous(x),
     aten.native_layer_norm_backward.default: lambda grad, x, *_: _contiguous(x),
     aten.native_batch_norm.default: lambda x, *_: _channels_as(x),
     aten.native_batch_norm_backward.default: lambda grad, x, *_: _channels_as(x),
@@ -60,13 +61,17 @@ _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.silu_backward.default: _elementwise,
     aten.mish_backward.default: _elementwise,
     aten.tanh_backward.default: _elementwise,
-    aten.mul.Tensor: _elementwise,
     aten.xlogy.Tensor: _elementwise,
     aten.rrelu_with_noise.default: lambda x, *_: _contiguous(x),
     aten.rrelu_with_noise_backward.default: lambda grad, x, noise, *_: _elementwise(noise, grad),
     aten.log_sigmoid_forward.default: lambda x: _contiguous(x),
     aten.log_sigmoid_backward.default: lambda grad, *_: torch.empty_like(grad),
 }
+
+
+# Ops whose kernels, on any device, go through their operands element by element, where the fake ones give dimensions of
+# one element, or broadcast ones, other strides.
+_ITERATED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
 
 
 # Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
@@ -90,13 +95,15 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     A gradient of batch norm's input that was not asked for is None. On a CPU: dtypes, over a low-precision input with
     float32 parameters: the statistics of batch, layer and group norm, and the gradient of group norm's input. Strides:
     the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to which fake kernels are made: the ops in
-    `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes.
+    `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes. On both: strides of the ops in `_ITERATED`.
     """
     if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
         return outputs
     if func is aten.native_batch_norm_backward.default and not args[9][0] and outputs[0] is not None:
         private.leave_out(outputs[0])
         outputs = (None, *outputs[1:])
+    if func in _ITERATED:
+        return _with_stride(outputs, iterated_layout(args)[1])
     if args[0].device.type == "cuda":
         return _as_on_cuda(func, args, outputs)
     if func in _ELEMENTS:
@@ -130,16 +137,19 @@ def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
 
 def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     rule = _LAYOUTS.get(func)
-    if rule is None or all(a.is_contiguous() for a in args if isinstance(a, torch.Tensor)):
+    if rule is None or all(a.stride() == dense_stride(a.shape) for a in args if isinstance(a, torch.Tensor)):
         return outputs
     with private.without_modes():
         layout = rule(*(_on_meta(a) if isinstance(a, torch.Tensor) else a for a in args))
 
     def fixed(result: Any) -> Any:
-        wrong = result is not None and result.shape == layout.shape and result.stride() != layout.stride()
-        return private.exchanged(result, stride=layout.stride()) if wrong else result
+        return _with_stride(result, layout.stride()) if result is not None and result.shape == layout.shape else result
 
     return tuple(map(fixed, outputs)) if isinstance(outputs, (list, tuple)) else fixed(outputs)
+
+
+def _with_stride(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    return result if result.stride() == stride else private.exchanged(result, stride=stride)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ is wrong about strides would otherwise lead to other kernels further on, and so 
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -31,8 +32,8 @@ class _Checked(fx.Interpreter):
         result = super().run_node(n)
         if TRACED in n.meta:
             traced = n.meta[TRACED]
-            expected = _looks(facts_of(traced.meta["val"]))
-            found = [look if known else None for look, known in zip(_looks(facts_of(result)), expected)]
+            expected = _looks(facts_of(traced.meta["val"]), traced)
+            found = [look if known else None for look, known in zip(_looks(facts_of(result), traced), expected)]
             if found != expected:
                 message = (
                     f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
@@ -48,5 +49,22 @@ class _Checked(fx.Interpreter):
         return result if n.users or n.op == "output" else None  # the interpreter would hold it to the end
 
 
-def _looks(facts: Facts) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None]:
-    return [None if t is None else (t.dtype, t.shape, strides_that_matter(t.shape, t.stride)) for t in facts]
+def _looks(facts: Facts, traced: fx.Node) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None]:
+    """What of each result may tell an op further on which kernel to run: strides of dimensions of one element do too,
+    so they count where any op reads the result."""
+    return [
+        None
+        if t is None
+        else (t.dtype, t.shape, t.stride if _is_read(traced, place) else strides_that_matter(t.shape, t.stride))
+        for place, t in enumerate(facts)
+    ]
+
+
+def _is_read(node: fx.Node, place: int) -> bool:
+    """Whether an op of the trace reads this one of the node's results."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return any(user.op != "output" for user in node.users)
+    return any(
+        user.op != "output" for one in node.users if one.target is operator.getitem and one.args[1] == place
+        for user in one.users
+    )  # fmt: skip
