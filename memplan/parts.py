@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,23 +19,28 @@ from memplan.errors import MemplanError, UnsupportedModel
 from memplan.graph import Capture, estimate, measure
 from memplan.graph.call import Call
 from memplan.graph.capture import capture_part
-from memplan.graph.probe import Site, find_sites
+from memplan.graph.probe import Site, UnitCall, find_sites
 from memplan.graph.raw_trace import Surroundings
 from memplan.graph.real_results import Facts, OtherResults
 from memplan.graph.shards import Shards
 from memplan.plans import same_structure
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower
+from memplan.runtime.execute import TangentLayout
 from memplan.runtime.gathers import Gathers
+from memplan.runtime.lower import Program
 from memplan.runtime.measures import StepMeasure, UnitMeasure
 from memplan.runtime.rehearsal import EditedArguments, Passage, Rehearsal, Visit, nothing_kept
-from memplan.runtime.units import UnitStep
+from memplan.runtime.units import UnitStep, UnitTangents
 from memplan.solvers import Candidate, Front, solve_front
-from memplan.solvers.passes import pass_of
+from memplan.solvers.passes import Pass, pass_of
 from memplan.solvers.units import Chain, UnitOption, UnitProblem
+from memplan.units import format_bytes
 
 Forward = Callable[..., Any]
 Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+log = logging.getLogger("memplan")
 
 _POINTS = 32  # of a unit's front
 _MOST_OPTIONS = 16  # of one unit
@@ -73,8 +79,13 @@ class Part:
         assert self.captured is not None
         assert self.problem is not None
         program = lower(candidate.schedule, self.captured.traced, "edges")
-        gathers = None if self.shards is None else Gathers(self.shards)
-        step = UnitStep.of(self.module, self.captured, program, self.further, gathers)
+        if self.shards is None and self.visit is not None:
+            planned = pass_of(self.problem, candidate.schedule)
+            again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, planned)
+            step = UnitStep.of(self.module, self.captured, program, self.further, again=again)
+        else:  # the programs of other ranks would gather in another order
+            gathers = None if self.shards is None else Gathers(self.shards)
+            step = UnitStep.of(self.module, self.captured, program, self.further, gathers)
         if self.problem.costs.source == "estimated":
             step.runner.check_first_runs()
         return step
@@ -161,7 +172,14 @@ def _planned(
     for unit in units:
         capture_unit(unit, calls[unit.module] > 1 or shares_parameters(model, unit.module))
     solve_units(units, costs, solve=functools.partial(solve_front, config=config))
-    return measured_parts(rehearse, units, blocks)
+    while True:
+        try:
+            return measured_parts(rehearse, units, blocks)
+        except UnitTangents as error:  # programs around it do not hand on what eager does
+            for unit in units:
+                if unit.module is error.module:
+                    unit.captured = unit.problem = unit.front = None
+                    unit.site = Site(unit.site.name, "opaque", str(error))
 
 
 # -- captured units ---------------------------------------------------------------------------------------------------
@@ -260,6 +278,38 @@ def _costs_as_captured(unit: Part, captured: Capture, source: str) -> Costs:
         return inputs[position] if kind == "input" else tensors[name]
 
     return measure(captured.traced, resident)
+
+
+def _planned_again(
+    site: Site,
+    call: UnitCall,
+    uses: Mapping[int, int],
+    planned: Pass,
+    module: nn.Module,
+    tangents: Mapping[int, TangentLayout],
+) -> tuple[Capture, Program]:
+    """A unit for gradients of other layouts than reached it on the sample, in no more memory where that can be.
+
+    planned: what its schedule for the sample comes to. Raises UnsupportedModel.
+    """
+    log.info("memplan: planning %s again, because gradients of other layouts arrive", site.name)
+    around = Surroundings(tangents, uses, site.answers)
+    with torch.enable_grad(), call.autocast.context():
+        captured = capture_part(module, module.forward, call.sample(), around)
+    captured = dataclasses.replace(captured, call=captured.call.without_tensors())
+    problem = Problem(captured.traced.graph, estimate(captured.traced))
+    found = [(candidate, pass_of(problem, candidate.schedule)) for candidate in solve_front(problem).spread(_POINTS)]
+    within = [(candidate, figures) for candidate, figures in found if figures.within(planned)]
+    if within:
+        chosen, _ = min(within, key=lambda pair: pair[0].time_s)
+    else:
+        chosen, figures = min(found, key=lambda pair: (pair[1].saved_bytes, pair[1].backward_bytes))
+        more = max(figures.saved_bytes - planned.saved_bytes, figures.backward_bytes - planned.backward_bytes)
+        log.warning(
+            "memplan: the gradient that reaches %s lies otherwise in memory than on the sample, and takes up to %s "
+            "more. Plan with loss_fn=, or put the loss into forward", site.name, format_bytes(max(0, more)),
+        )  # fmt: skip
+    return captured, lower(chosen.schedule, captured.traced, "edges")
 
 
 # -- what the step holds ----------------------------------------------------------------------------------------------

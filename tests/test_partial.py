@@ -19,6 +19,7 @@ from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
 from memplan.graph import capture
 from memplan.graph.call import CallReader
 from memplan.partial import PartialStep, plan_partially
+from memplan.runtime.units import UnitRunner
 from memplan.solvers.units import Chain, UnitChoice, UnitOption, UnitProblem, appraise, choose, smallest
 from tests.meter import LiveMeter
 from tests.zoo import assert_same_bits, call, loss_of, run_steps
@@ -342,6 +343,107 @@ def test_a_part_hands_on_gradients_in_the_strides_of_eager() -> None:
     assert isinstance(plan, memplan.PartialPlan)
     assert "captured" in {unit.kind for unit in plan.units}
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+class WithoutLoss(nn.Module):
+    """Gives what a loss is taken of, after a branch on computed data; parts drop out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.end = (
+            nn.Sequential(
+                nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Tanh(),
+                nn.Linear(32, width),
+            )
+            for width in (8, 8, 5)
+        )  # fmt: skip
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        if hidden.sum().item() < 1e9:
+            hidden = hidden + self.second(hidden)
+        return self.end(hidden)  # type: ignore[no-any-return]
+
+
+class Moved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("by", torch.ones(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.by  # type: ignore[no-any-return]
+
+
+LOSS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "as on the sample": lambda out: out.pow(2).mean(),
+    "expanded": lambda out: out.sum(),
+    "transposed": lambda out: out.T.reshape(-1).pow(2).sum(),
+    "a slice": lambda out: out[:, 1:3].pow(2).sum(),
+}
+
+
+def steps_with(net: nn.Module, sample: torch.Tensor, losses: list[str]) -> list[torch.Tensor]:
+    """Gradients of one step with each of these losses, and what the generator gives at the end."""
+    torch.manual_seed(3)
+    found = []
+    for loss in losses:
+        net.zero_grad()
+        LOSS[loss](net(sample)).backward()
+        found += [p.grad.clone() for p in net.parameters() if p.grad is not None]
+    return [*found, torch.rand(3)]
+
+
+def assert_same_gradients(net: nn.Module, plain: nn.Module, sample: torch.Tensor, losses: list[str]) -> None:
+    pairs = zip(steps_with(net, sample, losses), steps_with(plain, sample, losses), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("losses", [[name] for name in LOSS] + [[*LOSS, *LOSS]], ids=[*LOSS, "all in turn"])
+def test_gradients_of_any_layout_reach_parts(losses: list[str]) -> None:
+    """A part that was planned for others runs forward once more, and is planned for these from then on."""
+    net, sample = WithoutLoss(), torch.randn(64, 8)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 0.8)
+    assert {unit.kind for unit in memplan.plan_of(net).units} == {"captured"}  # type: ignore[union-attr]
+    other = copy.deepcopy(net)
+    assert_same_gradients(net, plain, sample, losses)
+    assert_same_gradients(other, plain, sample, losses)
+
+
+def test_a_part_runs_forward_again_for_such_gradients_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = WithoutLoss(), torch.randn(64, 8)
+    memplan.apply(net, sample, 0.8)
+    again: list[int] = []
+    repeat = UnitRunner.repeat
+    monkeypatch.setattr(UnitRunner, "repeat", lambda runner, *rest: again.append(1) or repeat(runner, *rest))
+    steps_with(net, sample, ["expanded"] * 3)
+    assert len(again) == 1
+
+
+def test_a_part_is_refused_gradients_of_other_layouts_where_its_forward_can_not_run_again() -> None:
+    net, sample = WithoutLoss(), torch.randn(64, 8)
+    net.end.append(Moved())
+    memplan.apply(net, sample, 0.8)
+    out = net(sample)
+    net.get_buffer("end.7.by").add_(1)  # which backward does not read
+    with pytest.raises(PlanMismatch, match="written to since"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("loss", LOSS)
+def test_other_gradients_take_no_more_memory(loss: str) -> None:
+    net, sample = WithoutLoss(), torch.randn(512, 8)
+    memplan.apply(net, sample, 0.8)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    steps_with(net, sample, [loss])
+    net.zero_grad()
+    meter = LiveMeter()
+    meter.register([*net.parameters(), sample])
+    with meter:
+        LOSS[loss](net(sample)).backward()
+    slack_bytes = 2 * sample.shape[0] * 5 * 4  # the loss's own
+    assert meter.peak_bytes <= plan.peak_bytes + slack_bytes
 
 
 class OwnGenerator(nn.Module):

@@ -115,3 +115,11 @@ class Traced:
     reassigned: dict[str, int]
     decisions: tuple[Decision, ...]
     device: torch.device
+
+    @property
+    def forward_ops(self) -> tuple[str, ...]:
+        """Kernels, shapes and settings of the forward pass, what each reads, and the branches that it takes."""
+        ops = (
+            f"{op.key} {[self.graph.values[v].name for v in op.inputs]}" for op in self.graph.ops[: self.graph.boundary]
+        )
+        return (*ops, *map(repr, self.decisions))

@@ -335,7 +335,7 @@ class PlannedForward:
             else:
                 other = self._for_tangents(step, call, tangents, state.autocast, problem)
         self._in_place_of(step, other)
-        if other.forward_ops != step.forward_ops:
+        if other.capture.traced.forward_ops != step.capture.traced.forward_ops:
             raise problem
         state.saved.clear()
         try:
@@ -376,7 +376,7 @@ class PlannedForward:
         for other in self.steps:
             if not isinstance(other, WholeStep) or not other.runner.takes(tangents, backward):
                 continue
-            if other.mismatch(call) is None and other.forward_ops == step.forward_ops:
+            if other.mismatch(call) is None and other.capture.traced.forward_ops == step.capture.traced.forward_ops:
                 return other
         log.info("memplan: planning, because %s", problem)
         try:

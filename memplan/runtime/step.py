@@ -70,13 +70,6 @@ class WholeStep:
         collectives = Collectives.of(event for of_program in events for event in of_program)
         return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
 
-    @property
-    def forward_ops(self) -> tuple[str, ...]:
-        """Kernels, shapes and settings of the forward pass, what each reads, and the branches that it takes."""
-        graph = self.capture.traced.graph
-        ops = (f"{op.key} {[graph.values[v].name for v in op.inputs]}" for op in graph.ops[: graph.boundary])
-        return (*ops, *map(repr, self.capture.traced.decisions))
-
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """The same for a copy of the model, which has this forward of its own."""
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model))

@@ -11,7 +11,7 @@ import functools
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,17 +20,21 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from memplan.errors import MemplanError
 from memplan.graph.attributes import CHECKED_ELSEWHERE, is_plain
 from memplan.graph.call import Call
 from memplan.graph.capture import Capture
 from memplan.graph.key import StepKey
+from memplan.graph.real_results import once_more_where_results_differ
 from memplan.runtime.decisions import OtherBranch
-from memplan.runtime.execute import Gradients, InFlight, ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.execute import Gradients, InFlight, OtherTangents, ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 from memplan.runtime.rng import held_rng, restore_held_rng
 
 Forward = Callable[..., Any]
+# Captures and plans a unit of this module for gradients of such layouts, by output.
+Again = Callable[[nn.Module, Mapping[int, TangentLayout]], tuple[Capture, Program]]
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
@@ -129,8 +133,16 @@ def _told(value: Any) -> Any:
     return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
 
 
+class UnitTangents(OtherTangents):
+    """A unit of this module, in a step that is being rehearsed, gets other gradients than it was captured for."""
+
+    def __init__(self, module: nn.Module, problem: Exception) -> None:
+        super().__init__(str(problem))
+        self.module = module
+
+
 class UnitRunner(Runner):
-    """A program of one unit. It keeps nothing that its backward does not read."""
+    """A program of one unit. It keeps what its backward reads, and its inputs where it may have to run once more."""
 
     watcher: UnitObserver = NOBODY
     index: int = -1
@@ -154,7 +166,7 @@ class UnitRunner(Runner):
             requires_grad=tuple(o.requires_grad for o in traced.outputs),
             output_names=names,
             device=traced.device,
-            draws=False,
+            draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
             written=Written(),
             decisions=tuple(decision.output for decision in traced.decisions),
         )
@@ -170,9 +182,11 @@ class UnitRunner(Runner):
             raise
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return None  # this forward never runs again as a whole
+        return None if self.rescue is None else super()._start(inputs)
 
-    def _go_back(self, start: Any) -> None: ...
+    def _go_back(self, start: Any) -> None:
+        if start is not None:
+            super()._go_back(start)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         self.watcher.begin(self.index, "backward")
@@ -185,14 +199,18 @@ class UnitRunner(Runner):
 class UnitStep:
     """A unit's program with the module that it reads, and the calls for which it was made.
 
-    further: positions of arguments that are handed to autograd once more, after all others, in this order.
+    further: positions of arguments that are handed to autograd once more, after all others, in this order. again: makes
+    it anew where other gradients arrive than on the sample; without it such a step is refused. runners: the program's,
+    and others with the same forward; the first is the one that was right last.
     """
 
+    module: nn.Module
     capture: Capture
     program: Program
     key: StepKey
-    runner: UnitRunner
     further: tuple[int, ...]
+    again: Again | None = None
+    runners: list[UnitRunner] = field(default_factory=list)
 
     @staticmethod
     def of(
@@ -201,14 +219,24 @@ class UnitStep:
         program: Program,
         further: tuple[int, ...],
         gathers: Gathers | None = None,
+        again: Again | None = None,
     ) -> UnitStep:
-        return UnitStep(capture, program, capture.key, UnitRunner.of(module, capture, program, gathers), further)
+        step = UnitStep(module, capture, program, capture.key, further, again)
+        step._use(UnitRunner.of(module, capture, program, gathers))
+        return step
+
+    @property
+    def runner(self) -> UnitRunner:
+        """The one that runs next."""
+        return self.runners[0]
 
     def bound_to(self, module: nn.Module) -> UnitStep:
         """The same for a copy of the module."""
-        runner = UnitRunner.of(module, self.capture, self.program)
-        runner.unchecked = set(self.runner.unchecked)
-        return UnitStep(self.capture, self.program, self.key.rebound(module), runner, self.further)
+        key = self.key.rebound(module)
+        step = UnitStep(module, self.capture, self.program, key, self.further, self.again)
+        step._use(UnitRunner.of(module, self.capture, self.program))
+        step.runner.unchecked = set(self.runner.unchecked)
+        return step
 
     def run(self, call: Call) -> Any:
         """What the unit's forward would return."""
@@ -218,6 +246,43 @@ class UnitStep:
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         return traced.template.fill(outputs)
+
+    def _use(self, runner: UnitRunner) -> None:
+        """Let this runner be the one that runs next."""
+        if self.again is not None:
+            runner.rescue = self._rescue
+        self.runners[:] = [runner, *(other for other in self.runners if other is not runner)]
+
+    def _rescue(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:
+        """Gradients of a forward whose own program was made for others: another program runs forward again."""
+        if not isinstance(problem, OtherTangents) or state.autocast is not None:
+            raise problem
+        if self.runner.watcher is not NOBODY:
+            raise UnitTangents(self.module, problem)
+        if not self.runner.repeats(state):
+            raise OtherTangents(
+                f"{problem}. Forward can't run again for it, because what it read has been written to since"
+            )
+        return once_more_where_results_differ(self._by_another)(state, tangents, problem)
+
+    def _by_another(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:
+        runner = next((r for r in self.runners if r.takes(tangents, None)), None) or self._made_for(tangents, problem)
+        state.saved.clear()
+        gradients = runner.repeat(state, tangents)
+        self._use(runner)
+        return gradients
+
+    def _made_for(self, tangents: dict[int, torch.Tensor], problem: Exception) -> UnitRunner:
+        assert self.again is not None
+        try:
+            capture, program = self.again(self.module, {i: TangentLayout.of(str(i), t) for i, t in tangents.items()})
+        except MemplanError as error:
+            raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
+        if capture.traced.forward_ops != self.capture.traced.forward_ops:
+            raise problem
+        runner = UnitRunner.of(self.module, capture, program)
+        runner.check_first_runs()
+        return runner
 
 
 class UnitCalls:

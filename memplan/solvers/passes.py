@@ -26,6 +26,14 @@ class Pass:
         """All that is held from forward to backward."""
         return self.own_bytes + sum(size for _, size in self.borrowed)
 
+    def within(self, other: Pass) -> bool:
+        """Whether this one never takes more than another does."""
+        return (
+            self.saved_bytes <= other.saved_bytes
+            and self.forward_bytes <= other.forward_bytes
+            and self.backward_bytes <= other.backward_bytes
+        )
+
     def extra_bytes(self, measured: Pass) -> int:
         """What this one saves beyond another that ran when the step was measured. Never less than what it adds: that
         an argument is not saved frees nothing for certain."""
