@@ -600,3 +600,56 @@ def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_pla
         with torch.autocast("cpu", torch.bfloat16):
             loss = loss_of(call(net, sample))
         loss.backward()
+
+
+class TwoTowers(nn.Module):
+    """Gives two embeddings and the temperature at which a loss outside compares them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = Net(), Net()
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.left.hidden(a), self.right.hidden(b), self.scale.exp()
+
+
+class Routed(nn.Module):
+    """Gives scores, and a loss that is to be added to theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = Net(), nn.Linear(32, 10)
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        hidden = self.body.hidden(a) + b
+        return self.head(hidden), hidden.softmax(-1).mean(0).pow(2).sum()
+
+
+class WithLoss(Routed):
+    """Gives the loss and what it was taken of."""
+
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores, balance = super().forward(a, b)
+        return scores.pow(2).mean() + balance, scores
+
+
+LOSS_OF: dict[type[nn.Module], Callable[..., torch.Tensor]] = {
+    TwoTowers: lambda a, b, scale: nn.functional.cross_entropy(scale * (a @ b.T), torch.arange(len(a))),
+    Routed: lambda scores, balance: nn.functional.cross_entropy(scores, torch.arange(len(scores)) % 10) + balance,
+    WithLoss: lambda loss, scores: loss,
+}
+
+
+@pytest.mark.parametrize("kind", LOSS_OF)
+def test_a_scalar_is_taken_for_the_loss_where_the_other_outputs_are_behind_it(kind: type[nn.Module]) -> None:
+    net = kind()
+    plain, (a, b) = copy.deepcopy(net), batches(2)
+    memplan.apply(net, (a, b), 1.0, on_mismatch="raise")
+    steps = []
+    for model in (net, plain):
+        torch.manual_seed(1)
+        loss = LOSS_OF[kind](*model(a, b))
+        loss.backward()
+        steps.append((copied(loss), gradients(model)))
+    assert_same_bits(*steps)

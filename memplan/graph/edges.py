@@ -54,6 +54,18 @@ class Edges:
         return found
 
 
+def leaves_behind(tensor: torch.Tensor) -> set[Any]:
+    """The nodes in which gradients of a tensor end: one for each leaf that requires grad."""
+    start = get_gradient_edge(tensor).node
+    seen, pending = {start}, [start]
+    while pending:
+        for target, _ in pending.pop().next_functions:
+            if target is not None and target not in seen:
+                seen.add(target)
+                pending.append(target)
+    return {node for node in seen if not node.next_functions}
+
+
 def _diversion(indices: Sequence[int], found: list[torch.Tensor]) -> Any:
     def hook(results: tuple[Any, ...], given: tuple[Any, ...]) -> tuple[Any, ...]:
         kept = list(results)

@@ -24,7 +24,7 @@ from memplan.graph import private_api as private
 from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import answer_to_any_draw, evaluate, nodes_behind
-from memplan.graph.edges import Edges
+from memplan.graph.edges import Edges, leaves_behind
 from memplan.graph.layout import dense_layout, storage_key, strides_that_matter, tensors_of
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import Answer, AttributeRead, Autocast, Decision, RawTrace, ScalarRead, Surroundings
@@ -363,7 +363,8 @@ def shared_objects(model: nn.Module) -> list[Any]:
 def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
     """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
 
-    The loss is the output called "loss", or the only differentiable scalar.
+    The loss is the output called "loss", or the only differentiable scalar if it depends on all that the others depend
+    on: a temperature, or what a router is to be balanced by, does not.
     """
     able = [i for i, wanted in enumerate(requires_grad) if wanted]
     if not able:
@@ -375,7 +376,10 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
     if named:
         return named[:1]
     scalars = [i for i in able if template.tensors[i].dim() == 0]
-    return scalars if len(scalars) == 1 else able
+    if len(scalars) != 1:
+        return able
+    behind = leaves_behind(template.tensors[scalars[0]])
+    return scalars if all(leaves_behind(template.tensors[i]) <= behind for i in able) else able
 
 
 @contextlib.contextmanager
