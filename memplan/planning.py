@@ -26,6 +26,7 @@ from memplan.config import Config
 from memplan.errors import UnsupportedModel
 from memplan.graph import Capture, capture, estimate, measure
 from memplan.graph import private_api as private
+from memplan.graph.attributes import AttributesKept, SetsAttribute
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.capture import model_device
 from memplan.graph.homes import Movable, movables, with_homes, with_shards
@@ -58,7 +59,7 @@ from memplan.runtime import (
 )
 from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.gathers import Gathers
-from memplan.runtime.rehearsal import answers_of
+from memplan.runtime.rehearsal import OneForward, one_forward
 from memplan.simulate import unplanned
 from memplan.solvers import Front, solve_front
 
@@ -83,7 +84,7 @@ class Planning:
     copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
     parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows. counted: parameters
     that the optimizer knows, by name: a copy of the model has others. decides: where forward branches on what it
-    computes, it is run once on the sample, and the branches that it takes are planned.
+    computes, or fills caches, it is run once on the sample, and planned with the branches that it takes and the caches.
     The other fields are arguments of `memplan.apply`.
     """
 
@@ -201,12 +202,22 @@ class Planning:
         trace = functools.partial(
             capture, model, forward, sample, self.loss_fn, self.device, tangents, self.shards, backward
         )
+        runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+        def traced() -> Capture:
+            try:
+                return trace(seen=seen or None)
+            except OpenBranch:
+                if not runs:
+                    raise
+                return trace(seen=self._one_forward(model, forward, sample).answers)
+
         try:
-            captured = trace(seen=seen or None)
-        except OpenBranch:
-            if not self.decides or any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            captured = traced()
+        except SetsAttribute as error:
+            if not runs:
                 raise
-            captured = trace(seen=self._answers(model, forward, sample))
+            captured = self._with_caches(model, self._one_forward(model, forward, sample), traced, error)
         if self.update == "step":
             return captured
         assert self.optimizer is not None
@@ -221,16 +232,29 @@ class Planning:
             expanded=None if expanded is None else with_updates(expanded, update_bytes),
         )
 
-    def _answers(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> list[Answer]:
-        """What forward reads from tensors, found by running it where its parameters are. Raises ForwardFails."""
+    def _with_caches(
+        self, model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
+    ) -> Capture:
+        """The step as it is once a first forward has left its caches. Raises the refusal where that does not help."""
+        if not first.caches:
+            raise refusal
+        with AttributesKept(model):
+            first.left.put()
+            try:
+                return dataclasses.replace(traced(), left=first.left)
+            except UnsupportedModel:
+                raise refusal from None
+
+    def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
+        """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
         run = forward if self.loss_fn is None else functools.partial(self.loss_fn, model)
         call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
         if self.device is None or not self.host:
             with torch.enable_grad():
-                return answers_of(model, run, call.detached(None if self.device is None else model_device(model)))
+                return one_forward(model, run, call.detached(None if self.device is None else model_device(model)))
         away = [p for name, p in model.named_parameters() if name in self.host]
         with torch.no_grad():
-            return answers_of(model, run, call.detached(self.device), FetchedWhereUsed(away, self.device, model))
+            return one_forward(model, run, call.detached(self.device), FetchedWhereUsed(away, self.device, model))
 
     def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""

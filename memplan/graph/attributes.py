@@ -11,6 +11,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -112,9 +113,16 @@ def held_tensors(model: nn.Module) -> list[torch.Tensor]:
 
 
 def _held(model: nn.Module) -> list[Any]:
-    held = [v for _, table in attribute_tables(model) for v in table.values()]
-    held += [v for c in held if isinstance(c, (list, tuple)) for v in c]
-    return held + [v for c in held if isinstance(c, dict) for v in c.values()]
+    return [leaf for _, table in attribute_tables(model) for v in table.values() for leaf in _leaves(v, _DEEPEST)]
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    """A value, or what is in it where it is a container."""
+    if depth == 0 or not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        yield value
+        return
+    for child in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(child, depth - 1)
 
 
 class Snapshot:
@@ -243,6 +251,38 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
+class SetsAttribute(UnsupportedModel):
+    """Forward leaves something in a Python attribute, or in a buffer that was none, that a planned step would not leave
+    there: perhaps in its first run alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a run of forward left in a model. values: (attributes or buffers of something, key, value). contents:
+    (container, a copy of what is in it)."""
+
+    values: list[tuple[dict[str, Any], str, Any]]
+    contents: list[tuple[Any, Any]]
+
+    def put(self) -> None:
+        """Let it be there."""
+        for table, key, value in self.values:
+            table[key] = value
+        for container, content in self.contents:
+            _restore(container, content)
+
+    def put_once(self) -> None:
+        """Let it be there now; what forward leaves there later stays."""
+        self.put()
+        self.values.clear()
+        self.contents.clear()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors in it."""
+        things = [*(value for _, _, value in self.values), *(content for _, content in self.contents)]
+        return [t for thing in things for t in _leaves(thing, _DEEPEST) if isinstance(t, torch.Tensor)]
+
+
 class AddedHook(NamedTuple):
     """A hook that forward itself put on a submodule."""
 
@@ -284,18 +324,19 @@ class AttributesKept:
     def changes(self) -> tuple[tuple[str, str, Any], ...]:
         """(table, key, value) of each attribute that is another plain value now.
 
-        Raises UnsupportedModel where anything else changed: a planned step would not change it.
+        Raises UnsupportedModel, and of those SetsAttribute, where anything else changed: a planned step would not.
         """
         for name, kind, members, before in self._members:
             for key in _exchanged(members, before):
                 change = "removes" if key not in members else "exchanges" if key in before else "adds"
-                raise UnsupportedModel(
+                filled = kind == "_buffers" and before.get(key) is None
+                raise (SetsAttribute if filled else UnsupportedModel)(
                     f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
                     "Where only the first forward does so, run it before memplan.apply"
                 )
         for path, container, before in self._containers.values():
             if not _same(before, container):
-                raise UnsupportedModel(
+                raise SetsAttribute(
                     f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
                     "forward, or keep such state in a buffer"
                 )
@@ -306,12 +347,32 @@ class AttributesKept:
                 if key in self._unchecked or old is value or (old is not _ABSENT and _same(old, value)):
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
-                    raise UnsupportedModel(
+                    raise SetsAttribute(
                         f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
                         "not. Return it from forward, or keep such state in a buffer"
                     )
                 changed.append((name, key, value))
         return tuple(changed)
+
+    def left(self) -> LeftBehind:
+        """What forward has left in attributes so far, and in buffers that were none."""
+        values = [
+            (table, key, value)
+            for _, table, before in self._tables
+            if isinstance(table, dict)
+            for key, value in table.items()
+            if key not in self._unchecked and before.get(key, _ABSENT) is not value
+        ]
+        values += [
+            (members, key, value)
+            for _, kind, members, before in self._members
+            if kind == "_buffers"
+            for key, value in members.items()
+            if value is not None and before.get(key) is None
+        ]
+        return LeftBehind(
+            values, [(c, _copied(c)) for _, c, before in self._containers.values() if not _same(before, c)]
+        )
 
     def __exit__(self, *error: object) -> None:
         self.added_hooks = tuple(

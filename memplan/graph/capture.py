@@ -14,7 +14,7 @@ from torch import nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.attributes import AddedHook, AttributesKept, attribute_tables, is_plain
+from memplan.graph.attributes import AddedHook, AttributesKept, LeftBehind, attribute_tables, is_plain
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
@@ -36,7 +36,8 @@ class Capture:
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
     hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
     settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
-    answers: what forward reads from tensors; of a part, backward too.
+    answers: what forward reads from tensors; of a part, backward too. left: what the first eager forward leaves, and
+    what was there for the capture.
     """
 
     traced: Traced
@@ -48,9 +49,12 @@ class Capture:
     hooks: tuple[AddedHook, ...]
     backward: Autocast | None = None
     answers: tuple[Answer, ...] = ()
+    left: LeftBehind | None = None
 
     def settle(self, model: nn.Module) -> None:
         """Set the attributes, and add the hooks, that the first eager forward would."""
+        if self.left is not None:
+            self.left.put_once()
         tables = dict(attribute_tables(model))
         for name, key, value in self.settled:
             tables[name][key] = value  # type: ignore[index]

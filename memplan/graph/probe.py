@@ -20,16 +20,19 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan.errors import UnsupportedModel
+from memplan.graph import op_facts
 from memplan.graph import private_api as private
 from memplan.graph.attributes import AttributesKept, held_tensors, is_plain, own_generators
 from memplan.graph.call import Call, CallReader
 from memplan.graph.capture import capture_part
-from memplan.graph.layout import storage_key
+from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.source_lines import lines_within, stack_depth
 from memplan.graph.trace import OpenBranch
+from memplan.graph.writes import written_by
 
 Forward = Callable[..., Any]
 Kind = Literal["captured", "opaque", "block", "plain"]
@@ -161,6 +164,28 @@ class NotedReads(private.TorchDispatchMode):
         result = private.run_in_mode(func, args, kwargs)
         if func is private.READ_SCALAR:
             self.answers.append(Answer(result, lines_within(self._depth)))
+        return result
+
+
+class DataFollowed(private.TorchDispatchMode):
+    """Follows the data of some tensors, and random numbers. was_read: numbers were read from what they reached."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.was_read = False
+        self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
+
+    def reached(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on the data."""
+        return tensor in self._reached
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = private.run_in_mode(func, args, kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
+            self.was_read |= func is private.READ_SCALAR
+            for tensor in (*tensors_of(result), *written_by(func, args, kwargs or {})):
+                self._reached[tensor] = True
         return result
 
 

@@ -1,8 +1,8 @@
 """Branches that forward takes by what it computes: a plan has those of one run, and each later run checks them.
 
-Which way forward goes is found by running it once on the sample, of which nothing stays (`rehearsal.answers_of`), for a
-trace has no numbers. What that run read is matched with what the trace asks by the calls that lead to each read: by the
-source line alone, answers were taken for those to other questions. What inputs alone decide is worked out again.
+Which way forward goes is found by running it once on the sample, of which nothing stays (`rehearsal.one_forward`), for
+a trace has no numbers. What that run read is matched with what the trace asks by the calls that lead to each read: by
+the source line alone, answers were taken for those to other questions. What inputs alone decide is worked out again.
 
 The check stands where the boolean is computed, as in eager, and not at the end of forward, for an op on the wrong way
 may stop a GPU (an index out of range). A run that goes another way starts over with another plan: the generator and

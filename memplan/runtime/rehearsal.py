@@ -22,12 +22,14 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from memplan.graph import private_api as private
-from memplan.graph.attributes import AttributesKept, own_generators
+from memplan.graph.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
-from memplan.graph.probe import Forward, NotedReads, UnitCall, exchanged, nothing_saved
+from memplan.graph.layout import storage_key
+from memplan.graph.probe import DataFollowed, Forward, NotedReads, UnitCall, exchanged, nothing_saved
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.trace import differentiated_outputs, shared_objects
+from memplan.graph.writes import has_memory
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import TangentLayout
 from memplan.runtime.measures import Event, StepMeasure, step_measure
@@ -131,24 +133,42 @@ def _let_go(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def answers_of(
+@dataclass(frozen=True, slots=True)
+class OneForward:
+    """What one run of forward tells.
+
+    answers: what it read from tensors. left: what it left in the model. caches: that depends on shapes and on buffers
+    that no data reach, not on parameters, inputs or random numbers, so that any first run leaves the same.
+    """
+
+    answers: list[Answer]
+    left: LeftBehind
+    caches: bool
+
+
+def one_forward(
     model: nn.Module,
     run: Callable[..., Any],
     call: Call,
     around: contextlib.AbstractContextManager[object] | None = None,
-) -> list[Answer]:
-    """What forward reads from tensors in one run of it on a call, inside of a context, of which nothing stays.
+) -> OneForward:
+    """Run forward once on a call, inside of a context. Nothing of it stays.
 
     Raises ForwardFails from what it raises.
     """
-    reads, autocast = NotedReads(), Autocast.ambient(call.device_type)
+    autocast = Autocast.ambient(call.device_type)
     without_cache = dataclasses.replace(autocast, cache_enabled=False).context()  # it would outlive the run
-    with nothing_kept(model, call), nothing_saved(), without_cache, around or contextlib.nullcontext(), reads:
-        try:
-            run(*call.variadic, **call.arguments)
-        except Exception as error:
-            raise ForwardFails(error) from error
-    return reads.answers
+    with nothing_kept(model, call), nothing_saved(), AttributesKept(model) as attributes:
+        data = DataFollowed([*model.parameters(), *call.tensors])
+        standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
+        with without_cache, around or contextlib.nullcontext(), data, NotedReads() as reads:
+            try:
+                run(*call.variadic, **call.arguments)
+            except Exception as error:
+                raise ForwardFails(error) from error
+        left = attributes.left()
+        of_data = (data.reached(t) or (has_memory(t) and storage_key(t) in standing_in) for t in left.tensors())
+        return OneForward(reads.answers, left, not (data.was_read or any(of_data)))
 
 
 class ForwardFails(Exception):

@@ -72,7 +72,7 @@ class WholeStep:
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """The same for a copy of the model, which has this forward of its own."""
-        capture = dataclasses.replace(self.capture, key=self.key.rebound(model))
+        capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
         runner = _runner(model, capture, self.programs)
         runner.unchecked = set(self.runner.unchecked)
         return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.collectives, self.provisional)
