@@ -181,7 +181,11 @@ def _units(
                 "each block has to be called once, by the model's forward. Leave it out of the blocks"
             )
     reason = "blocks are planned each by itself, for something may happen between them"
-    units = [Part(v.module, Site(names[v.module], "captured", reason), v, shards=shards) for v in rehearsal.visits]
+    fixed = shards is not None or whole is not contextlib.nullcontext  # parameters come and go around its passes
+    units = [
+        Part(v.module, Site(names[v.module], "captured", reason), v, shards=shards, fixed=fixed)
+        for v in rehearsal.visits
+    ]
     for unit in units:
         with whole(unit.module):
             capture_unit(unit, shares_parameters(model, unit.module))

@@ -51,7 +51,8 @@ class Part:
     """One call of a unit or of a block. front: of a captured one. ways: what each of its options runs.
 
     further: positions of arguments that the program takes once more. shares: some of its parameters are used elsewhere
-    too. shards: who has sharded its parameters, and has them whole around its passes.
+    too. shards: who has sharded its parameters, and has them whole around its passes. fixed: others rely on its one
+    program, so that it is not made anew for other gradients.
     """
 
     module: nn.Module
@@ -61,6 +62,7 @@ class Part:
     further: tuple[int, ...] = ()
     shares: bool = False
     shards: Shards | None = None
+    fixed: bool = False
     problem: Problem | None = None
     front: Front | None = None
     ways: list[Candidate | str] = field(default_factory=list)
@@ -79,13 +81,12 @@ class Part:
         assert self.captured is not None
         assert self.problem is not None
         program = lower(candidate.schedule, self.captured.traced, "edges")
-        if self.shards is None and self.visit is not None:
+        gathers = None if self.shards is None else Gathers(self.shards)
+        again = None
+        if self.visit is not None and not self.fixed:
             planned = pass_of(self.problem, candidate.schedule)
             again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, planned)
-            step = UnitStep.of(self.module, self.captured, program, self.further, again=again)
-        else:  # the programs of other ranks would gather in another order
-            gathers = None if self.shards is None else Gathers(self.shards)
-            step = UnitStep.of(self.module, self.captured, program, self.further, gathers)
+        step = UnitStep.of(self.module, self.captured, program, self.further, gathers, again)
         if self.problem.costs.source == "estimated":
             step.runner.check_first_runs()
         return step
