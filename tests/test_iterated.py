@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -102,3 +103,107 @@ def test_the_first_step_tells_strides_of_dimensions_of_one_element_that_ops_read
     memplan.apply(net, sample, 1.0, costs="estimate")
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
     assert "in its first run native_layer_norm " in caplog.text
+
+
+class Doubled(torch.autograd.Function):
+    """Adds in its own backward, where nothing is in place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return gradient * 1.5 + torch.sigmoid(gradient)
+
+
+class ChannelsLast(torch.autograd.Function):
+    """Gives its gradient on in the strides of channels last."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.empty_strided((2, 8, 1, 1), (8, 1, 8, 8)).copy_(gradient)
+
+
+class OwnSum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 8, 1, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * ChannelsLast.apply(Doubled.apply(self.weight))).pow(2).mean()  # type: ignore[no-any-return,no-untyped-call]
+
+
+class SharedDepthwise(nn.Module):
+    """A weight of shape (C, 1, 3, 3) whose two gradients lie as channels last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.weight = nn.Parameter(torch.randn(8, 1, 3, 3))
+        self.gate = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = nn.functional.conv2d(self.stem(x), self.weight, padding=1, groups=8).tanh()
+        x = nn.functional.conv2d(x, self.weight, padding=1, groups=8)
+        gate = self.gate(x.mean((2, 3), keepdim=True))
+        return (x * (gate.sigmoid() + gate.tanh())).pow(2).mean()  # type: ignore[no-any-return]
+
+
+SUMS = {
+    "engine": (SharedDepthwise, (2, 3, 8, 8), (9, 1, 3, 1)),
+    "own function": (OwnSum, (2, 8, 4, 4), (8, 1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("costs", ["measure", "estimate"])
+@pytest.mark.parametrize("name", SUMS)
+def test_sums_of_gradients_have_the_strides_of_eager(name: str, costs: Any) -> None:
+    kind, size, stride = SUMS[name]
+    net = kind().to(memory_format=torch.channels_last) if name == "engine" else kind()
+    sample = torch.randn(size).contiguous(memory_format=torch.channels_last)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 1.0, costs=costs)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+    for model in (net, plain):
+        weight = model.get_parameter("weight")
+        assert weight.grad is not None
+        assert weight.grad.stride() == stride
+
+
+def strides_in_backward(loss: torch.Tensor) -> dict[str, list[tuple[int, ...]]]:
+    """Of all gradients that reach nodes of the autograd graph, as eager hands them on."""
+    found: dict[str, list[tuple[int, ...]]] = {}
+    pending, seen = [loss.grad_fn], set()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending += [target for target, _ in node.next_functions]
+        if not node.name().endswith("AccumulateGrad"):
+            strides = found.setdefault(node.name(), [])
+            node.register_prehook(
+                lambda given, strides=strides: strides.extend(g.stride() for g in given if g is not None)
+            )
+    loss.backward()
+    return found
+
+
+def test_eager_sums_in_place_as_is_told_here() -> None:
+    """A gradient that a kernel made stays as it lies; one that is a view, or that others hold, does not."""
+    x = torch.randn(2, 8, 1, 1, requires_grad=True)
+
+    def strides_of(first: Any) -> tuple[int, ...]:
+        y = x.tanh()
+        later = y.sigmoid()
+        out = (first(y) * 2).sum() + (later * 3).sum()
+        return strides_in_backward(out)["TanhBackward0"][0]
+
+    norm = nn.LayerNorm(8)
+    assert strides_of(ChannelsLast.apply) == (8, 1, 8, 8)
+    assert strides_of(lambda y: norm(y.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)) == (8, 1, 1, 1)

@@ -20,8 +20,9 @@ from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
 from memplan.graph.layout import storage_key
 from memplan.graph.memo import Memo
-from memplan.graph.raw_trace import Answer, Autocast, Layout, Surroundings
+from memplan.graph.raw_trace import Answer, Autocast, Layout, RawTrace, Surroundings
 from memplan.graph.shards import Shards
+from memplan.graph.sums import with_sums_in_place
 from memplan.graph.trace import input_names, trace_step
 from memplan.graph.traced import Traced
 from memplan.graph.values import build_traced
@@ -116,6 +117,11 @@ def _capture(
         trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
         moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
     )  # fmt: skip
+
+    def traced_again(in_place: frozenset[int], **how: Any) -> RawTrace:
+        memory.undo()
+        return trace(in_place=in_place, **how)
+
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
         raw = trace(around=around)
         settled = attributes.changes()
@@ -127,10 +133,13 @@ def _capture(
                     f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
+        raw = with_sums_in_place(raw, functools.partial(traced_again, around=around))
         elsewhere = None if device is None else planned_device.type
         key = StepKey(model, call, autocast, elsewhere, shards)
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
-        other = trace(expanded=True) if loss_outside else None
+        other = None
+        if loss_outside:
+            other = with_sums_in_place(trace(expanded=True), functools.partial(traced_again, expanded=True))
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
     if traced.decisions:  # where forward takes another branch it has to run again
@@ -175,9 +184,11 @@ def capture_part(
     shapes = _shapes(module, shards)
     with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
-            raw = trace_step(
-                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen
-            )
+            trace = functools.partial(
+                trace_step, module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory,
+                seen=seen,
+            )  # fmt: skip
+            raw = with_sums_in_place(trace(), lambda in_place: trace(in_place=in_place))
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:

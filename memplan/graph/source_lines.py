@@ -24,6 +24,9 @@ _LIBRARIES = (
 )
 
 
+_ENGINE, _FUNCTIONS = torch.autograd.graph.__file__, torch.autograd.function.__file__
+
+
 def line_of(error: BaseException) -> str:
     """The innermost line outside of torch and memplan that an error passed through."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
@@ -46,6 +49,16 @@ def lines_within(depth: int) -> tuple[tuple[str, int], ...]:
     """(file, line) of each call outside of torch and memplan that is deeper than so many calls, the outermost first."""
     within = reversed(_frames()[:-depth])
     return tuple((name, line) for name, line in within if not name.startswith(_LIBRARIES))
+
+
+def in_python_backward() -> bool:
+    """Whether the backward of somebody's own autograd function is being executed."""
+    for name, _ in _frames():
+        if name == _FUNCTIONS:
+            return True
+        if name == _ENGINE:
+            break
+    return False
 
 
 def _frames() -> list[tuple[str, int]]:

@@ -31,7 +31,8 @@ from memplan.graph.raw_trace import Answer, AttributeRead, Autocast, Decision, R
 from memplan.graph.real_outputs import corrected_outputs
 from memplan.graph.real_results import with_noted_results
 from memplan.graph.remembered import results_forgotten
-from memplan.graph.source_lines import caller_line, first_line, line_of, lines_within, stack_depth
+from memplan.graph.source_lines import caller_line, first_line, in_python_backward, line_of, lines_within, stack_depth
+from memplan.graph.sums import is_odd
 from memplan.graph.writes import KeptMemory, written_by
 
 _OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
@@ -47,7 +48,8 @@ class _Session:
 
     seen: what forward read from tensors before: all of it where the inputs' data is not at hand (`blind`), else the
     booleans of a run. answers: what the trace has read so far. decided: booleans whose values were taken from `seen`,
-    with these and where forward branches on them.
+    with these and where forward branches on them. in_place, odd_sums: see `memplan.graph.sums`. additions: how many
+    there were in backward.
     """
 
     names: dict[nn.Module, str]
@@ -69,6 +71,9 @@ class _Session:
     answers: list[Answer] = field(default_factory=list)
     forward_reads: int = 0
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
+    in_place: frozenset[int] = frozenset()
+    additions: int = 0
+    odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
     decisions: tuple[Decision, ...] = ()
 
     def end_forward(self, template: OutputTemplate) -> None:
@@ -132,6 +137,7 @@ def trace_step(
     memory: KeptMemory | None = None,
     backward: Autocast | None = None,
     seen: Sequence[Answer] | None = None,
+    in_place: frozenset[int] = frozenset(),
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
@@ -141,7 +147,8 @@ def trace_step(
     traces under the same switches. moves_inputs: the call's tensors stand for ones that are on the device. memory: puts
     back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers nor inputs.
     backward: the autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on
-    this call, in order: the trace takes the same branches.
+    this call, in order: the trace takes the same branches. in_place: numbers of additions in backward that eager makes
+    in place, as `memplan.graph.sums` tells from an earlier trace.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly, OpenBranch where
     it could be with `seen`.
@@ -150,7 +157,7 @@ def trace_step(
     buffers = dict(model.named_buffers())
     inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
-    session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters))
+    session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters), in_place=in_place)
     if around is not None and around.answers:
         session.seen, session.blind = iter(around.answers), True
     elif seen is not None:
@@ -466,10 +473,25 @@ class _Watch(private.TorchDispatchMode):
         outputs = self._memo.run(
             self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
         )
+        if func is torch.ops.aten.add.Tensor and self._session.template is not None:
+            outputs = self._summed(outputs, *args, **(kwargs or {}))
         if any(result.alias_info is not None for result in func._schema.returns):
             if isinstance(args[0], torch.Tensor) and not isinstance(args[0], private.FakeTensor):
                 self._views += [t for t in tensors_of(outputs) if isinstance(t, private.FakeTensor)]
         return outputs
+
+    def _summed(self, total: torch.Tensor, first: Any, second: Any, alpha: Any = 1) -> torch.Tensor:
+        """What an addition in backward gives, with the strides that it has in place where eager makes it so."""
+        number, self._session.additions = self._session.additions, self._session.additions + 1
+        tensors = isinstance(first, private.FakeTensor) and isinstance(second, private.FakeTensor)
+        if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
+            return total
+        if number in self._session.in_place:
+            return private.exchanged(total, stride=first.stride())
+        nodes = private.tracer_node(total), private.tracer_node(first)
+        if nodes[0] is not None and nodes[1] is not None:
+            self._session.odd_sums.append((number, nodes[0], nodes[1]))
+        return total
 
     def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keep what ops write to of real tensors, for ops on such alone do run. Refuses to lose a write."""
@@ -579,6 +601,7 @@ def _finish(
         forward_reads=session.forward_reads,
         decisions=session.decisions,
         arrivals=tuple(session.arrivals),
+        odd_sums=tuple(session.odd_sums),
     )
 
 
