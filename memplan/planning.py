@@ -235,15 +235,12 @@ class Planning:
     def _with_caches(
         self, model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
     ) -> Capture:
-        """The step as it is once a first forward has left its caches. Raises the refusal where that does not help."""
+        """The step as it is once a first forward has left its caches. Raises the refusal where it leaves other things."""
         if not first.caches:
             raise refusal
         with AttributesKept(model):
             first.left.put()
-            try:
-                return dataclasses.replace(traced(), left=first.left)
-            except UnsupportedModel:
-                raise refusal from None
+            return dataclasses.replace(traced(), left=first.left)
 
     def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
