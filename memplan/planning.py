@@ -235,7 +235,7 @@ class Planning:
     def _with_caches(
         self, model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
     ) -> Capture:
-        """The step as it is once a first forward has left its caches. Raises the refusal where it leaves other things."""
+        """The step as it is once a first forward has left its caches. Raises the refusal where it leaves more."""
         if not first.caches:
             raise refusal
         with AttributesKept(model):
