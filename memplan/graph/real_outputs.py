@@ -70,8 +70,22 @@ _LAYOUTS: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 # Ops whose kernels, on any device, go through their operands element by element, where the fake ones give dimensions of
-# one element, or broadcast ones, other strides.
-_ITERATED = frozenset({aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.neg.default})
+# one element, or broadcast ones, other strides: op -> which arguments are the operands, in the order of their say.
+_ITERATED: dict[Any, tuple[int, ...]] = {
+    **dict.fromkeys([aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor], (0, 1)),
+    **dict.fromkeys(
+        [
+            aten.neg.default, aten.abs.default, aten.reciprocal.default, aten.sqrt.default, aten.rsqrt.default,
+            aten.exp.default, aten.log.default, aten.erf.default, aten.sin.default, aten.cos.default,
+            aten.relu.default, aten.sigmoid.default, aten.tanh.default, aten.silu.default, aten.gelu.default,
+            aten.hardswish.default, aten.hardsigmoid.default, aten.leaky_relu.default,
+        ],
+        (0,),
+    ),
+    aten.sigmoid_backward.default: (0, 1),
+    aten.threshold_backward.default: (1, 0),
+    aten.leaky_relu_backward.default: (1, 0),
+}  # fmt: skip
 
 
 # Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
@@ -103,7 +117,7 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
         private.leave_out(outputs[0])
         outputs = (None, *outputs[1:])
     if func in _ITERATED:
-        return _with_stride(outputs, iterated_layout(args)[1])
+        return _with_stride(outputs, iterated_layout([args[i] for i in _ITERATED[func]])[1])
     if args[0].device.type == "cuda":
         return _as_on_cuda(func, args, outputs)
     if func in _ELEMENTS:
