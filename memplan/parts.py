@@ -308,7 +308,7 @@ def _planned_again(
         more = max(figures.saved_bytes - planned.saved_bytes, figures.backward_bytes - planned.backward_bytes)
         log.warning(
             "memplan: the gradient that reaches %s lies otherwise in memory than on the sample, and takes up to %s "
-            "more. Plan with loss_fn=, or put the loss into forward", site.name, format_bytes(max(0, more)),
+            "more. Put the loss into forward", site.name, format_bytes(max(0, more)),
         )  # fmt: skip
     return captured, lower(chosen.schedule, captured.traced, "edges")
 
