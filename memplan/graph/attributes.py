@@ -2,7 +2,8 @@
 
 Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of
 the classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
-(functions, tensors, objects) by identity. Module-level globals are not looked at.
+(functions, tensors, objects) by identity. A plan depends on those that its step reads (`attribute_reads`). Module-level
+globals are not looked at.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
+from memplan.graph.attribute_reads import AttributeReads
 
 Table = Mapping[str, Any]
 
@@ -53,31 +55,35 @@ def is_plain(value: Any) -> bool:
 
 
 def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Table]]:
-    """(name, attributes) of every submodule, of plain objects behind them, and of their classes; of parameters and
-    buffers of subclasses, and of what these carry. Names are unique.
+    """(name, attributes) of all `attribute_owners`."""
+    return [(name, vars(owner)) for name, owner in attribute_owners(model, ignored)]
+
+
+def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Every submodule, plain objects behind them, and their classes; parameters and buffers of subclasses, and objects
+    that these carry. With names, which are unique.
 
     ignored: attributes of modules behind which nothing is looked for.
     """
-    found: list[tuple[str, Table]] = []
+    found: list[tuple[str, Any]] = []
     seen: set[int] = set()
     classes: dict[type, None] = {}
     for name, module in model.named_modules():
-        found.append((name or type(model).__name__, vars(module)))
+        found.append((name or type(model).__name__, module))
         classes.update(dict.fromkeys(type(module).__mro__))
         for attribute, value in vars(module).items():
             known = attribute in CHECKED_ELSEWHERE or attribute == "forward" or attribute.startswith(_OF_HOOKS)
             if not known and attribute not in ignored:
                 for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
-                    found.append((path, vars(thing)))
+                    found.append((path, thing))
                     classes.update(dict.fromkeys(type(thing).__mro__))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not private.is_ordinary(tensor):  # packed weights carry their scales
-            found.append((name, vars(tensor)))
+            found.append((name, tensor))
             for attribute, value in vars(tensor).items():
-                for path, thing in _objects(value, f"{name}.{attribute}", seen, _DEEPEST):
-                    found.append((path, vars(thing)))
+                found += _objects(value, f"{name}.{attribute}", seen, _DEEPEST)
     found += [
-        (f"class {c.__module__}.{c.__qualname__}", vars(c))
+        (f"class {c.__module__}.{c.__qualname__}", c)
         for c in classes
         if not c.__module__.startswith(("torch.", "builtins", "collections", "abc", "typing"))
     ]
@@ -126,13 +132,22 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
 
 
 class Snapshot:
-    """What the attributes in some tables were, but for those that are ignored."""
+    """What the attributes in some tables were, but for those that are ignored, or that nothing reads."""
 
-    def __init__(self, tables: list[tuple[str, Table]], model: nn.Module, ignored: Collection[str] = ()) -> None:
+    def __init__(
+        self,
+        tables: list[tuple[str, Table]],
+        model: nn.Module,
+        ignored: Collection[str] = (),
+        reads: AttributeReads | None = None,
+    ) -> None:
         # A new attribute matters where it hides one of a class.
         hiding = frozenset(n for kind in {type(m) for m in model.modules()} for n in dir(kind))
         unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
-        self._entries = [_Entry(table, table is vars(model), hiding, unchecked) for _, table in tables]
+        self._entries = [
+            _Entry(table, table is vars(model), hiding, unchecked, None if reads is None else reads.of(table))
+            for _, table in tables
+        ]
 
     def difference(self, tables: list[tuple[str, Table]]) -> str | None:
         """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
@@ -150,14 +165,23 @@ class Snapshot:
 
 
 class _Entry:
-    """What one table was: values that compare in one go, containers, and the number of attributes."""
+    """What one table was: values that compare in one go, containers, and the number of attributes.
 
-    def __init__(self, table: Table, is_root: bool, hiding: frozenset[str], unchecked: frozenset[str]) -> None:
-        self._hiding = hiding
+    read: the names that matter, be they there or not; None: all that are there."""
+
+    def __init__(
+        self,
+        table: Table,
+        is_root: bool,
+        hiding: frozenset[str],
+        unchecked: frozenset[str],
+        read: frozenset[str] | None,
+    ) -> None:
+        self._hiding = hiding if read is None else read
         # The model's own `forward` is what a plan replaces.
         self._ignored = unchecked | {"forward"} if is_root else unchecked
         self._exchanged = ("forward",) if is_root else ()
-        kept = {k: v for k, v in table.items() if k not in self._ignored}
+        kept = {k: v for k, v in table.items() if k not in self._ignored and (read is None or k in read)}
         self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
         self._simple = {k: v for k, v in kept.items() if k not in self._containers}
         self._numbers = [(k, type(v)) for k, v in self._simple.items() if isinstance(v, (bool, int, float))]
@@ -235,7 +259,7 @@ def _same(frozen: Any, value: Any) -> bool:
             and all(_same(v, value[k]) for k, v in frozen.items())
         )
     if isinstance(value, (list, tuple, deque)):
-        return isinstance(frozen, (list, tuple)) and len(frozen) == len(value) and all(map(_same, frozen, value))
+        return isinstance(frozen, (list, tuple, deque)) and len(frozen) == len(value) and all(map(_same, frozen, value))
     if isinstance(value, (set, frozenset)):
         return bool(frozen == value)
     if isinstance(value, np.ndarray):

@@ -14,7 +14,15 @@ from torch import nn
 
 from memplan.errors import UnsupportedModel
 from memplan.graph import private_api as private
-from memplan.graph.attributes import AddedHook, AttributesKept, LeftBehind, attribute_tables, is_plain
+from memplan.graph.attribute_reads import AttributeReads
+from memplan.graph.attributes import (
+    AddedHook,
+    AttributesKept,
+    LeftBehind,
+    attribute_owners,
+    attribute_tables,
+    is_plain,
+)
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.collector import without_collections
 from memplan.graph.key import StepKey, foreign_hooks
@@ -112,9 +120,9 @@ def _capture(
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else Surroundings(tangents, whole=True)
-    memory = KeptMemory()
+    memory, reads = KeptMemory(), _reads(model, shards)
     trace = functools.partial(
-        trace_step, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
+        _heard, reads, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
         moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
     )  # fmt: skip
 
@@ -135,7 +143,7 @@ def _capture(
                 )
         raw = with_sums_in_place(raw, functools.partial(traced_again, around=around))
         elsewhere = None if device is None else planned_device.type
-        key = StepKey(model, call, autocast, elsewhere, shards)
+        key = StepKey(model, call, autocast, elsewhere, shards, reads)
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = None
         if loss_outside:
@@ -148,6 +156,17 @@ def _capture(
     key.guard(traced, raw.attribute_reads)
     answers = raw.answers[: raw.forward_reads]
     return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
+
+
+def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
+    owners = attribute_owners(model, () if shards is None else shards.attributes)
+    return AttributeReads([owner for _, owner in owners])
+
+
+def _heard(reads: AttributeReads, *args: Any, **kwargs: Any) -> RawTrace:
+    """A trace, with the attributes noted that it reads."""
+    with reads.listening():
+        return trace_step(*args, **kwargs)
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
@@ -181,11 +200,11 @@ def capture_part(
     if private.collects_outputs():
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
-    shapes = _shapes(module, shards)
+    shapes, reads = _shapes(module, shards), _reads(module, shards)
     with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
             trace = functools.partial(
-                trace_step, module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory,
+                _heard, reads, module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory,
                 seen=seen,
             )  # fmt: skip
             raw = with_sums_in_place(trace(), lambda in_place: trace(in_place=in_place))
@@ -193,7 +212,7 @@ def capture_part(
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:
             raise UnsupportedModel("forward writes to a tensor that is no buffer")
-        key = StepKey(module, call, autocast, device.type, shards)
+        key = StepKey(module, call, autocast, device.type, shards, reads)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to(traced, "input")
     key.guard(traced, raw.attribute_reads)

@@ -16,6 +16,7 @@ from torch import nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
+from memplan.graph.attribute_reads import AttributeReads
 from memplan.graph.attributes import Snapshot, attribute_tables, is_plain
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
@@ -124,8 +125,15 @@ class StepKey:
     """
 
     def __init__(
-        self, model: nn.Module, call: Call, autocast: Autocast, device_type: str | None, shards: Shards | None = None
+        self,
+        model: nn.Module,
+        call: Call,
+        autocast: Autocast,
+        device_type: str | None,
+        shards: Shards | None = None,
+        reads: AttributeReads | None = None,
     ) -> None:
+        """reads: attributes that the step reads, the only ones that matter; None: all do."""
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
         self._shards = shards
@@ -133,7 +141,7 @@ class StepKey:
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
         ignored = () if shards is None else shards.attributes
-        self._snapshot = Snapshot(attribute_tables(model, ignored), model, ignored)
+        self._snapshot = Snapshot(attribute_tables(model, ignored), model, ignored, reads)
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(foreign_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None

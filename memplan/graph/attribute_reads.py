@@ -1,0 +1,106 @@
+"""Which Python attributes a forward and its backward read: others may change, and the step is the same.
+
+A model that a training framework drives carries counters, logs, metrics and the framework itself among its attributes,
+and these change with every step. Reads are noted on the way: for the time of a trace the classes of such objects get a
+`__getattribute__` that notes what is asked for. A run that does not read an attribute would have been the same run
+whatever that was.
+
+All attributes count of classes, of tensors, of objects whose class has a `__getattribute__` of its own (the configs of
+transformers) or takes none, and of those that are asked for all that they have (`vars()`, a copy). What is asked of
+`object.__getattribute__` directly goes unheard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+_IN_ALL = "__dict__"
+_OF_MODULES = frozenset(
+    method.__code__ for method in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
+)  # these look for parameters, buffers and submodules there
+
+_lock = threading.RLock()
+_listening: dict[type, int] = {}  # how many want to know what is asked of objects of a class
+_heard: dict[int, list[set[str]]] = {}  # by object, for each of those
+
+
+class AttributeReads:
+    """The names of attributes that are asked for while it listens, by object. The objects are kept alive."""
+
+    def __init__(self, owners: Sequence[Any]) -> None:
+        self._owners = [owner for owner in owners if _tells(owner)]
+        self._names: dict[int, set[str]] = {id(owner): set() for owner in self._owners}
+        self._tables = {id(vars(owner)): self._names[id(owner)] for owner in self._owners}
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what is asked for meanwhile, by any thread."""
+        with _lock:
+            kinds = [kind for kind in {type(owner) for owner in self._owners} if _begin(kind)]
+            for owner in self._owners:
+                if type(owner) not in kinds:
+                    self._names[id(owner)].add(_IN_ALL)
+                _heard.setdefault(id(owner), []).append(self._names[id(owner)])
+        try:
+            yield
+        finally:
+            with _lock:
+                for key, names in self._names.items():
+                    _heard[key] = [others for others in _heard[key] if others is not names]
+                    if not _heard[key]:
+                        del _heard[key]
+                for kind in kinds:
+                    _end(kind)
+
+    def of(self, table: Mapping[str, Any]) -> frozenset[str] | None:
+        """What was asked of the object with these attributes; None where that may be any of them."""
+        names = self._tables.get(id(table))
+        return None if names is None or any(map(_asks_for_more, names)) else frozenset(names)
+
+
+def _tells(owner: Any) -> bool:
+    ways: tuple[Any, ...] = (object.__getattribute__, _getattribute)
+    return not isinstance(owner, (type, torch.Tensor)) and type(owner).__getattribute__ in ways
+
+
+def _asks_for_more(name: str) -> bool:
+    """Whether this says nothing of which attributes are read next."""
+    return name.startswith("__") and name.endswith("__") and name != "__class__"
+
+
+def _getattribute(self: Any, name: str) -> Any:
+    asking = _heard.get(id(self))
+    if asking is not None and not (name == _IN_ALL and _is_of_no_concern(sys._getframe(1))):
+        for names in asking:
+            names.add(name)
+    return object.__getattribute__(self, name)
+
+
+def _is_of_no_concern(frame: FrameType) -> bool:
+    return frame.f_code in _OF_MODULES or str(frame.f_globals.get("__name__")).startswith("memplan.")
+
+
+def _begin(kind: type) -> bool:
+    if kind not in _listening:
+        try:
+            type.__setattr__(kind, "__getattribute__", _getattribute)
+        except TypeError:  # a class of C++
+            return False
+        _listening[kind] = 0
+    _listening[kind] += 1
+    return True
+
+
+def _end(kind: type) -> None:
+    _listening[kind] -= 1
+    if not _listening[kind]:
+        del _listening[kind]
+        type.__delattr__(kind, "__getattribute__")
