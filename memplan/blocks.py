@@ -294,6 +294,9 @@ class _BlockPlanner:
 
     name: str
     ignored: frozenset[str] = frozenset()
+    budget_bytes: int | None = None  # that is one for all blocks
+    in_flight: int = 1
+    may_hold_gradients: bool = False
     margin: float = 0.0
     host: frozenset[str] | None = None
     device: torch.device | None = None
@@ -331,6 +334,10 @@ class _BlockPlanner:
 
     def learn(self, device: torch.device, margin: float) -> None:
         """Blocks are not planned again."""
+
+    def counting_held_gradients(self) -> contextlib.AbstractContextManager[None]:
+        """Nor for that."""
+        return contextlib.nullcontext()
 
     def for_copy(self) -> _BlockPlanner:
         """It knows nothing of the block itself."""

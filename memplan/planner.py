@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -271,6 +271,24 @@ class Planner(Planning):
         if self.update == "step":
             return self
         return dataclasses.replace(self, update="step", optimizer=None, updates=None)
+
+    @property
+    def may_hold_gradients(self) -> bool:
+        """Whether gradients that are there when forward begins are some that no plan counts."""
+        theirs = self.shards is not None or self.surroundings.takes_gradients
+        return not (self.accumulate or theirs or self.update == "backward")
+
+    @contextlib.contextmanager
+    def counting_held_gradients(self) -> Iterator[None]:
+        """Plans count gradients of earlier steps from here on, if there is one. A fraction is then one of what is held
+        unplanned with them."""
+        before = self.budget_bytes
+        self.accumulate, self.budget_bytes = True, None if isinstance(self.budget, float) else before
+        try:
+            yield
+        except BaseException:
+            self.accumulate, self.budget_bytes = False, before
+            raise
 
     def learn(self, device: torch.device, margin: float) -> None:
         """Keep this much of the budget free from now on."""

@@ -478,6 +478,29 @@ def test_under_autocast() -> None:
     assert_same_bits(run_steps(plain, sample, autocast=True), run_steps(net, sample, autocast=True))
 
 
+class TiedUnderAutocast(nn.Module):
+    """One weight is read as it is, and twice through a cast that autocast makes once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Embedding(40, 32), Block(32), nn.Linear(32, 40, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.head(self.body(self.embed(ids)))
+        chosen = torch.tanh(hidden)[hidden.detach() > 0]  # a shape that depends on data
+        return self.head(self.embed(ids)).float().pow(2).mean() + chosen.float().pow(2).sum()
+
+
+def test_planning_in_the_middle_of_autocast_leaves_no_casts_behind() -> None:
+    """Those of a rehearsal are earlier in autograd's order than the step's own, and gradients are added by that."""
+    net, plain = twins(TiedUnderAutocast)
+    ids = torch.randint(0, 40, (64, 8), generator=torch.Generator().manual_seed(2))
+    memplan.apply(net, None, 1.0, costs="estimate")
+    assert_same_bits(run_steps(net, ids, autocast=True), run_steps(plain, ids, autocast=True))
+    assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
+
+
 def test_an_input_that_requires_grad_gets_its_gradient() -> None:
     net, plain = twins(Branching)
     sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()

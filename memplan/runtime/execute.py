@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -19,7 +20,7 @@ from torch import fx, nn
 
 from memplan.errors import PlanMismatch
 from memplan.graph import private_api as private
-from memplan.graph.layout import storage_key
+from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.check import run_checked
@@ -194,7 +195,7 @@ class _Watched(NamedTuple):
             )
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class InFlight:
     """One forward that waits for its backward.
 
@@ -211,6 +212,12 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """What it holds for backward, beside its inputs and outputs; 0 once that has begun."""
+        held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
+        return sum(held.values()) - sum(held.get(storage_key(watched.tensor), 0) for watched in self.watched)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +265,7 @@ class Runner:
         self.rescue: Rescue | None = None
         self.watch: Observer | None = None
         self.unchecked: set[fx.GraphModule] = set()
+        self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
         self.keeps_buffers = False
         self.written = written
         self.device, self._draws = device, draws
@@ -308,7 +316,9 @@ class Runner:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             start.read.extend(named[name] for name in read)
         state = [named[name] for name in program.backward_state]
-        return outputs, InFlight(saved, watched, state, start, [outputs[i] for i in self._decisions])
+        waiting = InFlight(saved, watched, state, start, [outputs[i] for i in self._decisions])
+        self.waiting.add(waiting)
+        return outputs, waiting
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from memplan.errors import MemplanError, NothingToTrain, PlanMismatch
+from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, PlanMismatch
 from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.raw_trace import Answer, Autocast
@@ -24,6 +24,7 @@ from memplan.runtime.comparison import Comparison
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
+from memplan.runtime.flight import news_of_flight
 from memplan.runtime.lower import Program
 from memplan.runtime.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.step import EagerStep, Step, WholeStep
@@ -43,6 +44,8 @@ log = logging.getLogger("memplan")
 class Planner(Protocol):
     """What makes steps for calls that no step serves."""
 
+    budget_bytes: int | None
+    in_flight: int
     margin: float
     host: frozenset[str] | None
     device: torch.device | None
@@ -51,6 +54,9 @@ class Planner(Protocol):
 
     @property
     def places(self) -> bool: ...
+    @property
+    def may_hold_gradients(self) -> bool: ...
+    def counting_held_gradients(self) -> contextlib.AbstractContextManager[None]: ...
     def step(
         self,
         model: nn.Module,
@@ -110,9 +116,10 @@ class PlannedForward:
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
         self._aside = False  # the model's own forward is wanted
-        self._told = False  # that it runs where no plan can
+        self._told: set[str] = set()  # of what there has been a warning
         self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
+        self._trained: list[nn.Parameter] = []  # the others that have gradients
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self._declined: list[tuple[Step, str]] = []  # steps that this call has left by another branch, and where
@@ -145,7 +152,9 @@ class PlannedForward:
             return self.original(*args, **kwargs)  # raises its error, having written what it then has
 
     def _run_planned(self, call: Call) -> Any:
+        self._count_held_gradients(call)
         step = self._step_for(call)
+        self._tell_of_flight(step)
         while True:
             try:
                 return self._run(step, call)
@@ -164,8 +173,8 @@ class PlannedForward:
             return True
         if not private.someone_traces():
             return False
-        if not self._told:
-            self._told = True
+        if "tracers" not in self._told:
+            self._told.add("tracers")
             log.warning("memplan: the model runs unplanned under torch.func, forward-mode differentiation and tracers")
         return True
 
@@ -289,7 +298,8 @@ class PlannedForward:
             self.install()  # the first plan says what else that takes
         if self._host is not None and self._planner.host != self._host:
             self._forget_steps()  # they were made for parameters that have moved since
-        self._host = self._planner.host
+        self._host = host = self._planner.host
+        self._trained = [p for n, p in self.model.named_parameters() if p.requires_grad and n not in (host or ())]
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
@@ -314,6 +324,44 @@ class PlannedForward:
             with errors_of_forward():
                 return (self._at_hand(call) or planned()).plan
         return self._agreed(call, self._agreement, planned).plan
+
+    def _count_held_gradients(self, call: Call) -> None:
+        """Plan with gradients of an earlier step, once they are there and do not fit beside what was planned.
+
+        That is so in loops that zero gradients between forward and backward, or add up those of several batches.
+        """
+        limit_bytes = self._planner.budget_bytes
+        if limit_bytes is None or "gradients" in self._told or not self._planner.may_hold_gradients:
+            return
+        held_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
+        peak_bytes = held_bytes + max((step.plan.peak_bytes for step in self.steps if step.plan is not None), default=0)
+        if not held_bytes or peak_bytes <= limit_bytes:
+            return
+        self._told.add("gradients")
+        reason = f"{format_bytes(held_bytes)} of gradients are there when forward begins, which the plan does not count"
+        remedy = "Call optimizer.zero_grad() before forward, or say accumulate=True"
+        before = list(self.steps)
+        with contextlib.suppress(BudgetInfeasible):
+            if self._on_mismatch == "replan" and self._agreement is None and self._alone:
+                self._forget_steps()
+                with self._planner.counting_held_gradients():
+                    self._planned(call)
+                log.warning("memplan: planned again, because %s. %s", reason, remedy)
+                return
+        self.steps[:] = before
+        log.warning(
+            "memplan: %s: up to %s may be held, over the budget of %s. %s",
+            reason, format_bytes(peak_bytes), format_bytes(limit_bytes), remedy,
+        )  # fmt: skip
+
+    def _tell_of_flight(self, step: Step) -> None:
+        """Say once what is to be known of forwards that wait for their backward while this one begins."""
+        if self._planner.in_flight > 1 or not isinstance(step, WholeStep):
+            return
+        for subject, text in news_of_flight(step, self.steps, self._planner.budget_bytes).items():
+            if subject not in self._told:
+                self._told.add(subject)
+                log.warning("memplan: %s", text)
 
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
 

@@ -7,7 +7,6 @@ the latter go through marks, which tell when backward enters and leaves the unit
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import random
 import time
@@ -27,7 +26,7 @@ from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
 from memplan.graph.layout import storage_key
 from memplan.graph.probe import DataFollowed, Forward, NotedReads, UnitCall, exchanged, nothing_saved
-from memplan.graph.raw_trace import Answer, Autocast
+from memplan.graph.raw_trace import Answer
 from memplan.graph.trace import differentiated_outputs, shared_objects
 from memplan.graph.writes import has_memory
 from memplan.runtime.decisions import OtherBranch
@@ -83,8 +82,10 @@ def nothing_kept(
 ) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
-    Hooks of parameters do not run. takes_gradients: those of parameters are let go of as they come, as where a hook
-    takes them. written: what forward writes to, as an earlier run has told; None: ops are watched, which takes time.
+    Hooks of parameters do not run. What autocast has cast of parameters is cast anew in here, and afterwards: a step
+    that shared those of another would add gradients in another order. takes_gradients: those of parameters are let go
+    of as they come, as where a hook takes them. written: what forward writes to, as an earlier run has told; None: ops
+    are watched, which takes time.
     """
     writes = WritesUndone(model, call, written or ())
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
@@ -98,6 +99,7 @@ def nothing_kept(
     taken: list[Any] = []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     generators = [(g, g.get_state()) for g in own_generators(model)]
+    torch.clear_autocast_cache()
     try:
         for leaf in leaves:
             leaf.grad = None
@@ -113,6 +115,7 @@ def nothing_kept(
         with torch.random.fork_rng(devices=devices), AttributesKept(model), watching:
             yield writes
     finally:
+        torch.clear_autocast_cache()
         writes.undo()
         for hook in taken:
             hook.remove()
@@ -156,12 +159,10 @@ def one_forward(
 
     Raises ForwardFails from what it raises.
     """
-    autocast = Autocast.ambient(call.device_type)
-    without_cache = dataclasses.replace(autocast, cache_enabled=False).context()  # it would outlive the run
     with nothing_kept(model, call), nothing_saved(), AttributesKept(model) as attributes:
         data = DataFollowed([*model.parameters(), *call.tensors])
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
-        with without_cache, around or contextlib.nullcontext(), data, NotedReads() as reads:
+        with around or contextlib.nullcontext(), data, NotedReads() as reads:
             try:
                 run(*call.variadic, **call.arguments)
             except Exception as error:

@@ -1,0 +1,154 @@
+"""What a loop holds while forward runs, and the plan does not know of: gradients of the step before, other forwards."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from tests.meter import LiveMeter
+from tests.zoo import MODELS, assert_same_bits, copied, tensors_of
+
+
+class Stack(nn.Sequential):
+    """Blocks, and a loss of what they give."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).pow(2).mean()
+
+
+def stack(seed: int) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(seed)
+    blocks = [nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1)) for _ in range(6)]
+    return Stack(*blocks).train(), torch.randn(96, 64)
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture, text: str = "") -> list[str]:
+    told = [r.getMessage() for r in caplog.records if r.name == "memplan" and r.levelno >= logging.WARNING]
+    return [message for message in told if text in message]
+
+
+def peak_of_steps(net: nn.Module, sample: torch.Tensor, zeroed: str, steps: int = 3) -> tuple[int, Any]:
+    """The most that the last step holds, and what it leaves. zeroed: when gradients are."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        meter = LiveMeter()
+        meter.register([*net.parameters(), *net.buffers(), sample, *(p.grad for p in net.parameters())])
+        with meter:
+            if zeroed == "before":
+                optimizer.zero_grad()
+            loss = net(sample)
+            if zeroed == "between":
+                optimizer.zero_grad()
+            loss.backward()
+            del loss
+        optimizer.step()
+    return meter.peak_bytes, copied([list(net.parameters()), [p.grad for p in net.parameters()], torch.get_rng_state()])
+
+
+@pytest.mark.parametrize("zeroed", ["before", "between", "never"])
+@pytest.mark.parametrize("budget", [0.75, "bytes"])
+def test_the_peak_holds_wherever_the_loop_zeroes_gradients(
+    zeroed: str, budget: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first plan counts no gradients when forward begins; where there are some it is made again."""
+    plain, sample = stack(0)
+    net, _ = stack(0)
+    if budget == "bytes":
+        least = memplan.plan(net, sample, 1.0, costs="estimate", accumulate=True).floor_bytes
+        budget = least + 20_000
+    memplan.apply(net, sample, budget, costs="estimate")
+    with caplog.at_level(logging.WARNING, "memplan"):
+        peak_bytes, after = peak_of_steps(net, sample, zeroed)
+    assert_same_bits(after, peak_of_steps(plain, sample, zeroed)[1])
+    plan = memplan.plan_of(net)
+    assert plan is not None
+    assert peak_bytes <= plan.live_peak_bytes <= plan.peak_bytes <= plan.problem.budget_bytes
+    assert plan.problem.accumulate == (zeroed != "before")
+    told = warnings_in(caplog, "of gradients are there when forward begins")
+    assert len(told) == (zeroed != "before")
+    assert all("accumulate=True" in text for text in told)
+
+
+def test_gradients_that_fit_beside_the_plan_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = stack(0)
+    memplan.apply(net, sample, "1GB", costs="estimate")
+    steps = list(vars(net)["forward"].steps)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        peak_of_steps(net, sample, "between")
+    assert vars(net)["forward"].steps == steps and not warnings_in(caplog)
+
+
+@pytest.mark.parametrize("on_mismatch", ["replan", "raise"])
+def test_a_budget_without_room_for_held_gradients_is_told_of(
+    on_mismatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What can't be planned is not worth a training that ends; nor is what must not be."""
+    plain, sample = stack(0)
+    net, _ = stack(0)
+    floor_bytes = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes
+    budget = floor_bytes if on_mismatch == "replan" else floor_bytes + 1
+    memplan.apply(net, sample, budget, costs="estimate", on_mismatch=on_mismatch)
+    steps = list(vars(net)["forward"].steps)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        assert_same_bits(peak_of_steps(net, sample, "between")[1], peak_of_steps(plain, sample, "between")[1])
+    (told,) = warnings_in(caplog)
+    assert "may be held, over the budget of" in told and "accumulate=True" in told
+    assert vars(net)["forward"].steps == steps
+    assert memplan.plan_of(net).problem.budget_bytes == budget
+
+
+def test_with_accumulate_nothing_is_planned_again() -> None:
+    net, sample = MODELS["gpt2"](0)
+    memplan.apply(net, sample, 0.8, costs="estimate", accumulate=True)
+    steps = list(vars(net)["forward"].steps)
+    for _ in range(3):
+        net(**sample).loss.backward()
+    assert vars(net)["forward"].steps == steps
+
+
+def test_several_forwards_at_once_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = stack(0)
+    base = memplan.plan(net, sample, 1.0, costs="estimate")
+
+    def told(budget: Any, autocast: bool = False, **how: Any) -> list[str]:
+        caplog.clear()
+        for step in range(3):
+            net.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                if step == 0:
+                    memplan.apply(net, sample, budget, costs="estimate", **how)
+                loss = net(sample) + net(sample + 1)
+            loss.backward()
+            net.zero_grad()
+            net(sample).backward()
+        return [message.partition("memplan: 2 forwards wait for their backward at once, and ")[2][:20]
+                for message in warnings_in(caplog, "at once")]  # fmt: skip
+
+    over, order, casts = "the plan is for one:", "one backward through", "in one context of aut"[:20]
+    with caplog.at_level(logging.WARNING, "memplan"):
+        assert told(2 * base.peak_bytes) == [order]
+        assert told(2 * base.peak_bytes, grads="edges") == []
+        assert told(2 * base.peak_bytes, grads="edges", autocast=True) == [casts]
+        assert told(0.75) == [over, order]
+        assert told(1.0, in_flight=2) == []
+        net(sample)  # one that waits for nothing
+        net(sample).backward()
+        assert warnings_in(caplog, "at once") == []
+
+
+def test_what_a_waiting_forward_holds_is_what_the_plan_says() -> None:
+    net, sample = stack(0)
+    memplan.apply(net, sample, 0.75, costs="estimate")
+    output = net(sample)
+    (state,) = vars(net)["forward"].steps[0].runner.waiting
+    inside = {t.untyped_storage()._cdata for t in (sample, output)}
+    beside = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors_of(state.saved)}
+    assert state.saved_bytes == sum(size for key, size in beside.items() if key not in inside) > 0
+    output.backward()
+    assert not state.saved
