@@ -28,6 +28,7 @@ from memplan.graph.attribute_reads import AttributeReads
 Table = Mapping[str, Any]
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_NO_PARTS = frozenset(_PLAIN)  # the rows of a data set are many
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 # Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
 CHECKED_ELSEWHERE = frozenset(
@@ -96,9 +97,9 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         return
     seen.add(id(value))
     if isinstance(value, Mapping):
-        children = [(f"{path}[{k!r}]", v) for k, v in value.items()]
+        children = [(f"{path}[{k!r}]", v) for k, v in value.items() if type(v) not in _OF_NO_PARTS]
     elif isinstance(value, (list, tuple, deque)):
-        children = [(f"{path}[{i}]", v) for i, v in enumerate(value)]
+        children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in _OF_NO_PARTS]
     elif not isinstance(value, _CODE) and isinstance(getattr(value, "__dict__", None), dict):
         yield path, value
         children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
@@ -448,7 +449,9 @@ def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[
             yield path, value
         if isinstance(value, (dict, list, tuple, deque)):
             children = value.items() if isinstance(value, dict) else enumerate(value)
-            pending.extend((f"{path}[{k!r}]", v) for k, v in children if isinstance(v, _CONTAINERS))
+            pending.extend(
+                (f"{path}[{k!r}]", v) for k, v in children if type(v) not in _OF_NO_PARTS and isinstance(v, _CONTAINERS)
+            )
 
 
 def _copied(container: Any) -> Any:
