@@ -374,7 +374,8 @@ def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
 
 
 def _run_backward(starts: Sequence[torch.Tensor]) -> None:
-    """Backward as a training loop calls it: after the context of autocast."""
+    """Backward as a training loop calls it: after the context of autocast, which drops its casts when it ends."""
+    torch.clear_autocast_cache()
     with torch.autocast(starts[0].device.type, enabled=False):
         torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
 
