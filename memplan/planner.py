@@ -238,7 +238,8 @@ class Planner(Planning):
         """Whether a step has the same ops where backward runs under this autocast."""
         seen = step.capture.answers
         captured = self._homed(self.capture(model, forward, call, tangents, backward, seen), model)
-        return first_difference(step.plan.problem.graph, captured.traced.graph) is None
+        same = first_difference(step.plan.problem.graph, captured.traced.graph) is None
+        return same and step.key.heed(captured.key)
 
     @once_more_where_results_differ
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
@@ -274,21 +275,23 @@ class Planner(Planning):
 
     @property
     def may_hold_gradients(self) -> bool:
-        """Whether gradients that are there when forward begins are some that no plan counts."""
+        """Whether gradients that are there when forward begins are some that plans do not count, and could."""
         theirs = self.shards is not None or self.surroundings.takes_gradients
         return not (self.accumulate or theirs or self.update == "backward")
 
     @contextlib.contextmanager
     def counting_held_gradients(self) -> Iterator[None]:
-        """Plans count gradients of earlier steps from here on, if there is one. A fraction is then one of what is held
-        unplanned with them."""
-        before = self.budget_bytes
-        self.accumulate, self.budget_bytes = True, None if isinstance(self.budget, float) else before
+        """Plans that are made in here count gradients of earlier steps. A fraction is one of what is held unplanned
+        with them."""
+        limits = (self.budget_bytes, self.budget_bytes_with_gradients)
+        known = self.budget is None or device_bytes(self.budget) is not None
+        self.accumulate, self.budget_bytes = True, limits[0] if known else limits[1]
         try:
             yield
-        except BaseException:
-            self.accumulate, self.budget_bytes = False, before
-            raise
+        finally:
+            if not known:
+                self.budget_bytes_with_gradients, self.budget_bytes = self.budget_bytes, limits[0]
+            self.accumulate = False
 
     def learn(self, device: torch.device, margin: float) -> None:
         """Keep this much of the budget free from now on."""

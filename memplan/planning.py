@@ -78,8 +78,9 @@ _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 class Planning:
     """Plans of one model's steps under one budget.
 
-    budget_bytes: the budget on the device once the first plan has told what a fraction means. margin: how much more
-    than predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
+    budget_bytes: the budget on the device once the first plan has told what a fraction means; the other is that of
+    plans that count gradients of earlier steps, where those are not counted in general. margin: how much more than
+    predicted the device has been seen to hold; plans keep that much below the budget where they can. host: names
     of the parameters that live on the host, once the first plan with a host budget has decided that. transfers: the
     copies of all steps, which share host memory. updates: what updates parameters in backward. gathers: of sharded
     parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows. counted: parameters
@@ -105,6 +106,7 @@ class Planning:
     init: Init | None = None
     keep_frozen: bool = False
     budget_bytes: int | None = None
+    budget_bytes_with_gradients: int | None = None
     margin: float = 0.0
     host: frozenset[str] | None = None
     transfers: Transfers | None = None

@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import operator
 import pickle
 import threading
 import weakref
 from argparse import Namespace
-from collections import deque
+from collections import UserDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -30,7 +31,7 @@ class Settings:
     shared = 1.0
 
     def __init__(self) -> None:
-        self.scale, self.other = 1.0, 1.0
+        self.scale, self.other, self.zero, self.training = 1.0, 1.0, 0.0, False
         self.table = {"scale": 1.0}
         self.inner = Namespace(scale=1.0)
 
@@ -84,6 +85,17 @@ class Record:
     other: float = 1.0
 
 
+@dataclasses.dataclass
+class Alike:
+    scale: float = dataclasses.field(compare=False)
+
+
+class AsUsual(Mapped):
+    """Finds its attributes as if its base did not find them otherwise."""
+
+    __getattribute__ = object.__getattribute__
+
+
 class ScaledInBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
@@ -104,6 +116,7 @@ class Net(nn.Module):
         self.settings, self.mapped, self.falling, self.slotted = Settings(), Mapped(), Falling(), Slotted()
         self.wrapping, self.record, self.simple = Wrapping(Settings()), Record(), SimpleNamespace(scale=1.0)
         self.behind, self.proxied = [{"settings": Settings()}], weakref.proxy(self.settings)
+        self.user_dict, self.alike, self.as_usual = UserDict(scale=1.0), Alike(1.0), AsUsual()
         self.scale, self.progress, self.counts, self.trainer = 1.0, 0, [0], Namespace(step=0, log=[], net=None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -163,6 +176,29 @@ READS: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], Callable[[An
     "through a weak reference": (number(lambda net: net.proxied.scale), putting(SETTINGS)),
     "of a class in C": (number(lambda net: net.simple.scale), putting(lambda net: net.simple)),
     "of one with slots": (number(lambda net: net.slotted.scale), putting(lambda net: net.slotted)),
+    "of a simple object, by default": (
+        number(lambda net: getattr(net.simple, "missing", 1.0)),
+        putting(lambda net: net.simple, "missing"),
+    ),
+    "of a mapped object, by default": (
+        number(lambda net: getattr(net.mapped, "missing", 1.0)),
+        putting(lambda net: net.mapped, "missing"),
+    ),
+    "by vars, by default": (number(lambda net: vars(net.settings).get("missing", 1.0)), putting(SETTINGS, "missing")),
+    "by a name that modules have": (number(lambda net: 1.0 + net.settings.training), putting(SETTINGS, "training")),
+    "in a mapping that is no dict": (
+        number(lambda net: net.user_dict["scale"]),
+        lambda net: net.user_dict.update(scale=3.0),
+    ),
+    "of a record that is equal": (
+        number(lambda net: net.alike.scale),
+        lambda net: setattr(net, "alike", Alike(3.0)),
+    ),
+    "by the sign of zero": (
+        number(lambda net: math.copysign(2.0, net.settings.zero)),
+        lambda net: setattr(net.settings, "zero", -0.0),
+    ),
+    "of one as usual": (number(lambda net: net.as_usual.scale), putting(lambda net: net.as_usual)),
     "in backward": (lambda net, x: ScaledInBackward.apply(x, net.settings), putting(SETTINGS)),
 }  # fmt: skip
 UNREAD: dict[str, Callable[[Any], None]] = {
@@ -221,6 +257,84 @@ def test_what_nobody_reads_does_not_count(name: str) -> None:
     assert steps_of(net) == steps
 
 
+@pytest.mark.parametrize("name", ["by default", "of the model, by default", "whether there", "of the class"])
+def test_one_that_comes_counts_though_another_goes(name: str) -> None:
+    read, change = READS[name]
+    torch.manual_seed(0)
+    planned, x = Net(read).train(), torch.randn(16, 8)
+    memplan.apply(planned, x, 1.0, costs="estimate", on_mismatch="raise")
+    planned(x).backward()
+    change(planned)
+    del planned.progress, planned.settings.other
+    with pytest.raises(memplan.PlanMismatch):
+        planned(x)
+
+
+def test_what_forward_sets_is_set_again_where_somebody_puts_it_back() -> None:
+    def read(net: Any, x: torch.Tensor) -> torch.Tensor:
+        net.progress, net.settings.other = 1, 2.0
+        return x
+
+    net, x = Net(read).train(), torch.randn(16, 8)
+    memplan.apply(net, x, 1.0, costs="estimate")
+    for _ in range(3):
+        net(x).backward()
+        assert (net.progress, net.settings.other) == (1, 2.0)
+        net.progress, net.settings.other = 0, 1.0
+
+
+class ScaledByKind(torch.autograd.Function):
+    """Backward asks for one number or another."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, settings: Settings) -> torch.Tensor:
+        ctx.settings = settings
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        dense = grads[0].is_contiguous() and not torch.is_autocast_enabled("cpu")
+        return grads[0] * (ctx.settings.other if dense else ctx.settings.scale), None
+
+
+class WithoutLoss(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ScaledByKind.apply(self.last(self.first(x)), self.settings)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_every_kind_of_backward_counts_that_the_plan_serves(autocast: bool) -> None:
+    """One for a gradient that is one number expanded, and one inside of autocast."""
+
+    def grads(net: nn.Module) -> Any:
+        net.zero_grad()
+        loss = net(x).sum() if not autocast else net(x).pow(2).sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss.backward()
+        return copied([p.grad for p in net.parameters()])
+
+    torch.manual_seed(0)
+    plain, x = WithoutLoss(number(lambda net: 1.0)).train(), torch.randn(16, 8)
+    torch.manual_seed(0)
+    planned = WithoutLoss(number(lambda net: 1.0)).train()
+    memplan.apply(planned, x, 1.0, costs="estimate")
+    assert_same_bits(grads(planned), grads(plain))
+    plain.settings.scale = planned.settings.scale = 3.0
+    assert_same_bits(grads(planned), grads(plain))
+
+
+def test_what_is_added_to_classes_counts() -> None:
+    class Inheriting(Net):
+        pass
+
+    net, x = Inheriting(number(lambda net: getattr(net, "added", 1.0))).train(), torch.randn(16, 8)
+    memplan.apply(net, x, 1.0, costs="estimate", on_mismatch="raise")
+    net(x).backward()
+    Inheriting.added = 3.0  # type: ignore[attr-defined]
+    with pytest.raises(memplan.PlanMismatch, match="added"):
+        net(x)
+
+
 def test_nothing_is_planned_again_while_a_framework_counts() -> None:
     """The model hangs on its trainer, the trainer on the model, and every step leaves its marks on both."""
     net, x = Net(number(lambda net: net.settings.scale)).train(), torch.randn(16, 8)
@@ -263,7 +377,8 @@ def test_classes_are_left_as_they_were() -> None:
         with broken:
             memplan.apply(kind(number(lambda net: net.scale)).train(), torch.randn(16, 8), 1.0, costs="estimate")
         for one in (Net, Breaking, Settings, Falling, nn.Linear, Namespace):
-            assert "__getattribute__" not in vars(one)
+            assert not {"__getattribute__", "__setattr__"} & vars(one).keys()
+        assert AsUsual().scale == 1.0
         assert Settings.__getattribute__ is object.__getattribute__
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -101,6 +104,93 @@ def test_a_budget_without_room_for_held_gradients_is_told_of(
     assert "may be held, over the budget of" in told and "accumulate=True" in told
     assert vars(net)["forward"].steps == steps
     assert memplan.plan_of(net).problem.budget_bytes == budget
+
+
+def test_one_stray_gradient_does_not_change_what_comes_later() -> None:
+    """A larger batch that fits without it is not refused, and steps that zero gradients run the first plan."""
+    net, sample = stack(0)
+    larger = torch.randn(300, 64)
+    memplan.apply(net, sample, memplan.plan(net, larger, 1.0, costs="estimate").floor_bytes + 1000, costs="estimate")
+    first = memplan.plan_of(net)
+    for batch in (sample, sample, None, sample, larger, None, sample):
+        if batch is None:
+            net.zero_grad()
+        else:
+            net(batch).backward()
+            net.zero_grad() if batch is larger else None
+    net.zero_grad()
+    net(sample).backward()
+    assert memplan.plan_of(net) is first
+    copied_net = copy.deepcopy(net)
+    copied_net.zero_grad()
+    copied_net(larger).backward()
+
+
+@pytest.mark.parametrize(
+    "budget", [0.8, memplan.Budget(device=0.8), memplan.Budget(device=1.0), memplan.Budget(activations=0.8)]
+)
+def test_fractions_are_of_what_is_held_unplanned_with_the_gradients(budget: Any) -> None:
+    net, sample = stack(0)
+    wanted = memplan.plan(net, sample, budget, costs="estimate", accumulate=True)
+    memplan.apply(net, sample, budget, costs="estimate")
+    first = memplan.plan_of(net)
+    for _ in range(2):
+        net(sample).backward()
+    assert memplan.plan_of(net).problem.budget_bytes == wanted.problem.budget_bytes
+    net.zero_grad()
+    net(sample).backward()
+    assert memplan.plan_of(net) is first
+
+
+def test_gradients_that_are_there_at_the_first_call_are_counted() -> None:
+    net, sample = stack(0)
+    net(sample).backward()
+    memplan.apply(net, None, 0.75, costs="estimate")
+    net(sample).backward()
+    assert memplan.plan_of(net).problem.accumulate
+
+
+def test_a_given_plan_that_counts_them_stays(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = stack(0)
+    plan = memplan.plan(net, sample, 0.9, costs="estimate", accumulate=True)
+    memplan.apply(net, sample, plan=plan)
+    for _ in range(2):
+        net(sample).backward()
+    assert memplan.plan_of(net) is plan and not warnings_in(caplog)
+
+
+def test_an_interrupted_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = stack(0)
+    memplan.apply(net, sample, 0.75, costs="estimate")
+    steps = list(vars(net)["forward"].steps)
+    net(sample).backward()
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("memplan.planner.Planner._plan", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            net(sample)
+    assert vars(net)["forward"].steps == steps
+    net(sample).backward()
+    assert memplan.plan_of(net).problem.accumulate
+
+
+def test_gradients_of_any_layout_and_parameters_that_are_gone() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 16, sparse=True), nn.Linear(16, 16)).train()
+    ids = torch.randint(0, 50, (8, 4))
+    memplan.apply(net, ids, "1MB", costs="estimate")
+    for _ in range(3):
+        net(ids).sum().backward()
+    other, sample = stack(0)
+    memplan.apply(other, sample, 0.75, costs="estimate")
+    gone = weakref.ref(other[0][0].weight)
+    other[0][0].weight = nn.Parameter(other[0][0].weight.detach().clone())
+    other(sample).backward()
+    gc.collect()
+    assert gone() is None
 
 
 def test_with_accumulate_nothing_is_planned_again() -> None:

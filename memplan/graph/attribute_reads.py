@@ -1,13 +1,13 @@
-"""Which Python attributes a forward and its backward read: others may change, and the step is the same.
+"""Which Python attributes a forward and its backward read or set: others may change, and the step is the same.
 
 A model that a training framework drives carries counters, logs, metrics and the framework itself among its attributes,
-and these change with every step. Reads are noted on the way: for the time of a trace the classes of such objects get a
-`__getattribute__` that notes what is asked for. A run that does not read an attribute would have been the same run
-whatever that was.
+and these change with every step. What is asked for is noted on the way: for the time of a trace the classes of such
+objects get a `__getattribute__` and a `__setattr__` that do so. A run that does not read an attribute would have been
+the same run whatever that was; one that it sets has to be set again where somebody else has put it back.
 
 All attributes count of classes, of tensors, of objects whose class has a `__getattribute__` of its own (the configs of
-transformers) or takes none, and of those that are asked for all that they have (`vars()`, a copy). What is asked of
-`object.__getattribute__` directly goes unheard.
+transformers) or takes none, and of those that are asked for all that they have (`vars()`, a copy). Unheard goes what is
+asked of `object.__getattribute__` directly, and what a function that remembers its results has read before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _OF_MODULES = frozenset(
 )  # these look for parameters, buffers and submodules there
 
 _lock = threading.RLock()
-_listening: dict[type, int] = {}  # how many want to know what is asked of objects of a class
+_listening: dict[type, Any] = {}  # classes, and the `__setattr__` of their own
+_listeners: dict[type, int] = {}  # how many want to know what is asked of objects of a class
 _heard: dict[int, list[set[str]]] = {}  # by object, for each of those
 
 
@@ -67,8 +68,10 @@ class AttributeReads:
 
 
 def _tells(owner: Any) -> bool:
-    ways: tuple[Any, ...] = (object.__getattribute__, _getattribute)
-    return not isinstance(owner, (type, torch.Tensor)) and type(owner).__getattribute__ in ways
+    if isinstance(owner, (type, torch.Tensor)):
+        return False
+    own = (vars(kind).get("__getattribute__", _getattribute) for kind in type(owner).__mro__ if kind is not object)
+    return all(way is _getattribute for way in own)
 
 
 def _asks_for_more(name: str) -> bool:
@@ -88,19 +91,36 @@ def _is_of_no_concern(frame: FrameType) -> bool:
     return frame.f_code in _OF_MODULES or str(frame.f_globals.get("__name__")).startswith("memplan.")
 
 
+def _noting_sets(original: Any) -> Any:
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        for names in _heard.get(id(self), ()):
+            names.add(name)
+        original(self, name, value)
+
+    return __setattr__
+
+
 def _begin(kind: type) -> bool:
     if kind not in _listening:
+        own = vars(kind).get("__setattr__")
         try:
+            type.__setattr__(kind, "__setattr__", _noting_sets(kind.__setattr__))
             type.__setattr__(kind, "__getattribute__", _getattribute)
         except TypeError:  # a class of C++
             return False
-        _listening[kind] = 0
-    _listening[kind] += 1
+        _listening[kind] = own
+        _listeners[kind] = 0
+    _listeners[kind] += 1
     return True
 
 
 def _end(kind: type) -> None:
-    _listening[kind] -= 1
-    if not _listening[kind]:
-        del _listening[kind]
+    _listeners[kind] -= 1
+    if not _listeners[kind]:
+        del _listeners[kind]
         type.__delattr__(kind, "__getattribute__")
+        own = _listening.pop(kind)
+        if own is None:
+            type.__delattr__(kind, "__setattr__")
+        else:
+            type.__setattr__(kind, "__setattr__", own)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -96,7 +98,7 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
     if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type, torch.Tensor, np.ndarray)) or id(value) in seen:
         return
     seen.add(id(value))
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         children = [(f"{path}[{k!r}]", v) for k, v in value.items() if type(v) not in _OF_NO_PARTS]
     elif isinstance(value, (list, tuple, deque)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in _OF_NO_PARTS]
@@ -139,14 +141,18 @@ class Snapshot:
         self,
         tables: list[tuple[str, Table]],
         model: nn.Module,
+        reads: AttributeReads,
         ignored: Collection[str] = (),
-        reads: AttributeReads | None = None,
     ) -> None:
-        # A new attribute matters where it hides one of a class.
-        hiding = frozenset(n for kind in {type(m) for m in model.modules()} for n in dir(kind))
-        unchecked = CHECKED_ELSEWHERE | frozenset(ignored)
+        of_modules = {id(vars(module)) for module in model.modules()}
+        root, unchecked = vars(model), CHECKED_ELSEWHERE | frozenset(ignored)
         self._entries = [
-            _Entry(table, table is vars(model), hiding, unchecked, None if reads is None else reads.of(table))
+            _Entry(
+                table,
+                # The model's own `forward` is what a plan replaces.
+                unchecked | ({"forward"} if table is root else set()) if id(table) in of_modules else frozenset(),
+                reads.of(table),
+            )
             for _, table in tables
         ]
 
@@ -166,27 +172,18 @@ class Snapshot:
 
 
 class _Entry:
-    """What one table was: values that compare in one go, containers, and the number of attributes.
+    """What one table was: single values, and containers with what was in them.
 
-    read: the names that matter, be they there or not; None: all that are there."""
+    read: the names that matter, be they there or not; None: all that are there, and any that is new."""
 
-    def __init__(
-        self,
-        table: Table,
-        is_root: bool,
-        hiding: frozenset[str],
-        unchecked: frozenset[str],
-        read: frozenset[str] | None,
-    ) -> None:
-        self._hiding = hiding if read is None else read
-        # The model's own `forward` is what a plan replaces.
-        self._ignored = unchecked | {"forward"} if is_root else unchecked
-        self._exchanged = ("forward",) if is_root else ()
-        kept = {k: v for k, v in table.items() if k not in self._ignored and (read is None or k in read)}
+    def __init__(self, table: Table, ignored: frozenset[str], read: frozenset[str] | None) -> None:
+        self._ignored = ignored
+        self._of_class = isinstance(table, MappingProxyType)
+        kept = {k: v for k, v in table.items() if k not in ignored and (read is None or k in read)}
         self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
         self._simple = {k: v for k, v in kept.items() if k not in self._containers}
-        self._numbers = [(k, type(v)) for k, v in self._simple.items() if isinstance(v, (bool, int, float))]
-        self._count = self._size(table)
+        self._absent = None if read is None else read - table.keys() - ignored
+        self._keys = frozenset(table)
 
     def adapted(self, table: Table) -> _Entry:
         other = copy.copy(self)
@@ -194,31 +191,24 @@ class _Entry:
         other._containers = {k: _adapted(v, table.get(k)) for k, v in self._containers.items()}
         return other
 
-    def _size(self, table: Table) -> int | None:
-        if isinstance(table, MappingProxyType):
-            return None  # classes gain attributes of no concern, such as caches of abstract classes
-        return len(table) - sum(k in table for k in self._exchanged) if self._exchanged else len(table)
-
     def changed_key(self, table: Table) -> str | None:
-        if self._same_simple(table) and self._size(table) == self._count:
-            for key, frozen in self._containers.items():
-                if key not in table or not _same(frozen, table[key]):
+        found = map(table.get, self._simple, itertools.repeat(_ABSENT))
+        if not all(map(operator.is_, found, self._simple.values())):
+            for key, value in self._simple.items():
+                if key not in table or not _same(value, table[key]):
                     return key
-            return None
-        for key, value in self._simple.items():
-            if key not in table or not _same(value, table[key]):
+        for key, frozen in self._containers.items():
+            if key not in table or not _same(frozen, table[key]):
                 return key
-        known = self._simple.keys() | self._containers.keys() | self._ignored
-        return (
-            next((k for k in table if k in self._hiding and k not in known), None) if self._count is not None else None
-        )
+        if self._absent is not None:
+            return None if self._absent.isdisjoint(table) else next(key for key in table if key in self._absent)
+        if self._keys == table.keys():
+            return None
+        return next((key for key in table if key not in self._keys and self._matters(key)), None)
 
-    def _same_simple(self, table: Table) -> bool:
-        try:
-            # 1, 1.0 and True are equal, and not the same to a kernel.
-            return self._simple.items() <= table.items() and all(type(table[k]) is kind for k, kind in self._numbers)
-        except Exception:  # comparing tensors or arrays that are not the same object: look at each
-            return False
+    def _matters(self, key: str) -> bool:
+        """Whether an attribute that is new may: classes gain some that do not, such as caches of abstract ones."""
+        return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
 
     def value(self, key: str) -> Any:
         return self._simple.get(key, self._containers.get(key, _ABSENT))
@@ -266,6 +256,8 @@ def _same(frozen: Any, value: Any) -> bool:
     if isinstance(value, np.ndarray):
         same_kind = isinstance(frozen, np.ndarray) and (frozen.dtype, frozen.shape) == (value.dtype, value.shape)
         return same_kind and bool(frozen.tobytes() == value.tobytes())
+    if isinstance(value, (float, complex)):  # 0.0 and -0.0 are equal
+        return type(frozen) is type(value) and repr(frozen) == repr(value)
     return isinstance(value, _PLAIN) and type(frozen) is type(value) and bool(frozen == value)
 
 

@@ -142,12 +142,12 @@ def _capture(
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
         raw = with_sums_in_place(raw, functools.partial(traced_again, around=around))
-        elsewhere = None if device is None else planned_device.type
-        key = StepKey(model, call, autocast, elsewhere, shards, reads)
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = None
         if loss_outside:
             other = with_sums_in_place(trace(expanded=True), functools.partial(traced_again, expanded=True))
+        elsewhere = None if device is None else planned_device.type
+        key = StepKey(model, call, autocast, elsewhere, shards, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
     if traced.decisions:  # where forward takes another branch it has to run again

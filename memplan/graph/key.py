@@ -130,10 +130,10 @@ class StepKey:
         call: Call,
         autocast: Autocast,
         device_type: str | None,
-        shards: Shards | None = None,
-        reads: AttributeReads | None = None,
+        shards: Shards | None,
+        reads: AttributeReads,
     ) -> None:
-        """reads: attributes that the step reads, the only ones that matter; None: all do."""
+        """reads: attributes that the step reads or sets, the only ones that matter."""
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
         self._shards = shards
@@ -141,7 +141,7 @@ class StepKey:
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
         ignored = () if shards is None else shards.attributes
-        self._snapshot = Snapshot(attribute_tables(model, ignored), model, ignored, reads)
+        self._snapshots = [Snapshot(attribute_tables(model, ignored), model, reads, ignored)]
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(foreign_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
@@ -166,7 +166,7 @@ class StepKey:
         if [name for name, _ in tables] != [name for name, _ in self._tables]:
             raise PlanMismatch("the copy's modules share other objects than the original's")
         other = copy.copy(self)
-        other._snapshot = self._snapshot.adapted(tables)
+        other._snapshots = [snapshot.adapted(tables) for snapshot in self._snapshots]
         other._bind(model)
         return other
 
@@ -178,6 +178,18 @@ class StepKey:
     def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
+
+    def heed(self, other: StepKey) -> bool:
+        """Depend on those attributes as well that another capture of the same step has read just now.
+
+        False where other objects hang on the model by now."""
+        if len(self._tables) != len(other._tables) or not all(
+            name == other_name and (table is other_table or name.startswith("class "))  # of these there are views
+            for (name, table), (other_name, other_table) in zip(self._tables, other._tables)
+        ):
+            return False
+        self._snapshots = [*self._snapshots, *other._snapshots]
+        return True
 
     def mismatch(self, call: Call, hooks: bool = True) -> str | None:
         """Why a call of the model now would not run the captured step, in words; None where it would.
@@ -201,9 +213,10 @@ class StepKey:
                 return f"module {name or '(the model itself)'} is in {mode} mode"
             if children != tuple(module._modules.values()):  # modules are equal only to themselves
                 return f"submodules of {name or 'the model'} were exchanged"
-        problem = self._snapshot.difference(self._tables)
-        if problem is not None:
-            return problem
+        for snapshot in self._snapshots:
+            problem = snapshot.difference(self._tables)
+            if problem is not None:
+                return problem
         for name, home, count in self._homes:
             if len(home) != count:
                 return f"parameters or buffers were added to {name or 'the model'}, or removed"

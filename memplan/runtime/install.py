@@ -7,6 +7,7 @@ import copy
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, Protocol
@@ -119,7 +120,9 @@ class PlannedForward:
         self._told: set[str] = set()  # of what there has been a warning
         self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
-        self._trained: list[nn.Parameter] = []  # the others that have gradients
+        self._trained = self._with_gradients_here()
+        self._held_bytes = 0  # of gradients that are there as this call begins
+        self._counting: list[Step] = []  # steps whose plans count such
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self._declined: list[tuple[Step, str]] = []  # steps that this call has left by another branch, and where
@@ -152,7 +155,7 @@ class PlannedForward:
             return self.original(*args, **kwargs)  # raises its error, having written what it then has
 
     def _run_planned(self, call: Call) -> Any:
-        self._count_held_gradients(call)
+        self._look_for_gradients()
         step = self._step_for(call)
         self._tell_of_flight(step)
         while True:
@@ -233,13 +236,19 @@ class PlannedForward:
         return None if step is None else self._use(step)
 
     def _serving(self, call: Call) -> Iterator[Step]:
-        """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is."""
-        steps = sorted(self.steps, key=lambda step: not isinstance(step, WholeStep))
+        """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is. Last
+        those that count gradients, where there are none."""
+
+        def rank(step: Step) -> tuple[bool, bool]:
+            return not isinstance(step, WholeStep), not self._held_bytes and self._counts_gradients(step)
+
+        steps = sorted(self.steps, key=rank)
         return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
 
     def _mismatch(self, step: Step, call: Call) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before it runs."""
-        return next((why for other, why in self._declined if other is step), None) or step.mismatch(call)
+        declined = next((why for other, why in self._declined if other is step), None)
+        return declined or step.mismatch(call) or self._no_room(step)
 
     def _use(self, step: Step) -> Step:
         if self.steps[0] is not step:
@@ -255,10 +264,16 @@ class PlannedForward:
         same = (s for s in self._serving(call) if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
-    def _planned(self, call: Call, share: Share | None = None) -> Step:
-        """A new step. share: where ranks of a group have plans from one another."""
-        reasons = [self._mismatch(step, call) for step in self.steps]
-        if None in reasons:
+    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> Step:
+        """A new step. share: where ranks of a group have plans from one another. counting: gradients of earlier steps,
+        as the planner is to do already."""
+        if self._held_bytes and not counting:
+            return self._planned_with_gradients(call)
+        reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
+        known: Sequence[Step]
+        if counting:  # plans that do not are none to begin with
+            known, reason = [], "gradients of an earlier step are there"
+        elif None in reasons:
             self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
             known, reason = [], "such a call came again, and gets a plan of its own"
         elif (reasons or self._unfit) and self._on_mismatch == "raise":
@@ -298,8 +313,8 @@ class PlannedForward:
             self.install()  # the first plan says what else that takes
         if self._host is not None and self._planner.host != self._host:
             self._forget_steps()  # they were made for parameters that have moved since
-        self._host = host = self._planner.host
-        self._trained = [p for n, p in self.model.named_parameters() if p.requires_grad and n not in (host or ())]
+        self._host = self._planner.host
+        self._trained = self._with_gradients_here()
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
@@ -325,34 +340,63 @@ class PlannedForward:
                 return (self._at_hand(call) or planned()).plan
         return self._agreed(call, self._agreement, planned).plan
 
-    def _count_held_gradients(self, call: Call) -> None:
-        """Plan with gradients of an earlier step, once they are there and do not fit beside what was planned.
+    def _with_gradients_here(self) -> list[weakref.ref[nn.Parameter]]:
+        """The parameters that are trained and do not live on the host."""
+        host = self._host or ()
+        return [weakref.ref(p) for name, p in self.model.named_parameters() if p.requires_grad and name not in host]
 
-        That is so in loops that zero gradients between forward and backward, or add up those of several batches.
-        """
-        limit_bytes = self._planner.budget_bytes
-        if limit_bytes is None or "gradients" in self._told or not self._planner.may_hold_gradients:
+    def _look_for_gradients(self) -> None:
+        """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
+        add up those of several batches."""
+        self._held_bytes = 0
+        if "gradients" in self._told or not self._planner.may_hold_gradients:
             return
-        held_bytes = sum(p.grad.nbytes for p in self._trained if p.grad is not None)
-        peak_bytes = held_bytes + max((step.plan.peak_bytes for step in self.steps if step.plan is not None), default=0)
-        if not held_bytes or peak_bytes <= limit_bytes:
-            return
+        gradients = [p.grad for ref in self._trained if (p := ref()) is not None and p.grad is not None]
+        self._held_bytes = sum(g.nbytes for g in gradients if g.layout is torch.strided)
+        if self._on_mismatch == "raise" or self._agreement is not None or not self._alone:  # plans stay as they are
+            why = next((why for step in self.steps if (why := self._no_room(step)) is not None), None)
+            self._held_bytes = 0
+            if why is not None:
+                self._tell_of_gradients(why)
+
+    def _no_room(self, step: Step) -> str | None:
+        """That gradients of an earlier step do not fit beside a plan that does not count them, in words."""
+        plan, limit_bytes = step.plan, self._planner.budget_bytes
+        if not self._held_bytes or plan is None or limit_bytes is None or self._counts_gradients(step):
+            return None
+        held_bytes = plan.peak_bytes + self._held_bytes
+        if held_bytes <= limit_bytes:
+            return None
+        return (
+            f"{format_bytes(self._held_bytes)} of gradients are there when forward begins, which the plan does not "
+            f"count: up to {format_bytes(held_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. "
+            "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
+        )
+
+    def _counts_gradients(self, step: Step) -> bool:
+        planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
+        return planned_so or any(step is known for known in self._counting)
+
+    def _planned_with_gradients(self, call: Call) -> Step:
+        """A new step whose plan counts them; where there is none, one that does not."""
+        why = next((why for step in self.steps if (why := self._no_room(step)) is not None), None)
+        try:
+            with self._planner.counting_held_gradients():
+                step = self._planned(call, counting=True)
+        except BudgetInfeasible as error:
+            self._tell_of_gradients(why or str(error))
+            return self._at_hand(call) or self._planned(call)
+        self._counting = [*(s for s in self._counting if any(s is known for known in self.steps)), step]
+        if why is not None and "planned with gradients" not in self._told:
+            self._told.add("planned with gradients")
+            log.warning("memplan: planned again, because %s", why)
+        return step
+
+    def _tell_of_gradients(self, why: str) -> None:
+        """No plan counts them; those that there are go on."""
         self._told.add("gradients")
-        reason = f"{format_bytes(held_bytes)} of gradients are there when forward begins, which the plan does not count"
-        remedy = "Call optimizer.zero_grad() before forward, or say accumulate=True"
-        before = list(self.steps)
-        with contextlib.suppress(BudgetInfeasible):
-            if self._on_mismatch == "replan" and self._agreement is None and self._alone:
-                self._forget_steps()
-                with self._planner.counting_held_gradients():
-                    self._planned(call)
-                log.warning("memplan: planned again, because %s. %s", reason, remedy)
-                return
-        self.steps[:] = before
-        log.warning(
-            "memplan: %s: up to %s may be held, over the budget of %s. %s",
-            reason, format_bytes(peak_bytes), format_bytes(limit_bytes), remedy,
-        )  # fmt: skip
+        self._held_bytes = 0
+        log.warning("memplan: %s", why)
 
     def _tell_of_flight(self, step: Step) -> None:
         """Say once what is to be known of forwards that wait for their backward while this one begins."""
