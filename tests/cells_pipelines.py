@@ -327,9 +327,8 @@ def deepspeed_planned(stages: int, kind: str, budget: Any) -> Any:
     from memplan.integrations.deepspeed.pipeline import apply_to_stage
 
     engine = deepspeed_engine(stages, kind, 1)
-    apply_to_stage(
-        engine, None, budget, costs="estimate", optimizer=engine.basic_optimizer if kind == "plain" else None
-    )
+    optimizer = engine.basic_optimizer if kind == "plain" else None
+    apply_to_stage(engine, None, budget, costs="estimate", accumulate=True, optimizer=optimizer)
     return engine
 
 

@@ -346,6 +346,7 @@ def test_nothing_is_planned_again_while_a_framework_counts() -> None:
         net.trainer.step, net.trainer.callbacks[0].seen = step, step
         net.trainer.metrics[f"loss {step}"] = loss.detach()
         net.trainer.log.append(loss.item())
+        net.zero_grad()
         net.progress += 1
     assert len(steps_of(net)) == 1
 

@@ -45,7 +45,7 @@ class AttributeReads:
     def listening(self) -> Iterator[None]:
         """Note what is asked for meanwhile, by any thread."""
         with _lock:
-            kinds = [kind for kind in {type(owner) for owner in self._owners} if _begin(kind)]
+            kinds = {kind for kind in {type(owner) for owner in self._owners} if _begin(kind)}
             for owner in self._owners:
                 if type(owner) not in kinds:
                     self._names[id(owner)].add(_IN_ALL)
