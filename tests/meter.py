@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -41,6 +42,7 @@ class LiveMeter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._sizes_bytes: dict[int, int] = {}
+        self._counting = threading.RLock()  # the last user of a storage may be on another thread
         self.live_bytes = 0
         self.peak_bytes = 0
 
@@ -61,15 +63,17 @@ class LiveMeter(TorchDispatchMode):
 
     def _see(self, storage: torch.UntypedStorage) -> None:
         key, size_bytes = storage._cdata, storage.nbytes()
-        known_bytes = self._sizes_bytes.get(key)
-        if known_bytes is None:
-            # The Python object lives exactly as long as the storage, whoever holds that.
-            weakref.finalize(storage, self._freed, key).atexit = False
-        self._sizes_bytes[key] = size_bytes
-        self.live_bytes += size_bytes - (known_bytes or 0)
+        with self._counting:
+            known_bytes = self._sizes_bytes.get(key)
+            if known_bytes is None:
+                # The Python object lives exactly as long as the storage, whoever holds that.
+                weakref.finalize(storage, self._freed, key).atexit = False
+            self._sizes_bytes[key] = size_bytes
+            self.live_bytes += size_bytes - (known_bytes or 0)
 
     def _freed(self, key: int) -> None:
-        self.live_bytes -= self._sizes_bytes.pop(key)
+        with self._counting:
+            self.live_bytes -= self._sizes_bytes.pop(key)
 
 
 def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:

@@ -63,6 +63,7 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         guards=guards,
         reassigned=raw.reassigned,
         decisions=raw.decisions,
+        summed=raw.summed,
         device=draft.device,
     )
 

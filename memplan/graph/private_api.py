@@ -30,7 +30,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 from torch.autograd import forward_ad
-from torch.autograd.graph import _engine_run_backward
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import (
     PythonKeyTracer,
@@ -554,6 +554,16 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 def engine_reaches(node: Any) -> bool:
     """Whether the backward pass in progress will run this autograd node: autograd.grad for other inputs does not."""
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def backward_in_progress() -> int:
+    """A number of its own for each backward pass, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def also_arrives_otherwise(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass in progress goes through a parameter itself."""
+    return parameter.requires_grad and engine_reaches(get_gradient_edge(parameter).node)
 
 
 def backward_keeps_graph() -> bool:

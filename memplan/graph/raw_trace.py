@@ -121,8 +121,9 @@ class RawTrace:
     layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
     that holds the new one. answers: to all reads of tensors, those of forward first: so many are `forward_reads`.
     decisions: branches that were taken for granted by them.
-    arrivals: parameters in the order in which autograd hands over their gradients. odd_sums: (number of an addition in
-    backward, its node, that of its first operand) where the strides would be others, were it made in place.
+    arrivals: parameters in the order in which autograd hands over their gradients. summed: those with gradients from
+    several uses. odd_sums: (number of an addition in backward, its node, that of its first operand) where the strides
+    would be others, were it made in place.
     """
 
     module: fx.GraphModule
@@ -142,4 +143,5 @@ class RawTrace:
     forward_reads: int
     decisions: tuple[Decision, ...]
     arrivals: tuple[str, ...]
+    summed: tuple[str, ...]
     odd_sums: tuple[tuple[int, fx.Node, fx.Node], ...]

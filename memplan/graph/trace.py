@@ -66,6 +66,7 @@ class _Session:
     node_names: tuple[str, ...] = ()
     reassigned: dict[str, int] = field(default_factory=dict)
     arrivals: list[str] = field(default_factory=list)
+    summed: tuple[str, ...] = ()
     seen: Iterator[Answer] | None = None
     blind: bool = False
     answers: list[Answer] = field(default_factory=list)
@@ -200,6 +201,7 @@ def trace_step(
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
             own = {name: leaves[name] for name in differentiated}
+            session.summed = _summed(starts, own)
             grads: list[torch.Tensor | None]
             with session.noting_arrivals(own), backward.context() if backward else contextlib.nullcontext():
                 if around is None or around.whole:
@@ -251,6 +253,12 @@ def input_names(call: Call, around: Surroundings | None) -> tuple[str, ...]:
     """Names of the inputs of a trace: those of the call, and one for each further use."""
     further = around.further_uses() if around else ()
     return (*call.names, *(f"{call.names[position]} (use {use})" for position, use in further))
+
+
+def _summed(starts: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """Parameters whose gradients autograd adds up from several uses."""
+    edges = Edges(starts)
+    return tuple(name for name, leaf in parameters.items() if len(edges.to(leaf)) > 1)
 
 
 def _grads_in_part(
@@ -601,6 +609,7 @@ def _finish(
         forward_reads=session.forward_reads,
         decisions=session.decisions,
         arrivals=tuple(session.arrivals),
+        summed=session.summed,
         odd_sums=tuple(session.odd_sums),
     )
 

@@ -98,7 +98,8 @@ class Traced:
     kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived).
     parents: for a node that only looks at another node's memory, that other node. residents: by root node.
     reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
-    decisions: branches that the trace has taken for granted; what they depend on is an output, too.
+    decisions: branches that the trace has taken for granted; what they depend on is an output, too. summed: parameters
+    whose gradients autograd adds up from several uses.
     """
 
     graph: Graph
@@ -114,6 +115,7 @@ class Traced:
     guards: tuple[Guard, ...]
     reassigned: dict[str, int]
     decisions: tuple[Decision, ...]
+    summed: tuple[str, ...]
     device: torch.device
 
     @property

@@ -263,6 +263,7 @@ class Runner:
         self.store = store
         self.trainable = trainable
         self.rescue: Rescue | None = None
+        self.before_backward: Callable[[], None] | None = None
         self.watch: Observer | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
@@ -488,6 +489,8 @@ class _Step(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
+        if runner.before_backward is not None:
+            runner.before_backward()
         ctx.state, state.autocast = None, Autocast.of_backward(runner.device.type)
         gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)

@@ -1,9 +1,12 @@
-"""What there is to be said where a plan for one forward meets others that wait for their backward."""
+"""What there is to be said where several planned forwards wait for their backward at once."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from torch import nn
+
+from memplan.graph import private_api as private
 from memplan.runtime.step import Step, WholeStep
 from memplan.units import format_bytes
 
@@ -20,14 +23,54 @@ def news_of_flight(step: WholeStep, steps: Sequence[Step], limit_bytes: int | No
             f"the plan is for one: they may hold {format_bytes(peak_bytes)}, over the budget of "
             f"{format_bytes(limit_bytes)}. Say in_flight={count}, or call backward after each forward"
         )
-    if step.runner.program.grads == "surface":
-        news["order"] = (
-            "one backward through them adds to gradients that are there already in another order than eager does. Say "
-            'grads="edges"'
-        )
     if step.key.autocast.enabled and step.key.autocast.cache_enabled:
         news["casts"] = (
             "in one context of autocast eager shares casts of parameters between them, which a plan does not: the last "
             "bits of gradients may differ. Say cache_enabled=False to torch.autocast, and nobody shares any"
         )
     return {subject: f"{count} forwards wait for their backward at once, and {text}" for subject, text in news.items()}
+
+
+class SharedBackward:
+    """Notices backward passes that go through several forwards, or through parameters beside the planned forward.
+
+    Autograd adds up, one by one, what all uses of a parameter give, and adds that to the gradient that is there. A plan
+    adds up what the uses in its own forward give, and hands that over.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._held = -1, False
+
+    def news(self, step: WholeStep, held: Sequence[nn.Parameter]) -> Mapping[str, str]:
+        """By subject, what is to be known when the backward of a step begins.
+
+        held: parameters with gradients of an earlier backward.
+        """
+        before, self._number = self._number, private.backward_in_progress()
+        surfaces, summed = step.runner.program.grads == "surface", step.capture.traced.summed
+        news = {}
+        if self._number != before:
+            self._held = surfaces and bool(held)
+            if self._held and any(private.also_arrives_otherwise(p) for p in held):
+                news["order beside"] = f"through parameters beside it, and {_ORDER}"
+            if surfaces and any(private.also_arrives_otherwise(step.runner.store[name]) for name in summed):
+                news["sums beside"] = f"through parameters beside it, and {_sums(summed)}"
+        else:
+            if self._held:
+                news["order"] = f"others, and {_ORDER}"
+            if summed:
+                news["sums"] = f"others, and {_sums(summed)}, or call backward for each"
+        return {subject: f"one backward goes through a planned forward and {text}" for subject, text in news.items()}
+
+
+_ORDER = (
+    'adds to gradients that are there already in another order than eager does: last bits may differ. Say grads="edges"'
+)
+
+
+def _sums(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"adds up the gradients of {names[0]}{more}, which forward uses more than once, in another order than eager "
+        "does: last bits may differ. Put all of it into one plan with loss_fn="
+    )

@@ -25,7 +25,7 @@ from memplan.runtime.comparison import Comparison
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
-from memplan.runtime.flight import news_of_flight
+from memplan.runtime.flight import SharedBackward, news_of_flight
 from memplan.runtime.lower import Program
 from memplan.runtime.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.step import EagerStep, Step, WholeStep
@@ -121,10 +121,12 @@ class PlannedForward:
         self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._trained = self._with_gradients_here()
-        self._held_bytes = 0  # of gradients that are there as this call begins
+        self._holds = False  # there are gradients as this call begins
+        self._held_bytes = 0  # of those, where plans may have to count them
         self._counting: list[Step] = []  # steps whose plans count such
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
+        self._shared = SharedBackward()
         self._declined: list[tuple[Step, str]] = []  # steps that this call has left by another branch, and where
         self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
@@ -319,6 +321,7 @@ class PlannedForward:
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
             step.runner.rescue = functools.partial(self._rescue, step)
+            step.runner.before_backward = functools.partial(self._tell_of_shared_backward, step)
             step.runner.keeps_buffers = self._on_oom == "replan"
             if self._comparison is None and not step.provisional:
                 self._comparison = Comparison(self.model, step, functools.partial(self._compared, step))
@@ -349,9 +352,10 @@ class PlannedForward:
         """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
         add up those of several batches."""
         self._held_bytes = 0
+        gradients = [p.grad for ref in self._trained if (p := ref()) is not None and p.grad is not None]
+        self._holds = bool(gradients)
         if "gradients" in self._told or not self._planner.may_hold_gradients:
             return
-        gradients = [p.grad for ref in self._trained if (p := ref()) is not None and p.grad is not None]
         self._held_bytes = sum(g.nbytes for g in gradients if g.layout is torch.strided)
         if self._on_mismatch == "raise" or self._agreement is not None or not self._alone:  # plans stay as they are
             why = next((why for step in self.steps if (why := self._no_room(step)) is not None), None)
@@ -402,7 +406,16 @@ class PlannedForward:
         """Say once what is to be known of forwards that wait for their backward while this one begins."""
         if self._planner.in_flight > 1 or not isinstance(step, WholeStep):
             return
-        for subject, text in news_of_flight(step, self.steps, self._planner.budget_bytes).items():
+        self._tell(news_of_flight(step, self.steps, self._planner.budget_bytes))
+
+    def _tell_of_shared_backward(self, step: WholeStep) -> None:
+        """Say once where one backward through more than this forward adds gradients up otherwise than eager does."""
+        held = [p for ref in self._trained if (p := ref()) is not None and p.grad is not None] if self._holds else []
+        self._tell(self._shared.news(step, held))
+
+    def _tell(self, news: Mapping[str, str]) -> None:
+        """Each subject once."""
+        for subject, text in news.items():
             if subject not in self._told:
                 self._told.add(subject)
                 log.warning("memplan: %s", text)
