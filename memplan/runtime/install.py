@@ -7,7 +7,6 @@ import copy
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, Protocol
@@ -21,11 +20,11 @@ from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import OtherResults
 from memplan.runtime.agreement import Agreement, Share
+from memplan.runtime.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.runtime.comparison import Comparison
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.fetch import FetchedWhereUsed
-from memplan.runtime.flight import SharedBackward, news_of_flight
 from memplan.runtime.lower import Program
 from memplan.runtime.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.step import EagerStep, Step, WholeStep
@@ -120,10 +119,7 @@ class PlannedForward:
         self._told: set[str] = set()  # of what there has been a warning
         self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
-        self._trained = self._with_gradients_here()
-        self._holds = False  # there are gradients as this call begins
-        self._held_bytes = 0  # of those, where plans may have to count them
-        self._counting: list[Step] = []  # steps whose plans count such
+        self._held = HeldGradients(model, ())
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self._shared = SharedBackward()
@@ -178,9 +174,7 @@ class PlannedForward:
             return True
         if not private.someone_traces():
             return False
-        if "tracers" not in self._told:
-            self._told.add("tracers")
-            log.warning("memplan: the model runs unplanned under torch.func, forward-mode differentiation and tracers")
+        self._tell({"tracers": "the model runs unplanned under torch.func, forward-mode differentiation and tracers"})
         return True
 
     def _run(self, step: Step, call: Call) -> Any:
@@ -242,7 +236,7 @@ class PlannedForward:
         those that count gradients, where there are none."""
 
         def rank(step: Step) -> tuple[bool, bool]:
-            return not isinstance(step, WholeStep), not self._held_bytes and self._counts_gradients(step)
+            return not isinstance(step, WholeStep), not self._held.extra_bytes and self._held.are_counted_by(step)
 
         steps = sorted(self.steps, key=rank)
         return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
@@ -250,7 +244,7 @@ class PlannedForward:
     def _mismatch(self, step: Step, call: Call) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before it runs."""
         declined = next((why for other, why in self._declined if other is step), None)
-        return declined or step.mismatch(call) or self._no_room(step)
+        return declined or step.mismatch(call) or self._held.beyond(step, self._planner.budget_bytes)
 
     def _use(self, step: Step) -> Step:
         if self.steps[0] is not step:
@@ -269,7 +263,7 @@ class PlannedForward:
     def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> Step:
         """A new step. share: where ranks of a group have plans from one another. counting: gradients of earlier steps,
         as the planner is to do already."""
-        if self._held_bytes and not counting:
+        if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
         reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
         known: Sequence[Step]
@@ -316,7 +310,7 @@ class PlannedForward:
         if self._host is not None and self._planner.host != self._host:
             self._forget_steps()  # they were made for parameters that have moved since
         self._host = self._planner.host
-        self._trained = self._with_gradients_here()
+        self._held.belong_to(self.model, self._host or ())
         self.steps.insert(0, step)
         del self.steps[_MOST_STEPS:]
         if isinstance(step, WholeStep):
@@ -343,64 +337,40 @@ class PlannedForward:
                 return (self._at_hand(call) or planned()).plan
         return self._agreed(call, self._agreement, planned).plan
 
-    def _with_gradients_here(self) -> list[weakref.ref[nn.Parameter]]:
-        """The parameters that are trained and do not live on the host."""
-        host = self._host or ()
-        return [weakref.ref(p) for name, p in self.model.named_parameters() if p.requires_grad and name not in host]
-
     def _look_for_gradients(self) -> None:
         """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
         add up those of several batches."""
-        self._held_bytes = 0
-        gradients = [p.grad for ref in self._trained if (p := ref()) is not None and p.grad is not None]
-        self._holds = bool(gradients)
-        if "gradients" in self._told or not self._planner.may_hold_gradients:
-            return
-        self._held_bytes = sum(g.nbytes for g in gradients if g.layout is torch.strided)
+        uncounted = "gradients" not in self._told and self._planner.may_hold_gradients
+        self._held.look(uncounted)
         if self._on_mismatch == "raise" or self._agreement is not None or not self._alone:  # plans stay as they are
-            why = next((why for step in self.steps if (why := self._no_room(step)) is not None), None)
-            self._held_bytes = 0
+            why = self._why_no_room()
+            self._held.extra_bytes = 0
             if why is not None:
                 self._tell_of_gradients(why)
 
-    def _no_room(self, step: Step) -> str | None:
-        """That gradients of an earlier step do not fit beside a plan that does not count them, in words."""
-        plan, limit_bytes = step.plan, self._planner.budget_bytes
-        if not self._held_bytes or plan is None or limit_bytes is None or self._counts_gradients(step):
-            return None
-        held_bytes = plan.peak_bytes + self._held_bytes
-        if held_bytes <= limit_bytes:
-            return None
-        return (
-            f"{format_bytes(self._held_bytes)} of gradients are there when forward begins, which the plan does not "
-            f"count: up to {format_bytes(held_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. "
-            "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
-        )
-
-    def _counts_gradients(self, step: Step) -> bool:
-        planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
-        return planned_so or any(step is known for known in self._counting)
+    def _why_no_room(self) -> str | None:
+        """That gradients of an earlier step do not fit beside one of the plans, in words."""
+        limit_bytes = self._planner.budget_bytes
+        return next((why for step in self.steps if (why := self._held.beyond(step, limit_bytes)) is not None), None)
 
     def _planned_with_gradients(self, call: Call) -> Step:
         """A new step whose plan counts them; where there is none, one that does not."""
-        why = next((why for step in self.steps if (why := self._no_room(step)) is not None), None)
+        why = self._why_no_room()
         try:
             with self._planner.counting_held_gradients():
                 step = self._planned(call, counting=True)
         except BudgetInfeasible as error:
             self._tell_of_gradients(why or str(error))
             return self._at_hand(call) or self._planned(call)
-        self._counting = [*(s for s in self._counting if any(s is known for known in self.steps)), step]
-        if why is not None and "planned with gradients" not in self._told:
-            self._told.add("planned with gradients")
-            log.warning("memplan: planned again, because %s", why)
+        self._held.are_counted_from_now_by(step, self.steps)
+        if why is not None:
+            self._tell({"planned with gradients": f"planned again, because {why}"})
         return step
 
     def _tell_of_gradients(self, why: str) -> None:
         """No plan counts them; those that there are go on."""
-        self._told.add("gradients")
-        self._held_bytes = 0
-        log.warning("memplan: %s", why)
+        self._tell({"gradients": why})
+        self._held.extra_bytes = 0
 
     def _tell_of_flight(self, step: Step) -> None:
         """Say once what is to be known of forwards that wait for their backward while this one begins."""
@@ -410,8 +380,7 @@ class PlannedForward:
 
     def _tell_of_shared_backward(self, step: WholeStep) -> None:
         """Say once where one backward through more than this forward adds gradients up otherwise than eager does."""
-        held = [p for ref in self._trained if (p := ref()) is not None and p.grad is not None] if self._holds else []
-        self._tell(self._shared.news(step, held))
+        self._tell(self._shared.news(step, self._held.parameters if self._held.exist else ()))
 
     def _tell(self, news: Mapping[str, str]) -> None:
         """Each subject once."""

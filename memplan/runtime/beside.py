@@ -1,14 +1,68 @@
-"""What there is to be said where several planned forwards wait for their backward at once."""
+"""What there may be beside a planned step: gradients of earlier ones, and other forwards in the same backward."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
 from memplan.graph import private_api as private
 from memplan.runtime.step import Step, WholeStep
 from memplan.units import format_bytes
+
+
+class HeldGradients:
+    """Gradients of earlier steps that are there as a call begins, of parameters that do not live on the host.
+
+    exist: whether there are any. extra_bytes: of them, those that plans for one step alone do not count.
+    """
+
+    def __init__(self, model: nn.Module, host: Collection[str]) -> None:
+        self.exist, self.extra_bytes = False, 0
+        self._counting: list[Step] = []  # steps whose plans count such
+        self.belong_to(model, host)
+
+    def belong_to(self, model: nn.Module, host: Collection[str]) -> None:
+        """To the parameters of a model that are trained. host: names of those that live there."""
+        names = model.named_parameters()
+        self._owners = [weakref.ref(p) for name, p in names if p.requires_grad and name not in host]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that have a gradient now."""
+        return [p for owner in self._owners if (p := owner()) is not None and p.grad is not None]
+
+    def look(self, extra: bool) -> None:
+        """As a call begins. extra: plans for one step alone do not count them, and could."""
+        gradients = [p.grad for p in self.parameters]
+        self.exist = bool(gradients)
+        strided = (g for g in gradients if g is not None and g.layout is torch.strided)
+        self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
+
+    def beyond(self, step: Step, limit_bytes: int | None) -> str | None:
+        """That they do not fit beside a step whose plan does not count them, in words. limit_bytes: the budget."""
+        plan = step.plan
+        if not self.extra_bytes or plan is None or limit_bytes is None or self.are_counted_by(step):
+            return None
+        held_bytes = plan.peak_bytes + self.extra_bytes
+        if held_bytes <= limit_bytes:
+            return None
+        return (
+            f"{format_bytes(self.extra_bytes)} of gradients are there when forward begins, which the plan does not "
+            f"count: up to {format_bytes(held_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. "
+            "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
+        )
+
+    def are_counted_by(self, step: Step) -> bool:
+        planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
+        return planned_so or any(step is known for known in self._counting)
+
+    def are_counted_from_now_by(self, step: Step, steps: Iterable[Step]) -> None:
+        """steps: all that are kept; others are forgotten here."""
+        kept = list(steps)
+        self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
 def news_of_flight(step: WholeStep, steps: Sequence[Step], limit_bytes: int | None) -> dict[str, str]:
