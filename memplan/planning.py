@@ -237,12 +237,19 @@ class Planning:
     def _with_caches(
         self, model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
     ) -> Capture:
-        """The step as it is once a first forward has left its caches. Raises the refusal where it leaves more."""
-        if not first.caches:
+        """The step as it is once a first forward has left its caches. Raises the refusal where it leaves more that each
+        run does not set anew."""
+        left, caches = first.left, first.caches
+        if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
             raise refusal
         with AttributesKept(model):
-            first.left.put()
-            return dataclasses.replace(traced(), left=first.left)
+            caches.put()
+            captured = traced()
+            anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+            known = {(id(table), key) for table, key, _ in caches.values}
+            if not {(id(table), key) for table, key, _ in left.values} <= anew | known:
+                raise refusal
+            return dataclasses.replace(captured, left=caches)
 
     def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
@@ -294,7 +301,10 @@ class Planning:
             return estimate(captured.traced)
         if self.costs != "measure":
             raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        with AttributesKept(model):
+            if captured.left is not None:  # buffers that were none
+                captured.left.put()
+            tensors = dict([*model.named_parameters(), *model.named_buffers()])
         sharded = self._sharded(model)
         if self.init is None and any(t.is_meta for t in tensors.values()):
             raise ValueError(

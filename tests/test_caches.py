@@ -70,6 +70,7 @@ def state_of(net: nn.Module) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.usefixtures("cost_cache")
 @pytest.mark.parametrize("how", WHERE)
 def test_what_the_first_forward_leaves_is_there_when_the_step_is_captured(how: str) -> None:
     net, sample = Cached(how), torch.randn(64, 8)
@@ -145,7 +146,7 @@ class EachTime(Cached):
 
 
 @pytest.mark.parametrize("how", WHERE)
-@pytest.mark.parametrize("kind", [OfInputs, OfParameters, OfRandomNumbers, OfANumberThatWasRead, EachTime])
+@pytest.mark.parametrize("kind", [OfInputs, OfParameters, OfRandomNumbers, OfANumberThatWasRead])
 def test_what_depends_on_data_is_left_to_the_first_step(kind: Callable[[str], Cached], how: str) -> None:
     """Planning must not make it of the sample's data, or with random numbers of its own."""
     net, sample = kind(how), torch.randn(64, 8)
@@ -156,6 +157,18 @@ def test_what_depends_on_data_is_left_to_the_first_step(kind: Callable[[str], Ca
     assert state_of(net) == before
     other = torch.randn(64, 8)
     assert_same_bits(run_steps(plain, other), run_steps(net, other))
+
+
+@pytest.mark.parametrize("how", WHERE)
+def test_a_cache_may_be_beside_what_each_run_sets_anew(how: str) -> None:
+    net, sample = EachTime(how), torch.randn(64, 8)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 0.8)
+    assert isinstance(memplan.plan_of(net), memplan.Plan) and not hasattr(net, "last")
+    for size in (64, 32, 64):
+        other = torch.randn(size, 8)
+        assert_same_bits(run_steps(plain, other), run_steps(net, other))
+        assert torch.equal(plain.last, net.last)
 
 
 @pytest.mark.parametrize("how", WHERE)

@@ -259,9 +259,11 @@ class AppendsToAList(Net):
 
 
 class KeepsATensor(Net):
+    last: torch.Tensor | None = None
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.last = self.features(x)
-        return self.last.mean()
+        before, self.last = self.last, self.features(x)
+        return self.last.mean() if before is None else (self.last + before.detach()).mean()
 
 
 class KeepsATensorInADict(Net):

@@ -2,8 +2,9 @@
 
 A model that a training framework drives carries counters, logs, metrics and the framework itself among its attributes,
 and these change with every step. What is asked for is noted on the way: for the time of a trace the classes of such
-objects get a `__getattribute__` and a `__setattr__` that do so. A run that does not read an attribute would have been
-the same run whatever that was; one that it sets has to be set again where somebody else has put it back.
+objects get a `__getattribute__` and a `__setattr__` that do so. A run that does not read an attribute, or not before it
+sets it, would have been the same run whatever that was; one that it sets has to be set again where somebody else has
+put it back.
 
 All attributes count of classes, of tensors, of objects whose class has a `__getattribute__` of its own (the configs of
 transformers) or takes none, and of those that are asked for all that they have (`vars()`, a copy). Unheard goes what is
@@ -24,13 +25,28 @@ from torch import nn
 
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(
-    method.__code__ for method in (nn.Module.__getattr__, nn.Module.__setattr__, nn.Module.__delattr__)
+    method.__code__
+    for method in (
+        nn.Module.__getattr__,
+        nn.Module.__setattr__,
+        nn.Module.__delattr__,
+        nn.Module.register_buffer,
+        nn.Module.register_parameter,
+        nn.Module.add_module,
+    )
 )  # these look for parameters, buffers and submodules there
 
 _lock = threading.RLock()
 _listening: dict[type, Any] = {}  # classes, and the `__setattr__` of their own
 _listeners: dict[type, int] = {}  # how many want to know what is asked of objects of a class
-_heard: dict[int, list[set[str]]] = {}  # by object, for each of those
+_heard: dict[int, list[_Names]] = {}  # by object, for each of those
+
+
+class _Names:
+    """Of one object's attributes. asked: read or set. set_first: set before anybody has read them."""
+
+    def __init__(self) -> None:
+        self.asked, self.set_first = set[str](), set[str]()
 
 
 class AttributeReads:
@@ -38,7 +54,7 @@ class AttributeReads:
 
     def __init__(self, owners: Sequence[Any]) -> None:
         self._owners = [owner for owner in owners if _tells(owner)]
-        self._names: dict[int, set[str]] = {id(owner): set() for owner in self._owners}
+        self._names = {id(owner): _Names() for owner in self._owners}
         self._tables = {id(vars(owner)): self._names[id(owner)] for owner in self._owners}
 
     @contextlib.contextmanager
@@ -48,7 +64,7 @@ class AttributeReads:
             kinds = {kind for kind in {type(owner) for owner in self._owners} if _begin(kind)}
             for owner in self._owners:
                 if type(owner) not in kinds:
-                    self._names[id(owner)].add(_IN_ALL)
+                    self._names[id(owner)].asked.add(_IN_ALL)
                 _heard.setdefault(id(owner), []).append(self._names[id(owner)])
         try:
             yield
@@ -64,7 +80,15 @@ class AttributeReads:
     def of(self, table: Mapping[str, Any]) -> frozenset[str] | None:
         """What was asked of the object with these attributes; None where that may be any of them."""
         names = self._tables.get(id(table))
-        return None if names is None or any(map(_asks_for_more, names)) else frozenset(names)
+        return None if names is None or any(map(_asks_for_more, names.asked)) else frozenset(names.asked)
+
+    def set_first(self, table: Mapping[str, Any]) -> frozenset[str]:
+        """What was set of the object with these attributes, and not read before."""
+        return frozenset() if self.of(table) is None else frozenset(self._tables[id(table)].set_first)
+
+    def pass_over(self, table: Mapping[str, Any], name: str) -> None:
+        """Whatever was there before, it does not matter."""
+        self._tables[id(table)].asked.discard(name)
 
 
 def _tells(owner: Any) -> bool:
@@ -83,7 +107,7 @@ def _getattribute(self: Any, name: str) -> Any:
     asking = _heard.get(id(self))
     if asking is not None and not (name == _IN_ALL and _is_of_no_concern(sys._getframe(1))):
         for names in asking:
-            names.add(name)
+            names.asked.add(name)
     return object.__getattribute__(self, name)
 
 
@@ -94,7 +118,9 @@ def _is_of_no_concern(frame: FrameType) -> bool:
 def _noting_sets(original: Any) -> Any:
     def __setattr__(self: Any, name: str, value: Any) -> None:
         for names in _heard.get(id(self), ()):
-            names.add(name)
+            if name not in names.asked:
+                names.set_first.add(name)
+            names.asked.add(name)
         original(self, name, value)
 
     return __setattr__

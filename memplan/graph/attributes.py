@@ -12,8 +12,9 @@ import copy
 import functools
 import itertools
 import operator
+import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -48,6 +49,14 @@ _NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _DEEPEST = 5
 _ABSENT = object()
+
+
+class SetValue(NamedTuple):
+    """What forward puts into an attribute. owner: the name of the table."""
+
+    owner: str
+    key: str
+    value: Any
 
 
 def is_plain(value: Any) -> bool:
@@ -294,10 +303,13 @@ class LeftBehind:
         self.values.clear()
         self.contents.clear()
 
-    def tensors(self) -> list[torch.Tensor]:
-        """The tensors in it."""
-        things = [*(value for _, _, value in self.values), *(content for _, content in self.contents)]
-        return [t for thing in things for t in _leaves(thing, _DEEPEST) if isinstance(t, torch.Tensor)]
+    def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
+        """All but the values with such tensors in them, and contents."""
+
+        def fits(thing: Any) -> bool:
+            return not any(isinstance(t, torch.Tensor) and excluded(t) for t in _leaves(thing, _DEEPEST))
+
+        return LeftBehind([v for v in self.values if fits(v[2])], [c for c in self.contents if fits(c[1])])
 
 
 class AddedHook(NamedTuple):
@@ -312,7 +324,7 @@ class AddedHook(NamedTuple):
 class AttributesKept:
     """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
 
-    added_hooks: those that forward added, once the trace is over.
+    added_hooks: those that forward added, once the trace is over. set_anew: what each run sets, to tensors of its own.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -329,6 +341,7 @@ class AttributesKept:
             for kind in ("_forward_hooks", "_forward_pre_hooks")
         ]
         self.added_hooks: tuple[AddedHook, ...] = ()
+        self.set_anew: tuple[SetValue, ...] = ()
         self._containers = {
             id(c): (path, c, _copied(c))
             for name, table, _ in self._tables
@@ -338,8 +351,32 @@ class AttributesKept:
     def __enter__(self) -> AttributesKept:
         return self
 
-    def changes(self) -> tuple[tuple[str, str, Any], ...]:
-        """(table, key, value) of each attribute that is another plain value now.
+    def look(self, reads: AttributeReads) -> Sequence[SetValue]:
+        """Note as `set_anew` what forward has just set to tensors, or containers of them, without a look at what was
+        there before. reads: what it has asked for."""
+        self.set_anew = tuple(
+            SetValue(name, key, table[key])
+            for name, table, before in self._tables
+            for key in sorted(reads.set_first(table) - self._unchecked)
+            if key in table and before.get(key, _ABSENT) is not table[key] and not is_plain(table[key])
+            if _is_new(table, key)
+        )
+        return self.set_anew
+
+    def spoil(self) -> None:
+        """Put what nobody can use into attributes that each run sets anew."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in self.set_anew:
+            tables[found.owner][found.key] = object()  # type: ignore[index]
+
+    def pass_over(self, reads: AttributeReads) -> None:
+        """What each run sets anew may be anything before it."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in self.set_anew:
+            reads.pass_over(tables[found.owner], found.key)
+
+    def changes(self) -> tuple[SetValue, ...]:
+        """Each attribute that is another plain value now.
 
         Raises UnsupportedModel, and of those SetsAttribute, where anything else changed: a planned step would not.
         """
@@ -358,17 +395,20 @@ class AttributesKept:
                     "forward, or keep such state in a buffer"
                 )
         changed = []
+        anew = {(name, key): value for name, key, value in self.set_anew}
         for name, table, before in self._tables:
             for key, value in table.items():
                 old = before.get(key, _ABSENT)
                 if key in self._unchecked or old is value or (old is not _ABSENT and _same(old, value)):
+                    continue
+                if anew.get((name, key), _ABSENT) is value:
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
                     raise SetsAttribute(
                         f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
                         "not. Return it from forward, or keep such state in a buffer"
                     )
-                changed.append((name, key, value))
+                changed.append(SetValue(name, key, value))
         return tuple(changed)
 
     def left(self) -> LeftBehind:
@@ -411,6 +451,24 @@ class AttributesKept:
         for _, container, before in self._containers.values():
             if not _same(before, container):
                 _restore(container, before)
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+_OF_ONE_PLACE = {"place": list[int]()}
+_ONE_PLACE = _references(_OF_ONE_PLACE["place"])
+
+
+def _is_new(home: Any, key: Any) -> bool:
+    """Whether a value of a container is a tensor, plain, or a container of such that nobody else has."""
+    if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
+        return True
+    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _ONE_PLACE:
+        return False
+    children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
+    return all(_is_new(home[key], child) for child in children)
 
 
 def _exchanged(members: Table, before: Table) -> list[str]:

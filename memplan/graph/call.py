@@ -115,22 +115,33 @@ class OutputTemplate:
 
     Tensors are also found inside objects that pytree does not open (a key/value cache): those are copied with
     their tensors exchanged.
+
+    returned: how many of `tensors` are in what the model returned; others it left elsewhere.
     """
 
     def __init__(self, output: Any, shared: Sequence[Any]) -> None:
-        leaves, self._spec = pytree.tree_flatten(output)
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
-        paths = _leaf_names(output, len(leaves))
         self._shared = {id(thing): thing for thing in shared}
-        self._leaves: list[Any] = []  # slots, objects with tensors inside, and what stays as it is
-        for path, leaf in zip(paths, leaves, strict=True):
+        self._output = self._without_tensors(output, "")
+        self._attributes: list[tuple[str, str, _Tree]] = []
+        self.returned = len(self.tensors)
+
+    def add_attribute(self, owner: str, key: str, value: Any) -> None:
+        """What the model left in an attribute of something that has this name."""
+        self._attributes.append((owner, key, self._without_tensors(value, f"attribute {owner}.{key}")))
+
+    def _without_tensors(self, value: Any, name: str) -> _Tree:
+        leaves, spec = pytree.tree_flatten(value)
+        kept: list[Any] = []
+        for path, leaf in zip(_leaf_names(value, len(leaves)), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                self._leaves.append(_Slot(self.add(leaf, path)))
+                kept.append(_Slot(self.add(leaf, name + path)))
                 continue
             inner = _tensors_inside(leaf, set(self._shared))
-            indices = tuple(self.add(tensor, f"{path}.{number}") for number, tensor in enumerate(inner))
-            self._leaves.append(_Object(leaf, tuple(inner), indices) if inner else leaf)
+            indices = tuple(self.add(tensor, f"{name}{path}.{number}") for number, tensor in enumerate(inner))
+            kept.append(_Object(leaf, tuple(inner), indices) if inner else leaf)
+        return _Tree(spec, tuple(kept))
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
         """The position of a tensor among `tensors`, where it is entered if it is new."""
@@ -143,8 +154,20 @@ class OutputTemplate:
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output with other tensors, one for each of `self.tensors`."""
+        return self._filled(self._output, tensors)
+
+    @property
+    def attributes(self) -> list[tuple[str, str]]:
+        """Those that the model has set: the name of whose they are, and their own."""
+        return [(owner, key) for owner, key, _ in self._attributes]
+
+    def fill_attributes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        """A value for each of them, with other tensors."""
+        return [self._filled(value, tensors) for _, _, value in self._attributes]
+
+    def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor]) -> Any:
         leaves = []
-        for leaf in self._leaves:
+        for leaf in tree.leaves:
             if isinstance(leaf, _Slot):
                 leaves.append(tensors[leaf.index])
             elif isinstance(leaf, _Object):
@@ -153,7 +176,7 @@ class OutputTemplate:
                 leaves.append(copy.deepcopy(leaf.template, memo))
             else:
                 leaves.append(leaf)
-        return pytree.tree_unflatten(leaves, self._spec)
+        return pytree.tree_unflatten(leaves, tree.spec)
 
 
 def _leaf_names(output: Any, count: int) -> list[str]:
@@ -165,6 +188,14 @@ def _leaf_names(output: Any, count: int) -> list[str]:
     except ValueError:
         names = [f"[{key!r}]" for key in output] if isinstance(output, Mapping) else []
         return names if len(names) == count else [f"[{i}]" for i in range(count)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """leaves: slots, objects with tensors inside, and what stays as it is."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from memplan.graph.attributes import (
     AddedHook,
     AttributesKept,
     LeftBehind,
+    SetsAttribute,
+    SetValue,
     attribute_owners,
     attribute_tables,
     is_plain,
@@ -44,7 +46,7 @@ class Capture:
 
     expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
     hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
-    settled: (name of a table, key, value) of Python attributes that the first eager forward sets and later ones leave.
+    settled: Python attributes that the first eager forward sets and later ones leave.
     answers: what forward reads from tensors; of a part, backward too. left: what the first eager forward leaves, and
     what was there for the capture.
     """
@@ -54,7 +56,7 @@ class Capture:
     reader: CallReader
     key: StepKey
     expanded: Traced | None
-    settled: tuple[tuple[str, str, Any], ...]
+    settled: tuple[SetValue, ...]
     hooks: tuple[AddedHook, ...]
     backward: Autocast | None = None
     answers: tuple[Answer, ...] = ()
@@ -131,8 +133,24 @@ def _capture(
         return trace(in_place=in_place, **how)
 
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
+        trace = functools.partial(trace, left=functools.partial(attributes.look, reads))
         raw = trace(around=around)
         settled = attributes.changes()
+        if settled and attributes.set_anew:
+            raise SetsAttribute(
+                f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
+                f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either"
+            )
+        if attributes.set_anew:  # some ways to read are not heard
+            seen_before = str(raw.module.graph)
+            memory.undo()
+            attributes.spoil()
+            raw = trace(around=around)
+            if str(raw.module.graph) != seen_before:
+                raise SetsAttribute(
+                    f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
+                    "to tensors before; a planned step would not. Keep such state in a buffer"
+                )
         if settled:
             memory.undo()
             raw = trace(around=around)
@@ -147,6 +165,7 @@ def _capture(
         if loss_outside:
             other = with_sums_in_place(trace(expanded=True), functools.partial(traced_again, expanded=True))
         elsewhere = None if device is None else planned_device.type
+        attributes.pass_over(reads)
         key = StepKey(model, call, autocast, elsewhere, shards, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)

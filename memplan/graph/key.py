@@ -154,6 +154,7 @@ class StepKey:
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
         self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
+        self._attributes = dict(self._tables)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
@@ -178,6 +179,12 @@ class StepKey:
     def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
+
+    def attributes(self, owner: str) -> dict[str, Any]:
+        """Those of the model's part, or object behind it, that has this name."""
+        table = self._attributes[owner]
+        assert isinstance(table, dict)  # of a class there is but a view
+        return table
 
     def heed(self, other: StepKey) -> bool:
         """Depend on those attributes as well that another capture of the same step has read just now.

@@ -21,6 +21,7 @@ from torch import fx, nn
 from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.graph import op_facts
 from memplan.graph import private_api as private
+from memplan.graph.attributes import SetValue
 from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import answer_to_any_draw, evaluate, nodes_behind
@@ -139,6 +140,7 @@ def trace_step(
     backward: Autocast | None = None,
     seen: Sequence[Answer] | None = None,
     in_place: frozenset[int] = frozenset(),
+    left: Callable[[], Sequence[SetValue]] = tuple,
 ) -> RawTrace:
     """Trace `run(*args, **kwargs)` and its backward. Nothing of the model, the sample or the generator changes.
 
@@ -149,7 +151,8 @@ def trace_step(
     back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers nor inputs.
     backward: the autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on
     this call, in order: the trace takes the same branches. in_place: numbers of additions in backward that eager makes
-    in place, as `memplan.graph.sums` tells from an earlier trace.
+    in place, as `memplan.graph.sums` tells from an earlier trace. left: what forward has set attributes to, asked for
+    when it is over; the tensors in it are outputs.
 
     Raises UnsupportedModel with the module and the source line where the step can't be traced exactly, OpenBranch where
     it could be with `seen`.
@@ -194,6 +197,8 @@ def trace_step(
                         "under torch.no_grad() instead of setting its .data"
                     )
             template = OutputTemplate(output, shared_objects(model))
+            for found in left():
+                template.add_attribute(*found)
             for name, tensor in model.named_buffers():
                 if name in buffers_before and tensor is not buffers_before[name]:
                     session.reassigned[name] = template.add(tensor, f"buffer {name}")
@@ -372,16 +377,22 @@ def _note_placeholders(session: _Session, real: Sequence[torch.Tensor]) -> None:
 
 def shared_objects(model: nn.Module) -> list[Any]:
     """Objects that belong to the model and that an output may refer to (its config): never copied."""
-    return [model, *(v for m in model.modules() for v in vars(m).values() if hasattr(v, "__dict__"))]
+    held = (v for m in model.modules() for v in vars(m).values())
+    return [model, *(v for v in held if hasattr(v, "__dict__") and not isinstance(v, torch.Tensor))]
 
 
 def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
     """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
 
     The loss is the output called "loss", or the only differentiable scalar if it depends on all that the others depend
-    on: a temperature, or what a router is to be balanced by, does not.
+    on: a temperature, or what a router is to be balanced by, does not. Of what forward leaves in attributes, scalars
+    are taken to be terms of a loss outside, where the model does not return one itself.
     """
-    able = [i for i, wanted in enumerate(requires_grad) if wanted]
+    everything = [i for i, wanted in enumerate(requires_grad) if wanted]
+    able = [i for i in everything if i < template.returned]
+    terms = [i for i in everything if i >= template.returned and template.tensors[i].dim() == 0]
+    if not able:
+        able, terms = terms or everything, []
     if not able:
         raise NothingToTrain(
             "no output of the model depends on a parameter or input that requires grad; there is nothing to plan. "
@@ -392,9 +403,9 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
         return named[:1]
     scalars = [i for i in able if template.tensors[i].dim() == 0]
     if len(scalars) != 1:
-        return able
+        return able + terms
     behind = leaves_behind(template.tensors[scalars[0]])
-    return scalars if all(leaves_behind(template.tensors[i]) <= behind for i in able) else able
+    return scalars if all(leaves_behind(template.tensors[i]) <= behind for i in able) else able + terms
 
 
 @contextlib.contextmanager

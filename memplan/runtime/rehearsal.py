@@ -140,13 +140,13 @@ def _let_go(parameter: torch.Tensor) -> None:
 class OneForward:
     """What one run of forward tells.
 
-    answers: what it read from tensors. left: what it left in the model. caches: that depends on shapes and on buffers
-    that no data reach, not on parameters, inputs or random numbers, so that any first run leaves the same.
+    answers: what it read from tensors. left: what it left in the model. caches: of that, what depends on shapes and on
+    buffers that no data reach, not on parameters, inputs or random numbers, so that any first run leaves the same.
     """
 
     answers: list[Answer]
     left: LeftBehind
-    caches: bool
+    caches: LeftBehind
 
 
 def one_forward(
@@ -168,8 +168,8 @@ def one_forward(
             except Exception as error:
                 raise ForwardFails(error) from error
         left = attributes.left()
-        of_data = (data.reached(t) or (has_memory(t) and storage_key(t) in standing_in) for t in left.tensors())
-        return OneForward(reads.answers, left, not (data.was_read or any(of_data)))
+        caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
+        return OneForward(reads.answers, left, LeftBehind([], []) if data.was_read else caches)
 
 
 class ForwardFails(Exception):

@@ -88,9 +88,15 @@ class WholeStep:
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced = self.capture.traced
+        attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
+        for table, key in attributes:  # eager lets go of what they hold at some time in forward
+            if key in table:
+                table[key] = None
         outputs = self.runner(call.tensors)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
+        for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs), strict=True):
+            table[key] = value
         return traced.template.fill(outputs)
 
 
