@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -71,7 +72,7 @@ def picture(net: nn.Module, sample: Any) -> dict[str, Any]:
         "sample": [
             copied(t) for t in (sample if isinstance(sample, tuple) else (sample,)) if isinstance(t, torch.Tensor)
         ],
-        "generators": [torch.get_rng_state(), repr(random.getstate()), repr(np.random.get_state(legacy=False))],
+        "generators": [torch.get_rng_state(), repr(random.getstate()), pickle.dumps(np.random.get_state())],
         "grad_mode": torch.is_grad_enabled(),
     }
 

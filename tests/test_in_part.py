@@ -20,6 +20,7 @@ from tests.test_refusals import (
     CountsInADict,
     DataBranch,
     DataShape,
+    DrawsAndBranches,
     Foreign,
     KeepsATensor,
     KeepsATensorInADict,
@@ -36,8 +37,8 @@ from tests.test_refusals import (
 from tests.zoo import assert_same_bits, copied
 
 KINDS = [
-    AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, Foreign,
-    KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
+    AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, DrawsAndBranches,
+    Foreign, KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
     SeedsItself, Selected, SparseEmbedding, UsesNumpy,
 ]  # fmt: skip
 
@@ -93,4 +94,11 @@ def test_plain_bits_or_a_refusal(kind: type[nn.Module], inside: bool, budget: fl
         assert_same_bits(steps(net, sample), steps(twin, sample), "a refused model")
         return
     assert_same_bits(before, copied(dict(twin.state_dict())), "a planned model")
+    assert_same_bits(steps(net, sample), steps(twin, sample))
+
+
+@pytest.mark.parametrize("kind", [RandomBranch, PythonRandom, NumpyRandom, DrawsAndBranches])
+def test_planning_in_the_middle_of_a_step_draws_nothing(kind: type[nn.Module]) -> None:
+    (net, sample), (twin, _) = (net_and_sample(lambda: Inside(kind)) for _ in range(2))
+    memplan.apply(twin, None, 1 << 30, costs="estimate")
     assert_same_bits(steps(net, sample), steps(twin, sample))

@@ -228,6 +228,14 @@ class NumpyRandom(Net):
         return self.features(x).mean() * float(np.random.rand())
 
 
+class DrawsAndBranches(Net):
+    """Numbers of Python and numpy, and then a branch that can't be captured."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.features(x).mean() * (random.random() + float(np.random.rand()))
+        return out * 2 if torch.rand([]) < 0.5 else out
+
+
 class Counter(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -376,6 +384,7 @@ class CheckpointsItself(Net):
         (RandomBranchOfAnotherRange, ["random numbers", "test_refusals.py", "number < 0.0"]),
         (PythonRandom, ["random"]),
         (NumpyRandom, ["random"]),
+        (DrawsAndBranches, ["random numbers", "test_refusals.py", "torch.rand"]),
         (Counter, ["Counter.calls", "each time"]),
         (CountsInADict, ["log"]),
         (AppendsToAList, ["history"]),

@@ -412,11 +412,13 @@ def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[boo
 def _generator_kept(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=devices):
-        yield
-    moved = random.getstate() != python_state or not _same_state(np.random.get_state(), numpy_state)
-    random.setstate(python_state)
-    np.random.set_state(numpy_state)
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+        moved = random.getstate() != python_state or not _same_state(np.random.get_state(), numpy_state)
+    finally:
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
     if moved:
         raise UnsupportedModel(
             "forward draws from Python's random or numpy.random; a planned step would take the same number each time. "
