@@ -308,7 +308,8 @@ class Problem:
 
     @property
     def all_on_device(self) -> Problem:
-        """The same step with every parameter and gradient on the device to its end, as it runs without a plan.
+        """The same step with every parameter and gradient on the device to its end, as it runs without a plan: updates
+        are made after it.
 
         Gradients of sharded parameters are handed over all the same.
         """
@@ -321,6 +322,8 @@ class Problem:
             for v in self.graph.values
         )
         extra_bytes = self.extra_resident_bytes + self.extra_host_bytes
+        update_bytes = max([self.update_bytes, *(v.update_bytes for v in self.graph.values)])
         return replace(
-            self, graph=replace(self.graph, values=values), extra_resident_bytes=extra_bytes, extra_host_bytes=0
-        )
+            self, graph=replace(self.graph, values=values), extra_resident_bytes=extra_bytes, extra_host_bytes=0,
+            update_bytes=update_bytes,
+        )  # fmt: skip

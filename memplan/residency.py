@@ -23,7 +23,8 @@ from memplan.solvers import Front
 from memplan.solvers.offload import Offloaded, least_bytes, solve_offload
 from memplan.solvers.offload_bound import residency_bound_s
 
-_SHARES = (0.0, 0.125, 0.25, 0.5, 0.75, 1.0)
+_UNUSED = 1e-9  # a share that has none of the parameters which the step uses
+_SHARES = (0.0, _UNUSED, 0.125, 0.25, 0.5, 0.75, 1.0)
 _ROUNDS = 5  # of shares halfway to the next ones, around the best
 _ORDERS = 24
 _WORTH = 1e-3  # of a step: for less, no further parameters move to the host
@@ -46,10 +47,13 @@ def all_names(movables: Sequence[Movable]) -> frozenset[str]:
 
 
 def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
-    """Names of about this share of the bytes, spread evenly over the order of first use."""
-    chosen: list[str] = []
+    """Names of about this share of the bytes, spread evenly over the order of first use, once all are there that the
+    step does not use: those cost it nothing."""
+    chosen = [name for movable in movables if share and not movable.used for name in movable.names]
     owed_bytes = 0.0
     for movable in movables:
+        if not movable.used:
+            continue
         owed_bytes += share * movable.size_bytes
         if owed_bytes >= movable.size_bytes * (1 - 1e-9):
             owed_bytes -= movable.size_bytes

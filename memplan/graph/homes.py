@@ -17,17 +17,19 @@ from memplan.problem import Value
 class Movable:
     """A parameter that may live on the host. value, gradient: in the graph; it need not have the latter.
 
-    names: by which the model knows it (the first is the one that the step looks it up by).
+    names: by which the model knows it (the first is the one that the step looks it up by). used: by the step.
     """
 
     value: int
     names: tuple[str, ...]
     gradient: int | None
     size_bytes: int
+    used: bool = True
 
 
 def movables(traced: Traced) -> tuple[Movable, ...]:
-    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use.
+    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use;
+    then those that it does not use.
 
     Only those with memory of their own: parameters that share it, or are parts of something larger, stay together.
     """
@@ -44,7 +46,9 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
         if len(gradient.nodes) != 1 or not gradient.nodes[0][0].startswith("parameter "):
             shared.add(gradient.value)
     found = []
-    for v in _in_order_of_use(traced):
+    in_order = _in_order_of_use(traced)
+    used = set(in_order)
+    for v in (*in_order, *(v for v in range(len(graph.values)) if v not in used)):
         value = graph.values[v]
         names = tuple(r.name for n in traced.roots.get(v, ()) if (r := traced.residents.get(n)) is not None)
         gradients = {gradient_of[n] for n in names if n in gradient_of}
@@ -52,7 +56,7 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
             continue
         if len(names) > 1 or not _is_all_of_its_memory(traced, v) or gradients & (shared | outputs):
             continue
-        found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes))
+        found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes, v in used))
     return tuple(found)
 
 
