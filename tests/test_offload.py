@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import gc
 import importlib.util
+import sys
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -427,12 +429,14 @@ class CountingStreams(engine.FakeStreams):
     def pinned(self, size_bytes: int) -> torch.Tensor:
         memory = super().pinned(size_bytes)
         self.meter.register(memory)  # a look at it would count it, too
-        self.host_bytes += size_bytes
+        with self._lock:
+            self.host_bytes += size_bytes
         weakref.finalize(memory.untyped_storage(), self._freed, size_bytes).atexit = False
         return memory
 
     def _freed(self, size_bytes: int) -> None:
-        self.host_bytes -= size_bytes
+        with self._lock:  # the last user may be the thread that updates parameters
+            self.host_bytes -= size_bytes
 
 
 class DeviceMeter(LiveMeter):
@@ -550,6 +554,26 @@ def test_a_thousand_steps() -> None:
         optimizer.step()
         optimizer.zero_grad()
         assert transfers.allocations == 1 and len(transfers._host) == 1, step
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_fake_copies_are_done_whichever_thread_waits_for_them(seed: int | None) -> None:
+    streams, source = engine.FakeStreams(seed), torch.ones(1 << 16, dtype=torch.uint8)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(1) as worker:
+            for _ in range(1000):
+                targets = [torch.empty_like(source) for _ in range(4)]
+                copies = [streams.copy("in", source, target) for target in targets]
+                done = [worker.submit(streams.finish, copy) for copy in copies]
+                for copy, target in zip(copies, targets, strict=True):
+                    streams.wait(copy)
+                    assert target.min() == 1
+                for future in done:
+                    future.result()
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_removing_the_plan_frees_host_memory() -> None:

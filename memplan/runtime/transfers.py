@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import random
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -112,25 +113,28 @@ class FakeStreams:
     """Streams on a CPU whose copies are as late as they may be, or early at random. They keep nothing alive.
 
     Harder than real ones: copies are in no order, so that each has to be waited for. seed: of the random early copies;
-    None never copies early.
+    None never copies early. Threads that update parameters wait for copies, too.
     """
 
     def __init__(self, seed: int | None = None) -> None:
         self._random = None if seed is None else random.Random(seed)
         self._pending: list[_FakeCopy] = []
+        self._lock = threading.RLock()  # a copy that frees memory may end in here again
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
         target.fill_(_POISON)
         copy = _FakeCopy(_Span.of(source), _Span.of(target))
-        self._pending.append(copy)
-        self._run_some()
+        with self._lock:
+            self._pending.append(copy)
+            self._run_some()
         return copy
 
     def wait(self, event: _FakeCopy) -> None:
-        if event in self._pending:
-            self._pending.remove(event)
-            event.run()
-        self._run_some()
+        with self._lock:
+            if event in self._pending:
+                self._pending.remove(event)
+                event.run()
+            self._run_some()
 
     def finish(self, event: _FakeCopy) -> None:
         self.wait(event)
