@@ -64,6 +64,7 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         reassigned=raw.reassigned,
         decisions=raw.decisions,
         summed=raw.summed,
+        inner=raw.inner,
         device=draft.device,
     )
 

@@ -514,6 +514,23 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def hooks_on_traced(
+    register: Callable[[Callable[..., Any], torch.Tensor, Any], Any], retain: Callable[[torch.Tensor], None]
+) -> Iterator[None]:
+    """Call these where `register_hook` (what it does comes first) and `retain_grad` are called on what is traced."""
+    original = torch.Tensor.register_hook
+
+    def registered(self: torch.Tensor, hook: Any) -> Any:
+        return register(original, self, hook)
+
+    FakeTensor.register_hook, FakeTensor.retain_grad = registered, retain  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.register_hook, FakeTensor.retain_grad
+
+
+@contextlib.contextmanager
 def stepped_as_real(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Have optimizers step fake parameters as they would step these: on a GPU all at once, which takes copies of them.
 
@@ -553,7 +570,10 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
 
 def engine_reaches(node: Any) -> bool:
     """Whether the backward pass in progress will run this autograd node: autograd.grad for other inputs does not."""
-    return bool(torch._C._will_engine_execute_node(node))
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is a leaf that autograd.grad was asked for
+        return True
 
 
 def backward_in_progress() -> int:

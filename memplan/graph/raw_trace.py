@@ -122,8 +122,9 @@ class RawTrace:
     that holds the new one. answers: to all reads of tensors, those of forward first: so many are `forward_reads`.
     decisions: branches that were taken for granted by them.
     arrivals: parameters in the order in which autograd hands over their gradients. summed: those with gradients from
-    several uses. odd_sums: (number of an addition in backward, its node, that of its first operand) where the strides
-    would be others, were it made in place.
+    several uses. inner: the outputs from which others derive, and whether one that backward starts from does. odd_sums:
+    (number of an addition in backward, its node, that of its first operand) where the strides would be others, were it
+    made in place.
     """
 
     module: fx.GraphModule
@@ -144,4 +145,5 @@ class RawTrace:
     decisions: tuple[Decision, ...]
     arrivals: tuple[str, ...]
     summed: tuple[str, ...]
+    inner: dict[int, bool]
     odd_sums: tuple[tuple[int, fx.Node, fx.Node], ...]

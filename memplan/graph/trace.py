@@ -34,6 +34,7 @@ from memplan.graph.real_results import with_noted_results
 from memplan.graph.remembered import results_forgotten
 from memplan.graph.source_lines import caller_line, first_line, in_python_backward, line_of, lines_within, stack_depth
 from memplan.graph.sums import is_odd
+from memplan.graph.tensor_hooks import looking_refused
 from memplan.graph.writes import KeptMemory, written_by
 
 _OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
@@ -68,6 +69,7 @@ class _Session:
     reassigned: dict[str, int] = field(default_factory=dict)
     arrivals: list[str] = field(default_factory=list)
     summed: tuple[str, ...] = ()
+    inner: dict[int, bool] = field(default_factory=dict)
     seen: Iterator[Answer] | None = None
     blind: bool = False
     answers: list[Answer] = field(default_factory=list)
@@ -206,7 +208,9 @@ def trace_step(
             chosen, tangents = _tangents(session, expanded, around)
             starts = [template.tensors[i] for i in chosen]
             own = {name: leaves[name] for name in differentiated}
-            session.summed = _summed(starts, own)
+            edges = Edges(starts)
+            session.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
+            session.inner = _inner(session, edges)
             grads: list[torch.Tensor | None]
             with session.noting_arrivals(own), backward.context() if backward else contextlib.nullcontext():
                 if around is None or around.whole:
@@ -236,6 +240,7 @@ def trace_step(
         stack.enter_context(_generator_kept(device))
         stack.enter_context(_module_stack(session))
         stack.enter_context(as_without_modes())
+        stack.enter_context(looking_refused())
         stack.enter_context(results_forgotten(model))
         memory = memory or stack.enter_context(KeptMemory())
         try:
@@ -260,10 +265,12 @@ def input_names(call: Call, around: Surroundings | None) -> tuple[str, ...]:
     return (*call.names, *(f"{call.names[position]} (use {use})" for position, use in further))
 
 
-def _summed(starts: Sequence[torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
-    """Parameters whose gradients autograd adds up from several uses."""
-    edges = Edges(starts)
-    return tuple(name for name, leaf in parameters.items() if len(edges.to(leaf)) > 1)
+def _inner(session: _Session, edges: Edges) -> dict[int, bool]:
+    """The outputs from which others derive, and whether one that backward starts from does. edges: behind those."""
+    assert session.template is not None
+    tensors = {i: t for i, t in enumerate(session.template.tensors) if t.grad_fn is not None}
+    of_all = Edges(tensors.values())
+    return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
 
 
 def _grads_in_part(
@@ -623,6 +630,7 @@ def _finish(
         decisions=session.decisions,
         arrivals=tuple(session.arrivals),
         summed=session.summed,
+        inner=session.inner,
         odd_sums=tuple(session.odd_sums),
     )
 

@@ -99,7 +99,8 @@ class Traced:
     parents: for a node that only looks at another node's memory, that other node. residents: by root node.
     reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
     decisions: branches that the trace has taken for granted; what they depend on is an output, too. summed: parameters
-    whose gradients autograd adds up from several uses.
+    whose gradients autograd adds up from several uses. inner: the outputs from which others derive, and whether one
+    that backward starts from does: the gradient that is handed in for such an output is not all of it.
     """
 
     graph: Graph
@@ -116,6 +117,7 @@ class Traced:
     reassigned: dict[str, int]
     decisions: tuple[Decision, ...]
     summed: tuple[str, ...]
+    inner: dict[int, bool]
     device: torch.device
 
     @property

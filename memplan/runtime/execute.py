@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
+from memplan.graph.tensor_hooks import Onlookers
 from memplan.runtime.check import run_checked
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.gathers import Gathers
@@ -201,7 +202,8 @@ class InFlight:
 
     watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
     surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
-    autocast: under which backward runs; None is none. decided: what forward has branched on.
+    autocast: under which backward runs; None is none. decided: what forward has branched on. onlookers: at outputs
+    from which others derive.
     """
 
     saved: list[Any]
@@ -212,6 +214,7 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
+    onlookers: dict[int, Onlookers] = field(default_factory=dict)
 
     @property
     def saved_bytes(self) -> int:
@@ -253,9 +256,11 @@ class Runner:
         written: Written,
         autocast: Autocast | None = None,
         decisions: tuple[int, ...] = (),
+        inner: Mapping[int, bool] | None = None,
     ) -> None:
         """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
-        which backward was captured; None is none. decisions: outputs that tell which branches forward takes.
+        which backward was captured; None is none. decisions: outputs that tell which branches forward takes. inner:
+        outputs from which others derive, and whether one that backward starts from does.
 
         trainable: the parameters that are inputs of the Function, under grads="edges".
         """
@@ -277,6 +282,7 @@ class Runner:
         self._requires_grad = requires_grad
         self._output_names = output_names
         self._decisions = decisions
+        self._inner = inner or {}
 
     def check_first_runs(self) -> None:
         """Have every result compared with the trace's when the programs first run, for no op was run here before."""
@@ -286,6 +292,10 @@ class Runner:
         """The outputs of one planned forward, connected to autograd."""
         parameters = [self.store[name] for name in self.trainable]
         outputs = _Step.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+        for i in self._inner:
+            node = outputs[i].grad_fn
+            if node is not None:
+                node.state.onlookers[i] = Onlookers(self._output_names[i], outputs[i])
         same = self.program.input_outputs
         return tuple(inputs[same[i]] if i in same else t for i, t in enumerate(outputs))
 
@@ -324,6 +334,9 @@ class Runner:
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
         run = self._backward_for(tangents, state.autocast)
+        for i, onlookers in state.onlookers.items():
+            if self._inner.get(i):
+                onlookers.check()
         self.store.begin()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
@@ -380,7 +393,7 @@ class Runner:
             again = self.forward(state.start.inputs)[1]
         finally:
             self._go_back(present)
-        again.surfaced, again.autocast = state.surfaced, state.autocast
+        again.surfaced, again.autocast, again.onlookers = state.surfaced, state.autocast, state.onlookers
         return self.backward(again, tangents)
 
     def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:

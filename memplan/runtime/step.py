@@ -151,6 +151,7 @@ def _runner(
         written=_written(traced),
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
+        inner=traced.inner,
     )
 
 

@@ -169,6 +169,7 @@ class UnitRunner(Runner):
             draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
             written=Written(),
             decisions=tuple(decision.output for decision in traced.decisions),
+            inner=traced.inner,
         )
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
