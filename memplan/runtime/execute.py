@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,12 +23,12 @@ from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
-from memplan.graph.tensor_hooks import Onlookers
 from memplan.runtime.check import run_checked
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
 from memplan.runtime.observe import Observer
+from memplan.runtime.outputs import Outputs, Returned
 from memplan.runtime.rng import held_rng, restore_held_rng
 from memplan.runtime.transfers import Transfers
 from memplan.runtime.updates import UpdatesInBackward
@@ -202,8 +202,8 @@ class InFlight:
 
     watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
     surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
-    autocast: under which backward runs; None is none. decided: what forward has branched on. onlookers: at outputs
-    from which others derive.
+    autocast: under which backward runs; None is none. decided: what forward has branched on. returned: what it has
+    returned, where that matters.
     """
 
     saved: list[Any]
@@ -214,7 +214,7 @@ class InFlight:
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
     autocast: Autocast | None = None
-    onlookers: dict[int, Onlookers] = field(default_factory=dict)
+    returned: Returned | None = None
 
     @property
     def saved_bytes(self) -> int:
@@ -249,18 +249,15 @@ class Runner:
         store: ParameterStore,
         trainable: tuple[str, ...],
         backwards: tuple[tuple[dict[int, TangentLayout], fx.GraphModule], ...],
-        requires_grad: tuple[bool, ...],
-        output_names: tuple[str, ...],
+        outputs: Outputs,
         device: torch.device,
         draws: bool,
         written: Written,
         autocast: Autocast | None = None,
         decisions: tuple[int, ...] = (),
-        inner: Mapping[int, bool] | None = None,
     ) -> None:
         """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
-        which backward was captured; None is none. decisions: outputs that tell which branches forward takes. inner:
-        outputs from which others derive, and whether one that backward starts from does.
+        which backward was captured; None is none. decisions: outputs that tell which branches forward takes.
 
         trainable: the parameters that are inputs of the Function, under grads="edges".
         """
@@ -278,11 +275,11 @@ class Runner:
         self.anchor = torch.empty(0, requires_grad=True, device=device)
         self.autocasts = {autocast}  # under which backward has these ops
         self._backwards = backwards
+        of_backward = (named for _, backward in backwards for named in backward.named_buffers())
+        self._constants = {name: tensor for name, tensor in of_backward if not tensor.is_meta}
         self._layouts = backwards[0][0]
-        self._requires_grad = requires_grad
-        self._output_names = output_names
+        self._outputs = outputs
         self._decisions = decisions
-        self._inner = inner or {}
 
     def check_first_runs(self) -> None:
         """Have every result compared with the trace's when the programs first run, for no op was run here before."""
@@ -292,12 +289,14 @@ class Runner:
         """The outputs of one planned forward, connected to autograd."""
         parameters = [self.store[name] for name in self.trainable]
         outputs = _Step.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
-        for i in self._inner:
-            node = outputs[i].grad_fn
-            if node is not None:
-                node.state.onlookers[i] = Onlookers(self._output_names[i], outputs[i])
-        same = self.program.input_outputs
-        return tuple(inputs[same[i]] if i in same else t for i, t in enumerate(outputs))
+        if self._outputs.inner or self._outputs.shared:
+            node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
+            node.state.returned = self._outputs.returned(outputs)
+        for i, position in self.program.input_outputs.items():
+            given = inputs[position]
+            same = given if given.requires_grad == self._outputs.requires_grad[i] else given.detach()
+            outputs = (*outputs[:i], same, *outputs[i + 1 :])
+        return tuple(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
         self.store.begin()
@@ -315,12 +314,13 @@ class Runner:
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
-        outputs = [t if i in program.input_outputs else t.data for i, t in enumerate(outputs)]
+        outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
         watched = [_Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
         # Detached, for an output that holds itself through its graph would outlive its last user.
         watched += [
-            _Watched.of(f"output {self._output_names[i]}", outputs[i].detach()) for i in program.backward_outputs
+            _Watched.of(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs
         ]
+        watched += [_Watched.of(f"constant {name}", tensor) for name, tensor in self._constants.items()]
         read = [] if start is None else [name for name in self.store if name not in self.written.buffers]
         named = {name: _Watched.named(name, self.store) for name in {*program.backward_state, *read}}
         if start is not None:
@@ -334,9 +334,8 @@ class Runner:
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
         run = self._backward_for(tangents, state.autocast)
-        for i, onlookers in state.onlookers.items():
-            if self._inner.get(i):
-                onlookers.check()
+        if state.returned is not None:
+            self._outputs.check(state.returned, tangents)
         self.store.begin()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
@@ -393,7 +392,7 @@ class Runner:
             again = self.forward(state.start.inputs)[1]
         finally:
             self._go_back(present)
-        again.surfaced, again.autocast, again.onlookers = state.surfaced, state.autocast, state.onlookers
+        again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
         return self.backward(again, tangents)
 
     def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:
@@ -406,7 +405,7 @@ class Runner:
             )
         for index in tangents.keys() - self._layouts.keys():
             raise OtherTangents(
-                f"backward reached output {self._output_names[index]}, but the plan starts backward from "
+                f"backward reached output {self._outputs.names[index]}, but the plan starts backward from "
                 f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
             )
         for index in self._layouts.keys() - tangents.keys():
@@ -446,7 +445,7 @@ class Runner:
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:
-        return self._requires_grad
+        return self._outputs.requires_grad
 
     def _watched(
         self, phase: Callable[[Observer], contextlib.AbstractContextManager[None]]

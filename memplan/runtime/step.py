@@ -17,6 +17,7 @@ from memplan.runtime.collectives import GRADIENT, Collectives
 from memplan.runtime.execute import ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
+from memplan.runtime.outputs import Outputs
 
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
@@ -138,24 +139,22 @@ def _runner(
     variants = [v for v in (traced, capture.expanded) if v is not None]
     trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
     names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
-    outputs = [traced.template.names[i] or "output" for i in range(len(traced.outputs))]
+    outputs = Outputs.of(traced)
     return Runner(
         program=programs[0],
         store=ParameterStore(model, names, traced.device, gathers),
         trainable=trainable if programs[0].grads == "edges" else (),
-        backwards=tuple((_layouts(v, outputs), p.backward) for v, p in zip(variants, programs)),
-        requires_grad=tuple(o.requires_grad for o in traced.outputs),
-        output_names=tuple(outputs),
+        backwards=tuple((_layouts(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
+        outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=_written(traced),
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
-        inner=traced.inner,
     )
 
 
-def _layouts(traced: Traced, names: list[str]) -> dict[int, TangentLayout]:
+def _layouts(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
     return {
         index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
         for index, output in enumerate(traced.outputs)

@@ -30,6 +30,7 @@ from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.execute import Gradients, InFlight, OtherTangents, ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.gathers import Gathers
 from memplan.runtime.lower import Program
+from memplan.runtime.outputs import Outputs
 from memplan.runtime.rng import held_rng, restore_held_rng
 
 Forward = Callable[..., Any]
@@ -150,9 +151,9 @@ class UnitRunner(Runner):
     @staticmethod
     def of(module: nn.Module, capture: Capture, program: Program, gathers: Gathers | None = None) -> UnitRunner:
         traced = capture.traced
-        names = tuple(name or "output" for name in traced.template.names)
+        outputs = Outputs.of(traced)
         layouts = {
-            index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
+            index: TangentLayout.of(outputs.names[index], traced.tangent_nodes[output.tangent].meta["val"])
             for index, output in enumerate(traced.outputs)
             if output.tangent is not None
         }
@@ -163,13 +164,11 @@ class UnitRunner(Runner):
             store=ParameterStore(module, names_of_state, traced.device, gathers),
             trainable=program.parameter_gradients,
             backwards=((layouts, program.backward),),
-            requires_grad=tuple(o.requires_grad for o in traced.outputs),
-            output_names=names,
+            outputs=outputs,
             device=traced.device,
             draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
             written=Written(),
             decisions=tuple(decision.output for decision in traced.decisions),
-            inner=traced.inner,
         )
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
