@@ -17,6 +17,8 @@ from memplan.graph import private_api as private
 from memplan.graph.tensor_hooks import only_waits
 from memplan.graph.traced import Traced
 
+_NEVER = -1  # the number of no backward pass
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
@@ -46,8 +48,9 @@ class Outputs:
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Returned:
         """These tensors as they are returned, for a look at them in backward."""
+        looked_at = [_NEVER]
         return Returned(
-            {i: _Onlookers(self.names[i], tensors[i]) for i in self.inner if tensors[i].grad_fn is not None},
+            {i: _Onlookers(self.names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None},
             [_Shared([self.names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared],
         )
 
@@ -69,18 +72,23 @@ class Returned:
 
 
 class _Onlookers:
-    """Whoever asks for the gradient of an output."""
+    """Whoever asks for the gradient of an output.
 
-    def __init__(self, name: str, output: torch.Tensor) -> None:
-        self._name, self._output = name, weakref.ref(output)
+    looked_at: the backward pass of which one of all outputs of a forward has seen that it runs the planned one.
+    """
+
+    def __init__(self, name: str, output: torch.Tensor, looked_at: list[int]) -> None:
+        self._name, self._output, self._looked_at = name, weakref.ref(output), looked_at
         self._hooks = output.register_hook(self._begin).hooks_dict_ref
 
     def _begin(self, gradient: torch.Tensor | None) -> None:
         """Called before all others, who would not know what to do with a gradient that is none."""
-        output = self._output()
-        goes_on = [] if output is None or output.grad_fn is None else [n for n, _ in output.grad_fn.next_functions if n]
-        if goes_on and not any(map(private.engine_reaches, goes_on)):
-            raise self._refusal("torch.autograd.grad")
+        if self._looked_at[0] != private.backward_in_progress():
+            output = self._output()
+            node = None if output is None else output.grad_fn
+            if node is not None and not any(private.engine_reaches(n) for n, _ in node.next_functions if n):
+                raise self._refusal("torch.autograd.grad")
+            self._looked_at[0] = private.backward_in_progress()
         if gradient is None:
             self.check()
 
@@ -89,7 +97,7 @@ class _Onlookers:
         output, hooks = self._output(), self._hooks() or {}
         if output is not None and output.retains_grad:
             raise self._refusal("retain_grad()")
-        if not all(only_waits(hook) for hook in hooks.values()):
+        if len(hooks) > 1 and not all(only_waits(hook) for hook in hooks.values()):
             raise self._refusal("a hook")
 
     def _refusal(self, who: str) -> RuntimeError:
