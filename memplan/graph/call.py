@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import inspect
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -116,12 +120,14 @@ class OutputTemplate:
     Tensors are also found inside objects that pytree does not open (a key/value cache): those are copied with
     their tensors exchanged.
 
-    returned: how many of `tensors` are in what the model returned; others it left elsewhere.
+    returned: how many of `tensors` are in what the model returned; others it left elsewhere. out_of_reach: what there
+    is that holds tensors in a way in which they can't be exchanged.
     """
 
     def __init__(self, output: Any, shared: Sequence[Any]) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
+        self.out_of_reach: list[str] = []
         self._shared = {id(thing): thing for thing in shared}
         self._output = self._without_tensors(output, "")
         self._attributes: list[tuple[str, str, _Tree]] = []
@@ -138,7 +144,8 @@ class OutputTemplate:
             if isinstance(leaf, torch.Tensor):
                 kept.append(_Slot(self.add(leaf, name + path)))
                 continue
-            inner = _tensors_inside(leaf, set(self._shared))
+            inner, closed = _tensors_inside(leaf, set(self._shared))
+            self.out_of_reach += [f"{name}{path} ({type(thing).__name__})".strip() for thing in closed]
             indices = tuple(self.add(tensor, f"{name}{path}.{number}") for number, tensor in enumerate(inner))
             kept.append(_Object(leaf, tuple(inner), indices) if inner else leaf)
         return _Tree(spec, tuple(kept))
@@ -214,21 +221,51 @@ class _Object:
     indices: tuple[int, ...]
 
 
-def _tensors_inside(thing: Any, seen: set[int]) -> list[torch.Tensor]:
-    """Tensors reachable from an object through attributes, lists, tuples, sets and dicts, each once."""
-    if id(thing) in seen or isinstance(thing, (str, bytes, int, float, bool, type(None), type, torch.dtype)):
-        return []
+_NO_TENSORS_INSIDE = (
+    *(str, bytes, int, float, bool, type(None), type, torch.dtype, torch.device),
+    *(torch.nn.Module, ModuleType, BuiltinFunctionType),
+)
+
+
+def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], list[Any]]:
+    """Tensors reachable from an object through attributes, lists, tuples, sets and dicts, each once; and what holds
+    some in another way, or may: functions that have closed over them, generators, iterators."""
+    if id(thing) in seen or isinstance(thing, _NO_TENSORS_INSIDE):
+        return [], []
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
-        return [thing]
-    if isinstance(thing, torch.nn.Module) or callable(thing):
-        return []
+        return [thing], []
+    if isinstance(thing, GeneratorType):
+        return [], [thing]
+    children, are_copied = _children(thing)
+    tensors, closed = list[torch.Tensor](), list[Any]()
+    for child in children:
+        inside = _tensors_inside(child, seen)
+        tensors += inside[0]
+        closed += inside[1]
+    return (tensors, closed) if are_copied else ([], [thing] if tensors or closed else [])
+
+
+def _children(thing: Any) -> tuple[list[Any], bool]:
+    """What an object holds, and whether `copy.deepcopy` copies that with it."""
     if isinstance(thing, Mapping):
-        children = list(thing.values())
-    elif isinstance(thing, (list, tuple, set, frozenset)):
-        children = list(thing)
-    else:
-        children = list(getattr(thing, "__dict__", {}).values())
-        for name in getattr(type(thing), "__slots__", ()):
-            children.append(getattr(thing, name, None))
-    return [tensor for child in children for tensor in _tensors_inside(child, seen)]
+        return list(thing.values()), True
+    if isinstance(thing, (list, tuple, set, frozenset, deque)):
+        return list(thing), True
+    if isinstance(thing, FunctionType):
+        return [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)], False
+    if isinstance(thing, MethodType):
+        return [thing.__self__], True
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()], True
+    if hasattr(thing, "__dict__") or hasattr(thing, "__slots__"):
+        slots = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+        return [*getattr(thing, "__dict__", {}).values(), *slots], True
+    return gc.get_referents(thing), False
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:
+        return False

@@ -20,10 +20,15 @@ from memplan.graph.attribute_reads import AttributeReads
 from memplan.graph.attributes import Snapshot, attribute_tables, is_plain
 from memplan.graph.call import Call
 from memplan.graph.guards import Guards
-from memplan.graph.layout import storage_key
+from memplan.graph.layout import storage_key, strided_parts
 from memplan.graph.raw_trace import AttributeRead, Autocast
 from memplan.graph.shards import Shards
 from memplan.graph.traced import Traced
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, none where it is sparse."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,7 @@ class _Tensor:
 
     @staticmethod
     def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
-        return _Tensor(tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
+        return _Tensor(tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
 
     def __str__(self) -> str:
         grad = ", requires grad" if self.requires_grad else ""
@@ -77,7 +82,7 @@ class ArgumentsKey:
             if (
                 tensor.shape != expected.shape
                 or tensor.dtype != expected.dtype
-                or tensor.stride() != expected.stride
+                or _stride(tensor) != expected.stride
                 or tensor.device.type != (self._device_type or expected.device.type)
                 or tensor.requires_grad != expected.requires_grad
             ):
@@ -239,7 +244,7 @@ class StepKey:
                 tensor.dtype != facts.dtype
                 or tensor.requires_grad != facts.requires_grad
                 or tensor.device != facts.device
-                or (not facts.sharded and (tensor.shape != facts.shape or tensor.stride() != facts.stride))
+                or (not facts.sharded and (tensor.shape != facts.shape or _stride(tensor) != facts.stride))
             ):
                 return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
         return None
@@ -287,6 +292,7 @@ def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
     """For each tensor the first one that shares its storage, and how far behind its start the tensor starts. Where in a
     larger storage they all lie is of no concern: batches may be slices of one tensor."""
     first: dict[int, int] = {}
+    tensors = [strided_parts(t)[-1] for t in tensors]
     groups = [first.setdefault(storage_key(t), i) for i, t in enumerate(tensors)]
     return tuple((i, int(t.storage_offset() - tensors[i].storage_offset())) for i, t in zip(groups, tensors))
 

@@ -16,6 +16,17 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensor, or the strided ones that a sparse one consists of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.sparse_csr or tensor.layout is torch.sparse_bsr:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout is torch.sparse_csc or tensor.layout is torch.sparse_bsc:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
+
+
 def tensors_of(result: Any) -> list[torch.Tensor]:
     """The tensors among an op's results, in order."""
     results = result if isinstance(result, (list, tuple)) else [result]

@@ -26,7 +26,7 @@ from memplan.graph.branches import as_without_modes
 from memplan.graph.call import Call, OutputTemplate
 from memplan.graph.dataflow import answer_to_any_draw, evaluate, nodes_behind
 from memplan.graph.edges import Edges, leaves_behind
-from memplan.graph.layout import dense_layout, storage_key, strides_that_matter, tensors_of
+from memplan.graph.layout import dense_layout, storage_key, strided_parts, strides_that_matter, tensors_of
 from memplan.graph.memo import Memo
 from memplan.graph.raw_trace import Answer, AttributeRead, Autocast, Decision, RawTrace, ScalarRead, Surroundings
 from memplan.graph.real_outputs import corrected_outputs
@@ -161,6 +161,9 @@ def trace_step(
     """
     parameters = dict(model.named_parameters())
     buffers = dict(model.named_buffers())
+    for name, tensor in (*parameters.items(), *buffers.items(), *zip(call.names, call.tensors, strict=True)):
+        if len(strided_parts(tensor)) > 1:
+            raise UnsupportedModel(f"{name} is a sparse tensor, which ops on can't be traced")
     inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
     session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters), in_place=in_place)
@@ -201,6 +204,11 @@ def trace_step(
             template = OutputTemplate(output, shared_objects(model))
             for found in left():
                 template.add_attribute(*found)
+            if template.out_of_reach:
+                raise UnsupportedModel(
+                    f"forward returns {', '.join(template.out_of_reach)} with tensors in it, which a planned step "
+                    "would return again and again. Return the tensors"
+                )
             for name, tensor in model.named_buffers():
                 if name in buffers_before and tensor is not buffers_before[name]:
                     session.reassigned[name] = template.add(tensor, f"buffer {name}")

@@ -24,7 +24,7 @@ from memplan.graph import private_api as private
 from memplan.graph.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.graph.call import Call, CallReader, OutputTemplate
 from memplan.graph.edges import Edge, Edges
-from memplan.graph.layout import storage_key
+from memplan.graph.layout import storage_key, strided_parts
 from memplan.graph.probe import DataFollowed, Forward, NotedReads, UnitCall, exchanged, nothing_saved
 from memplan.graph.raw_trace import Answer
 from memplan.graph.trace import differentiated_outputs, shared_objects
@@ -398,7 +398,8 @@ def _wait_for_device(model: nn.Module) -> None:
 
 def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
     """What is there before a step: parameters (this rank's part of those that are sharded), buffers and inputs."""
-    return [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
+    tensors = [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
+    return [part for tensor in tensors for part in strided_parts(tensor)]
 
 
 def measured_peak(
