@@ -17,6 +17,7 @@ from torch import nn
 
 from memplan.config import Config
 from memplan.errors import BudgetInfeasible, PlanMismatch
+from memplan.graph import private_api as private
 from memplan.graph.call import Call
 from memplan.graph.capture import model_device
 from memplan.graph.key import ArgumentsKey, ModesKey
@@ -168,6 +169,7 @@ def _run(ways: Ways, forward: Forward, call: Call, refused: Refused = lambda mod
         return forward(*call.variadic, **call.arguments)
 
 
+@private.without_saved_tensor_hooks()
 def plan_partially(
     model: nn.Module,
     forward: Forward,

@@ -191,6 +191,7 @@ class Planning:
         chosen = front.spread(self.config.points)
         return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
 
+    @private.without_saved_tensor_hooks()
     def capture(
         self,
         model: nn.Module,

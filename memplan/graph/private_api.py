@@ -377,10 +377,11 @@ def _is_traced(hook: Any) -> bool:
     """Whether a trace has in it what a hook does.
 
     transformers installs hooks in a model's first forward that collect hidden states for its output, and a hook that
-    makes the output of embeddings require grad (`enable_input_require_grads`).
+    makes the output of embeddings require grad (`enable_input_require_grads`). A trace of another thread has its own.
     """
-    name = getattr(hook, "__qualname__", "")
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing" or name.endswith(_REQUIRES_GRADS)
+    home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
+    traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.")
+    return traced or name.endswith(_REQUIRES_GRADS)
 
 
 _REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
@@ -477,6 +478,21 @@ def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
         results = list(several.meta["val"])
         results[index] = result
         several.meta["val"] = tuple(results)
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Let autograd save what it saves as it is, also within a checkpoint, which counts it, or `save_on_cpu`."""
+    hooks: list[Any] = []
+    top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    while pair := top(False):
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def has_symbolic_shape(outputs: Any) -> bool:
