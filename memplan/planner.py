@@ -26,6 +26,7 @@ from memplan.graph.margin import remember_margin
 from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import once_more_where_results_differ
+from memplan.graph.trace import CompiledCode
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
@@ -393,7 +394,7 @@ class Planner(Planning):
 
         in_group: other ranks rely on what the step runs.
         """
-        if isinstance(error, NothingToTrain):
+        if isinstance(error, (NothingToTrain, CompiledCode)):
             raise error
         if self.update == "backward":
             raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 from typing import Any
@@ -502,16 +503,23 @@ def test_models_with_units_of_fully_shard() -> None:
         memplan.apply(model, sample, 1.0, costs="estimate")
 
 
-@pytest.mark.parametrize("how", ["function", "method", "submodule"])
+@pytest.mark.parametrize("how", ["function", "method", "method of a submodule", "submodule", "forward", "called"])
 def test_compiled_models(how: str) -> None:
     net, sample = net_and_sample()
+    compiled = functools.partial(torch.compile, backend="eager")
     planned: Any = net
     if how == "function":
-        planned = torch.compile(net, backend="eager")
+        planned = compiled(net)
+    elif how == "submodule":
+        net.middle = compiled(net.middle)
+    elif how == "forward":
+        net.middle.forward = compiled(net.middle.forward)  # type: ignore[method-assign, union-attr]
+    elif how == "called":
+        net.drop.forward = functools.partial(lambda act, x: act(x), compiled(torch.sin))  # type: ignore[method-assign, union-attr]
     else:
         (net if how == "method" else net.middle).compile(backend="eager")
     with pytest.raises(memplan.UnsupportedModel, match="compile"):
-        memplan.apply(planned, sample, 1.0, costs="estimate")
+        memplan.apply(planned, sample, 1 << 30, costs="estimate")
     assert memplan.plan_of(net) is None
 
 

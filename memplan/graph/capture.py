@@ -336,10 +336,12 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
                 "torch.no_grad(), before you plan it"
             )
-        if module._compiled_call_impl is not None:
+        own_forward = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        wrapped = "OptimizedModule" in {kind.__name__ for kind in type(module).__mro__}
+        if wrapped or own_forward is not None or module._compiled_call_impl is not None:
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
-                "runs. Leave its compile() out, before and after memplan.apply"
+                "runs. Leave torch.compile and compile() out, before and after memplan.apply"
             )
 
 

@@ -211,6 +211,11 @@ def someone_traces() -> bool:
 uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a function as it is, and goes on around it
 
 
+def is_call_of_compiled_code(error: BaseException) -> bool:
+    """Whether a trace has ended because it came to a function that went through torch.compile."""
+    return isinstance(error, RuntimeError) and "dynamo-optimized function" in str(error)
+
+
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Where ops take their arguments as they are, on any device."""
     return torch._C._DisableAutocast()

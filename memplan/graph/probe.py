@@ -31,7 +31,7 @@ from memplan.graph.capture import capture_part
 from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.source_lines import lines_within, stack_depth
-from memplan.graph.trace import OpenBranch
+from memplan.graph.trace import CompiledCode, OpenBranch
 from memplan.graph.writes import written_by
 
 Forward = Callable[..., Any]
@@ -287,6 +287,8 @@ class _Search:
             with private.outside_of_tracing(), exchanged(self._own), saved_tensors_hooks(_as_it_is, _as_it_is):
                 try:
                     self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
+                except CompiledCode:
+                    raise
                 except UnsupportedModel as error:  # which would keep its frames alive
                     kind = OpenBranch if isinstance(error, OpenBranch) else UnsupportedModel
                     self._verdicts[signature] = kind(str(error))

@@ -44,6 +44,11 @@ class OpenBranch(UnsupportedModel):
     """Forward branches on a boolean that it computes from parameters; a run of it would tell which way it goes."""
 
 
+class CompiledCode(UnsupportedModel):
+    """Forward calls what went through torch.compile. It must not even run while a step is looked at: from then on
+    PyTorch would run it without its compiled code."""
+
+
 @dataclass(slots=True)
 class _Session:
     """What the traced function notes down while it runs.
@@ -260,6 +265,12 @@ def trace_step(
         except (KeyboardInterrupt, MemoryError):
             raise
         except Exception as error:
+            if private.is_call_of_compiled_code(error):
+                raise CompiledCode(
+                    f"forward calls a function that went through torch.compile: module "
+                    f"{session.where or '(the model itself)'}, {line_of(error)}. A plan is made of the ops that eager "
+                    "PyTorch runs; leave torch.compile out"
+                ) from error
             raise UnsupportedModel(
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {session.where or '(the model itself)'!s}, {line_of(error)}"
