@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
+from memplan.graph import remembered
 from memplan.runtime import planned_forward
 from tests.zoo import assert_same_bits, copied
 
@@ -57,6 +58,28 @@ def test_models_are_planned_in_several_threads_at_once() -> None:
     for before, after, batch in zip(plain, planned, batches, strict=True):
         assert isinstance(memplan.plan_of(after), memplan.Plan)  # nobody took another's trace for hooks of the model
         assert_same_bits(trained(before, batch), trained(after, batch))
+
+
+def test_other_threads_go_on_making_tuples_meanwhile() -> None:
+    """Each takes long enough for another thread to run in the middle of it."""
+    errors, over = list[BaseException](), threading.Event()
+
+    def make() -> None:
+        while not over.is_set():
+            try:
+                tuple(number for number in range(3000))
+            except SystemError as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=make) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for count in range(20):
+        assert all(callable(function) for function in remembered._of_the_process(-count))
+    over.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
 
 
 class Region(nn.Module):

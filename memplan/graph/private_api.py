@@ -68,8 +68,25 @@ _LEAN: dict[str, Any] = {
 }
 
 
+@functools.cache
+def _first_trace() -> None:
+    """Trace a little in a thread that never ends: PyTorch 2.10 and 2.11 crash once that of their first trace has."""
+    if torch.__version__ >= "2.12" or threading.current_thread() is threading.main_thread():
+        return
+
+    def trace() -> None:
+        make_fx(torch.sin, tracing_mode="fake")(torch.ones(1))
+        traced.set()
+        threading.Event().wait()
+
+    traced = threading.Event()
+    threading.Thread(target=trace, daemon=True, name="memplan: first trace").start()
+    traced.wait()
+
+
 def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
     """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
+    _first_trace()
     with _grouped_products_of_any_dtype(), _without_code():
         return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
 

@@ -45,9 +45,13 @@ def _functions(model: nn.Module) -> set[_Remembering[Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _of_the_process(modules: int) -> weakref.WeakSet[_Remembering[Any]]:
-    """All such functions, which take a sixth of a second to find. modules: how many are imported; with more there may
-    be more of them."""
-    return weakref.WeakSet(o for o in gc.get_objects() if type(o) is _Remembering)
+    """All such functions, which take a twentieth of a second to find. modules: how many are imported; with more there
+    may be more of them.
+
+    Each refers to its type. A list of all objects would have tuples in it that other threads are making at the time,
+    and these can't be finished while somebody else holds them (SystemError).
+    """
+    return weakref.WeakSet(o for o in gc.get_referrers(_Remembering) if type(o) is _Remembering)
 
 
 def _remembers_fakes(function: _Remembering[Any]) -> bool:
