@@ -402,8 +402,7 @@ def _is_traced(hook: Any) -> bool:
     makes the output of embeddings require grad (`enable_input_require_grads`). A trace of another thread has its own.
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
-    traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.")
-    return traced or name.endswith(_REQUIRES_GRADS)
+    return home in ("transformers.utils.output_capturing", "memplan.graph.trace") or name.endswith(_REQUIRES_GRADS)
 
 
 _REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
