@@ -14,7 +14,7 @@ WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 # Files in their own order: in the order of how many tests they have, those with few long ones would come last.
-PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
