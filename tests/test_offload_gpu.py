@@ -238,8 +238,9 @@ def test_a_trainer_evaluates_and_trains_again(fits: bool, tmp_path: Path, monkey
         assert isinstance(sample, dict)
         rows = [{n: t[0] for n, t in sample.items() if isinstance(t, torch.Tensor)}] * 8
         low = memplan.plan(copy.deepcopy(net).cuda(), to_device(sample), 1.0, costs="estimate").floor_bytes
-        given = {} if fits else {"model": net}
-        make = functools.partial(MemplanCallback, int(0.8 * low), host_budget="1GiB", costs="estimate", **given)
+        library_bytes = most_library_bytes(torch.device("cuda"))
+        given, budget = {} if fits else {"model": net}, library_bytes + int(0.8 * (low - library_bytes))
+        make = functools.partial(MemplanCallback, budget, host_budget="1GiB", costs="estimate", **given)
         arguments = transformers.TrainingArguments(
             str(tmp_path), max_steps=2, per_device_train_batch_size=2, report_to=[], save_strategy="no", seed=1,
             disable_tqdm=True, eval_strategy="no" if fits else "steps", eval_steps=1, eval_on_start=not fits,
