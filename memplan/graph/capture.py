@@ -317,8 +317,6 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
             )
     _refuse_shards(model)
-    if "OptimizedModule" in kinds:
-        raise UnsupportedModel("the model went through torch.compile; apply memplan to the original model instead")
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModel(
@@ -341,7 +339,7 @@ def refuse_wrappers(model: nn.Module) -> None:
         if wrapped or own_forward is not None or module._compiled_call_impl is not None:
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
-                "runs. Leave torch.compile and compile() out, before and after memplan.apply"
+                "runs. Leave torch.compile and compile() out, and apply memplan to the original model"
             )
 
 

@@ -284,7 +284,7 @@ class _Search:
     ) -> UnsupportedModel | tuple[Answer, ...]:
         signature = _signature(module, call), seen
         if signature not in self._verdicts:
-            with private.outside_of_tracing(), exchanged(self._own), saved_tensors_hooks(_as_it_is, _as_it_is):
+            with private.outside_of_tracing(), exchanged(self._own), private.without_saved_tensor_hooks():
                 try:
                     self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
                 except CompiledCode:
@@ -375,10 +375,6 @@ def _version(tensor: torch.Tensor) -> tuple[int, int]:
 def _generators() -> tuple[Any, ...]:
     name, keys, *rest = np.random.get_state(legacy=True)
     return random.getstate(), name, np.asarray(keys).tobytes(), rest
-
-
-def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _trains(module: nn.Module) -> bool:

@@ -23,6 +23,7 @@ from memplan.graph import private_api as private
 from memplan.graph.layout import storage_key, tensors_of
 from memplan.graph.raw_trace import Autocast
 from memplan.graph.real_results import OtherResults
+from memplan.graph.traced import Traced
 from memplan.runtime.check import run_checked
 from memplan.runtime.decisions import OtherBranch
 from memplan.runtime.gathers import Gathers
@@ -155,6 +156,15 @@ class TangentLayout:
     @staticmethod
     def of(output: str, tangent: torch.Tensor) -> TangentLayout:
         return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
+
+    @staticmethod
+    def all_of(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
+        """By position of the output, for those that backward starts from. names: of all outputs."""
+        return {
+            index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
+            for index, output in enumerate(traced.outputs)
+            if output.tangent is not None
+        }
 
 
 class _Watched(NamedTuple):

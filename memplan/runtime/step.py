@@ -144,7 +144,7 @@ def _runner(
         program=programs[0],
         store=ParameterStore(model, names, traced.device, gathers),
         trainable=trainable if programs[0].grads == "edges" else (),
-        backwards=tuple((_layouts(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
+        backwards=tuple((TangentLayout.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
         outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
@@ -152,14 +152,6 @@ def _runner(
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
     )
-
-
-def _layouts(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
-    return {
-        index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
-        for index, output in enumerate(traced.outputs)
-        if output.tangent is not None
-    }
 
 
 def _written(traced: Traced) -> Written:

@@ -152,18 +152,13 @@ class UnitRunner(Runner):
     def of(module: nn.Module, capture: Capture, program: Program, gathers: Gathers | None = None) -> UnitRunner:
         traced = capture.traced
         outputs = Outputs.of(traced)
-        layouts = {
-            index: TangentLayout.of(outputs.names[index], traced.tangent_nodes[output.tangent].meta["val"])
-            for index, output in enumerate(traced.outputs)
-            if output.tangent is not None
-        }
         state = [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
         names_of_state = [*state, *(n for n in program.parameter_gradients if n not in state)]
         return UnitRunner(
             program=program,
             store=ParameterStore(module, names_of_state, traced.device, gathers),
             trainable=program.parameter_gradients,
-            backwards=((layouts, program.backward),),
+            backwards=((TangentLayout.all_of(traced, outputs.names), program.backward),),
             outputs=outputs,
             device=traced.device,
             draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
