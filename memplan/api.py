@@ -146,9 +146,10 @@ def apply(
 
         def first_step(share: Share | None = None) -> Step:
             assert sample is not None
-            if plan is not None:
-                return planner.adopt(model, original, sample, plan)
-            return planner.step(model, original, sample, share=share)
+            with planner.looking():
+                if plan is not None:
+                    return planner.adopt(model, original, sample, plan)
+                return planner.step(model, original, sample, share=share)
 
         if agreement is not None:
             step = agreement.step(lambda: None, None if sample is None else first_step)

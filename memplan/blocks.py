@@ -118,7 +118,16 @@ def _rehearsed(
     """The plan, and how each block runs. Runs as many steps on every rank."""
     call = CallReader(model.forward).read_sample(sample).detached()
     rehearse = functools.partial(Rehearsal, model, model, call, takes_gradients=shards is not None)
+
+    def meet() -> None:
+        """Ranks may have been busy for long, each by itself."""
+        if agreement is not None:
+            agreement.meet()
+
+    if whole is not contextlib.nullcontext:
+        whole = functools.partial(_after, meet, whole)
     units = _units(model, blocks, rehearse(metered=False), whole, shards)
+    meet()
     solve_units(units, costs, functools.partial(solve_saved, config=config_of(config)), whole)
     device = next((unit.captured.traced.device for unit in units if unit.captured is not None), None)
 
@@ -127,6 +136,7 @@ def _rehearsed(
         return on_host or (leaves_out is not None and leaves_out(storage))
 
     held_bytes, update_bytes = _held_beside(model, optimizer, accumulate, device)
+    meet()
     parts = measured_parts(functools.partial(rehearse, leaves_out=elsewhere), units, {})
     parts = parts.updated(update_bytes)
     resident = [t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage())]
@@ -143,6 +153,7 @@ def _rehearsed(
         if shards is not None:
             ways = [_in_one_order(u, way) for u, way in zip(units, ways, strict=True)]
         with _exchanged(units, ways, None if shards is None else agreement):
+            meet()
             run = functools.partial(_called, model, call)
             peak_bytes = measured_peak(model, call, run, elsewhere, takes_gradients=shards is not None)
         fits = peak_bytes + beside_bytes <= limit
@@ -158,6 +169,12 @@ def _rehearsed(
         )
     plan = _summary(parts, choice, everything, peak_bytes, limit, resident_bytes, beside_bytes, least)
     return plan, units, ways
+
+
+def _after(meet: Callable[[], None], whole: Whole, block: nn.Module) -> contextlib.AbstractContextManager[Any]:
+    """The parameters of a block, gathered once all ranks are there."""
+    meet()
+    return whole(block)
 
 
 def _called(model: nn.Module, call: Call) -> Any:
@@ -337,6 +354,10 @@ class _BlockPlanner:
 
     def counting_held_gradients(self) -> contextlib.AbstractContextManager[None]:
         """Nor for that."""
+        return contextlib.nullcontext()
+
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """It looks at no parameter."""
         return contextlib.nullcontext()
 
     def for_copy(self) -> _BlockPlanner:

@@ -268,6 +268,10 @@ class Planner(Planning):
         """Steps that can be had at once for a call that a step at hand serves, where other ranks can't run that one."""
         return ()
 
+    def looking(self) -> contextlib.AbstractContextManager[None]:
+        """To be held while this rank looks at the model by itself: nothing gathers sharded parameters for as long."""
+        return contextlib.nullcontext() if self.shards is None else self.shards.tracing()
+
     def for_copy(self) -> Planner:
         """Plans for a copy of the model. What updates the original in backward knows nothing of its parameters."""
         if self.update == "step":

@@ -95,7 +95,7 @@ def profiler_peak(fn: Callable[[], object], resident_bytes: int = 0) -> int:
     return resident_bytes + most_bytes
 
 
-_COLLECTIVES = (  # of process groups; older releases of PyTorch have the last ones in place of those before
+COLLECTIVES = (  # of process groups; older releases of PyTorch have the last ones in place of those before
     "allreduce", "allgather", "allreduce_coalesced", "allgather_coalesced", "reduce_scatter", "reduce", "broadcast",
     "all_gather_single", "all_gather_single_coalesced", "reduce_scatter_single", "reduce_scatter_single_coalesced",
     "_allgather_base", "_reduce_scatter_base", "allgather_into_tensor_coalesced", "reduce_scatter_tensor_coalesced",
@@ -111,7 +111,7 @@ def gloo_lets_go() -> Iterator[None]:
     thread takes its part out of that, and only there can it be seen.
     """
     kind = torch.distributed.ProcessGroup
-    before = {name: vars(kind)[name] for name in _COLLECTIVES if name in vars(kind)}
+    before = {name: vars(kind)[name] for name in COLLECTIVES if name in vars(kind)}
 
     def settled(collective: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(collective)

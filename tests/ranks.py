@@ -25,6 +25,7 @@ MODULES = (
     "tests.cells_agreement",
     "tests.cells_zero3",
     "tests.cells_zero3_blocks",
+    "tests.cells_planning_alone",
     "tests.cells_deepspeed",
     "tests.cells_deepspeed_host",
     "tests.cells_deepspeed_loops",

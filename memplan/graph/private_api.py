@@ -677,8 +677,45 @@ def wait_for_scaler_copies() -> None:
 
 def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
     """How long collectives of a process group wait for a rank; None where its backend does not say."""
-    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
-    return max((o._timeout for o in options if o is not None), default=None)
+    return max((backend.options._timeout for backend in _backends_of(group)), default=None)
+
+
+def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
+    """Those of a process group that say how long they wait for a rank."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [b for b in backends if getattr(b, "options", None) is not None]
+
+
+@contextlib.contextmanager
+def collectives_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """Collectives that begin meanwhile fail where they take longer, in all groups of this process but one. Sending to a
+    rank, and receiving from one, for which gloo waits without an end, fail at once in this thread."""
+    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not but]
+    before = {backend: backend.options._timeout for group in groups for backend in _backends_of(group)}
+    for backend, timeout in before.items():
+        backend._set_default_timeout(min(timeout, timedelta(seconds=seconds)))
+    kind, thread = torch.distributed.ProcessGroup, threading.get_ident()
+    originals = {name: getattr(kind, name) for name in ("send", "recv", "recv_anysource")}
+    for name, original in originals.items():
+        setattr(kind, name, functools.partialmethod(_refused_in, thread, name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(kind, name, original)
+        for backend, timeout in before.items():
+            backend._set_default_timeout(timeout)
+
+
+def _refused_in(group: Any, thread: int, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if threading.get_ident() == thread:
+        raise RuntimeError(f"{name} would have no timeout")
+    return original(group, *args, **kwargs)
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a collective was given up because another rank did not come."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None
 
 
 def blas_workspace_bytes() -> int:

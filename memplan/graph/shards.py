@@ -61,8 +61,9 @@ class Shards(Protocol):
         """Whether a hook of a module is there to gather for a forward that runs without a plan."""
 
     def tracing(self) -> AbstractContextManager[None]:
-        """Those hooks, and reading a parameter, gather nothing for as long. What else they do, they do: autograd adds
-        up gradients in another order where they put nodes of their own between modules."""
+        """Those hooks, and reading a parameter, gather nothing for as long: a rank that looks at the model is alone.
+        What else they do, they do: autograd adds up gradients in another order where they put nodes of their own
+        between modules. May be entered within itself."""
 
     def begin(self) -> None:
         """A planned forward or backward begins: whole are those that stay, and those that `gather` made whole."""

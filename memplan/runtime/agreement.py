@@ -8,7 +8,8 @@ plan for themselves at the same time. What goes wrong on one rank is raised on a
 and ranks have further steps for their calls, they tell each other of those, and run one that all have.
 
 Each exchange is waited for as long as the group's own timeout says: a rank may well be planning, or evaluating. A rank
-that has died is noticed at once.
+that has died is noticed at once. What a rank that plans waits for elsewhere (a collective in the model's forward, a
+gather) is given up after a short while, for no other rank may ever come; that then is an error on all of them.
 
 Where steps gather parameters, all ranks have to run one schedule. Those whose batches differ in size tell each other
 what sizes they have, in such a round, and one of them plans for the largest. Later a rank may have several steps for
@@ -21,10 +22,11 @@ run no collective of its own, which would run twice; or that rank raises, and sa
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -35,6 +37,9 @@ from memplan.graph import private_api as private
 from memplan.runtime.step import Step
 
 _T = TypeVar("_T")
+
+# Of planning: others answer in the agreement alone, so whoever waits for them elsewhere waits in vain.
+_LONGEST_WAIT_S = 20
 
 
 class Shared(NamedTuple):
@@ -102,6 +107,21 @@ class Ranks:
         )
         self._word = torch.empty(16, dtype=torch.uint8)
         self._words = [torch.empty(16, dtype=torch.uint8) for _ in members]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """No collective of this rank, but for messages to the others, takes long for as long. Raises MemplanError where
+        one would."""
+        try:
+            with private.collectives_end_within(_LONGEST_WAIT_S, but=self._group):
+                yield
+        except RuntimeError as error:
+            if not private.is_timeout(error):
+                raise
+            raise MemplanError(
+                f"while it planned, this rank waited for other ranks, which know nothing of that, {_LONGEST_WAIT_S} s "
+                f"at most. Leave what communicates out of forward, or plan such a call on all ranks: {error}"
+            ) from error
 
     def words(self, word: bytes) -> list[bytes]:
         """Sixteen bytes of each rank. Raises MemplanError where a rank does not answer."""
@@ -175,17 +195,37 @@ class Agreement:
                     raise self._mismatch(words, step)
             planning, planned = _Planning(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):
-                step, problem = _attempt(functools.partial(plan, planning.share))
+                step, problem = self._attempt(functools.partial(plan, planning.share))
                 problem = None if isinstance(problem, _LeaderFailed) else problem
             planning.finish()
 
     def together(self, run: Callable[[], _T]) -> _T:
-        """What `run` gives, where nothing went wrong in it on any rank; else what went wrong is raised on all."""
-        result, problem = _attempt(run)
+        """What `run` gives, where nothing went wrong in it on any rank; else what went wrong is raised on all.
+
+        It may run collectives; before the first, and wherever a rank may have been busy by itself, it is to `meet`.
+        """
+        result, problem = self._attempt(run)
+        if isinstance(problem, _Told):
+            raise problem.error
         words = self._ranks.words(_word(None, problem, idle=True).pack())
         if any(_Word.unpack(word).state == _State.FAILED for word in words):
             raise self._failure(problem)
         return result  # type: ignore[return-value]
+
+    def meet(self) -> None:
+        """Within `together`: go on once all ranks are here. Where `run` ended with an error on one of them, it ends."""
+        words = self._ranks.words(_word(None, None, idle=True).pack())
+        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+            raise _Told(self._failure(None))
+
+    def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+        """What `run` gives, or the error that it ends with, which it does where it waits for other ranks in vain."""
+
+        def alone() -> _T:
+            with self._ranks.alone():
+                return run()
+
+        return _attempt(alone)
 
     def keep(self, before: Step, after: Step) -> None:
         """Check a step that takes the place of the one that was agreed on, on this rank alone.
@@ -304,6 +344,14 @@ class _Planning:
 
 class _LeaderFailed(Exception):
     """The rank that was to plan could not; it says why itself."""
+
+
+class _Told(Exception):
+    """What went wrong on another rank is known here."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def _are_equal(words: Sequence[_Word]) -> bool:

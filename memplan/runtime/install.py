@@ -85,6 +85,7 @@ class Planner(Protocol):
         backward: Autocast,
     ) -> bool: ...
     def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]: ...
+    def looking(self) -> contextlib.AbstractContextManager[None]: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
     def for_copy(self) -> Planner: ...
 
@@ -255,7 +256,7 @@ class PlannedForward:
         """A step with the schedule of ranks that plan now, in the place of one that is at hand."""
         if not isinstance(step, WholeStep):
             return step
-        with self.stepping_aside():
+        with self._planning():
             other = self._planner.join(self.model, step, self.steps, share)
         same = (s for s in self._serving(call) if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
@@ -286,7 +287,7 @@ class PlannedForward:
                 "a while. Pad batches to few lengths, and pass numbers that change with the batch as tensors",
                 len(self.steps) + 1, reason,
             )  # fmt: skip
-        with self.stepping_aside():
+        with self._planning():
             try:
                 step = self._planner.step(self.model, self.original, call, known, share)
             except NothingToTrain as error:
@@ -329,7 +330,7 @@ class PlannedForward:
         self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
 
         def planned(share: Share | None = None) -> Step:
-            with self.stepping_aside():
+            with self._planning():
                 return self.add(self._planner.step(self.model, self.original, call, share=share))
 
         if self._agreement is None:
@@ -424,7 +425,7 @@ class PlannedForward:
         """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
         if backward is None or not step.runner.takes(tangents, None):
             return False
-        with self.stepping_aside():
+        with self._planning():
             same = self._planner.is_same(step, self.model, self.original, call, _layouts(tangents), backward)
         if same:
             step.runner.autocasts.add(backward)
@@ -463,7 +464,7 @@ class PlannedForward:
     ) -> WholeStep:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
         layouts, seen = _layouts(tangents), step.capture.answers
-        with self.stepping_aside():
+        with self._planning():
             other = self._planner.step_for(self.model, self.original, call, layouts, backward, seen)
         self.add(other)
         return other
@@ -537,6 +538,12 @@ class PlannedForward:
             yield self.original
         finally:
             self._aside = before
+
+    @contextlib.contextmanager
+    def _planning(self) -> Iterator[None]:
+        """The same while the planner looks at the model."""
+        with self.stepping_aside(), self._planner.looking():
+            yield
 
     @property
     def __signature__(self) -> inspect.Signature:
