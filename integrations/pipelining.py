@@ -346,13 +346,14 @@ def _fastest(
     thinned = [[curve[round(k * (len(curve) - 1) / (most - 1))] for k in range(most)] for curve in curves.values()]
     points = [list({id(plan): plan for plan in curve}.values()) for curve in thinned]
     distinct = list({(m.stage, *m.in_flight.items()): m for m in moments}.values())
-    least_bytes = None
+    tried_bytes = []
     for chosen in sorted(itertools.product(*points), key=lambda plans: sum(plan.time_s for plan in plans)):
         together = dict(zip(curves, chosen, strict=True))
         held_bytes = _together(together, distinct)
         if held_bytes <= budget_bytes:
             return together
-        least_bytes = held_bytes if least_bytes is None else min(least_bytes, held_bytes)
+        tried_bytes.append(held_bytes)
+    least_bytes = min(tried_bytes)
     raise memplan.BudgetInfeasible(
         f"no plans for stages {', '.join(map(str, curves))}, which share this rank, fit "
         f"{memplan.format_bytes(budget_bytes)} together; {least_bytes} bytes are the least. Raise the budget, use "

@@ -80,10 +80,22 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
         f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
-        f"{format_bytes(problem.resident_bytes)} are resident. Raise the budget, or use a smaller batch",
+        f"{format_bytes(problem.resident_bytes)} are resident{_too_large(problem, limit)}. Raise the budget, or use a "
+        "smaller batch",
         floor.peak_bytes,
         overhead,
     )
+
+
+def _too_large(problem: Problem, limit: int) -> str:
+    """That one op does not fit, in words."""
+    graph = problem.graph
+    needed_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
+    needed_bytes, op = needed_bytes + problem.resident_bytes, graph.ops[index]
+    if needed_bytes <= limit:
+        return ""
+    where = op.layer or "the model"
+    return f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and all that, even alone"
 
 
 def no_room(floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
@@ -93,12 +105,10 @@ def no_room(floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfea
             f"no schedule fits {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} bytes) is the least. "
             "Raise the budget, or use a smaller batch",
             floor_bytes,
-            float("inf"),
         )
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
         f"enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the device is the least. Raise one "
         "of the budgets, or use a smaller batch",
         floor_bytes,
-        float("inf"),
     )

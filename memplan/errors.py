@@ -20,11 +20,11 @@ class PlanMismatch(MemplanError):
 class BudgetInfeasible(MemplanError):
     """No schedule that memplan knows fits the budget.
 
-    `floor_bytes` is the smallest budget that can be met and `floor_overhead` what it costs in time (0.31 is +31%);
-    both are None where not even one op with its operands fits.
+    `floor_bytes` is the smallest budget that can be met (where the device has no room even to time single ops, what the
+    largest of them takes), and `floor_overhead` what it costs in time (0.31 is +31%; infinite where that is not known).
     """
 
-    def __init__(self, message: str, floor_bytes: int | None = None, floor_overhead: float | None = None) -> None:
+    def __init__(self, message: str, floor_bytes: int, floor_overhead: float = float("inf")) -> None:
         super().__init__(message)
         self.floor_bytes = floor_bytes
         self.floor_overhead = floor_overhead

@@ -145,6 +145,12 @@ class Graph:
     def gradients(self) -> tuple[int, ...]:
         return tuple(i for i, v in enumerate(self.values) if v.role == "gradient")
 
+    def op_bytes(self, index: int) -> int:
+        """Bytes that an op takes beside what is resident: its operands and results."""
+        op = self.ops[index]
+        touched = {v for v in (*op.inputs, *op.outputs) if self.values[v].fetched or not self.values[v].resident}
+        return sum(self.values[v].size_bytes for v in touched if self.values[v].reuses not in touched)
+
     def producers(self) -> tuple[int | None, ...]:
         """The op that writes each value, None for what is there from the start."""
         found: list[int | None] = [None] * len(self.values)

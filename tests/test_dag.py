@@ -381,8 +381,9 @@ def test_a_thousand_nodes_within_twenty_thousand_trials() -> None:
 
 def test_a_proof_that_nothing_fits() -> None:
     nodes = [DagNode(f"n{i}", 1.0, 4, (i - 1,) if i else ()) for i in range(3)]
-    with pytest.raises(BudgetInfeasible, match=r"no order fits 7 B \(7 bytes\).*takes 8 B"):
+    with pytest.raises(BudgetInfeasible, match=r"no order fits 7 B \(7 bytes\).*takes 8 B") as caught:
         solve_dag(DagProblem(tuple(nodes)), 7)
+    assert caught.value.floor_bytes == 8 == solve_dag(DagProblem(tuple(nodes)), 8).peak_bytes
     # Both y and z, made one after the other, need x; w needs both, so all three stand while the second is made.
     pair = [DagNode("x", 1, 4), DagNode("y", 1, 4, (0,)), DagNode("z", 1, 4, (0,)), DagNode("w", 1, 1, (1, 2))]
     problem = DagProblem(tuple(pair))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,6 +46,19 @@ def test_an_op_that_does_not_fit_alone_is_named(cost_cache: Path) -> None:
     resident_bytes = memplan.plan(net, sample, 1.0, costs="estimate").problem.resident_bytes
     with pytest.raises(memplan.BudgetInfeasible, match=r"aten\..* in .* needs .* even alone"):
         memplan.plan(net, sample, resident_bytes + 1000)
+
+
+@pytest.mark.parametrize("options", [{}, {"host_budget": "1GiB"}, {"costs": "estimate"}], ids=str)
+@pytest.mark.parametrize("budget", ["8KiB", 1])
+def test_a_refusal_names_a_budget_that_can_be_met(budget: Any, options: Any, cost_cache: Path) -> None:
+    """Also where the budget is less than what is resident."""
+    net, sample = MODELS["gpt2"](0)
+    with pytest.raises(memplan.BudgetInfeasible) as refused:
+        memplan.apply(net, sample, budget, **options)
+    floor_bytes = refused.value.floor_bytes
+    assert floor_bytes is not None and f"({floor_bytes} bytes)" in str(refused.value)
+    plan = memplan.plan_of(memplan.apply(net, sample, floor_bytes, **options))
+    assert plan is not None and plan.peak_bytes <= floor_bytes
 
 
 def test_planning_changes_nothing() -> None:

@@ -74,18 +74,31 @@ def measure(
     """Run each distinct op and time it. `resident` gives the real parameters, buffers and inputs.
 
     quick: ops that are not in the cache run once, and are not entered: seconds are rough then, scratch is not.
+    budget_bytes: kept, as far as the largest op fits it with everything resident.
 
-    Raises BudgetInfeasible where one op with its operands alone exceeds `budget_bytes`, OtherResults where real results
-    differ from traced ones, UnsupportedModel where they could not be traced.
+    Raises BudgetInfeasible where the device has no room for that, OtherResults where real results differ from traced
+    ones, UnsupportedModel where they could not be traced.
     """
     cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if key not in cache.facts)
-    _refuse_what_does_not_fit(traced, list(distinct.values()), budget_bytes)
     if missing:
+        needed_bytes, index = max((traced.graph.op_bytes(i), i) for i in distinct.values())
+        largest, needed_bytes = traced.graph.ops[index], needed_bytes + traced.graph.resident_bytes
+        if budget_bytes is not None:
+            budget_bytes = max(budget_bytes, needed_bytes)
         bench = _Bench(traced, resident, budget_bytes)
         with _generator_and_grad_mode_kept(traced.device):
-            scratch, first_s = bench.first_runs(missing, progress)
+            try:
+                scratch, first_s = bench.first_runs(missing, progress)
+            except RuntimeError as error:
+                if not private.is_out_of_memory(error):
+                    raise
+                raise BudgetInfeasible(
+                    f"{traced.device} has no room to time single ops: {largest.kind} in {largest.layer or 'the model'} "
+                    f"takes {format_bytes(needed_bytes)}. Use a smaller batch, or costs='estimate'",
+                    needed_bytes,
+                ) from error
             enough = 0.0 if quick else _LONG_S
             of_all = zip(missing, first_s, scratch, strict=True)
             times = [t if t > enough else bench.time_s(i, scratch_bytes) for i, t, scratch_bytes in of_all]
@@ -95,27 +108,6 @@ def measure(
             cache.save()
     facts = [cache.facts[op.key] for op in traced.graph.ops]
     return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), "measured")
-
-
-def _refuse_what_does_not_fit(traced: Traced, ops: Sequence[int], budget_bytes: int | None) -> None:
-    if budget_bytes is None:
-        return
-    for index in ops:
-        op, needed = traced.graph.ops[index], _bytes_alone(traced, index)
-        if needed > budget_bytes:
-            raise BudgetInfeasible(
-                f"{op.kind} in {op.layer or 'the model'} needs {format_bytes(needed)} with its operands and everything "
-                f"resident, more than the budget of {format_bytes(budget_bytes)}, even alone. Raise the budget, or use "
-                "a smaller batch"
-            )
-
-
-def _bytes_alone(traced: Traced, index: int) -> int:
-    """An op's operands and results, and everything resident on the device."""
-    graph, op = traced.graph, traced.graph.ops[index]
-    touched = {v for v in (*op.inputs, *op.outputs) if graph.values[v].fetched or not graph.values[v].resident}
-    own = (graph.values[v].size_bytes for v in touched if graph.values[v].reuses not in touched)
-    return graph.resident_bytes + sum(own)
 
 
 def _cache_bytes(traced: Traced) -> int:
@@ -155,10 +147,12 @@ class _Bench:
     def _room_bytes(self, index: int, scratch_bytes: int) -> int:
         """What to write between runs of an op: what caches hold, as far as the budget has room; nothing where the op
         itself goes through more."""
-        alone_bytes = _bytes_alone(self.traced, index)
-        if alone_bytes - self.traced.graph.resident_bytes > self.cache_bytes:
+        alone_bytes = self.traced.graph.op_bytes(index)
+        if alone_bytes > self.cache_bytes:
             return 0
-        room_bytes = self.cache_bytes if self.budget_bytes is None else self.budget_bytes - alone_bytes - scratch_bytes
+        room_bytes = self.cache_bytes
+        if self.budget_bytes is not None:
+            room_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
         return max(0, min(self.cache_bytes, room_bytes))
 
     def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:

@@ -78,7 +78,7 @@ def solve_dag(
         raise ValueError(f"a budget must be more than 0 bytes, got {budget_bytes}")
     task = _Task.of(problem, budget_bytes, limits or DagLimits())
     if task.floor_bytes > budget_bytes:
-        raise _too_small(task)
+        raise _too_small(task, limits, start)
     found: list[_Found] = [] if start is None else [_given(problem, start)]
     found.append(task.found("every node once", task.once()))
     bound_s = problem.baseline_s
@@ -267,11 +267,18 @@ def _plan(task: _Task, found: Sequence[_Found], bound_s: float) -> DagPlan:
     )
 
 
-def _too_small(task: _Task) -> BudgetInfeasible:
+def _too_small(task: _Task, limits: DagLimits | None, start: DagPlan | None) -> BudgetInfeasible:
     floor = task.floor_bytes
+    try:
+        plan = solve_dag(task.problem, floor, limits, start)
+        lowest_bytes, overhead = plan.peak_bytes, plan.time_s / plan.baseline_s - 1 if plan.baseline_s else 0.0
+    except BudgetInfeasible as error:
+        lowest_bytes, overhead = error.floor_bytes, error.floor_overhead
     return BudgetInfeasible(
         f"no order fits {format_bytes(task.budget_bytes)} ({task.budget_bytes} bytes): one node with its inputs and "
-        f"what is held takes {format_bytes(floor)} ({floor} bytes). Raise the budget, or split that node."
+        f"what is held takes {format_bytes(floor)} ({floor} bytes). Raise the budget, or split that node.",
+        lowest_bytes,
+        overhead,
     )
 
 
