@@ -31,6 +31,7 @@ from memplan.runtime import (
     Step,
     errors_of_forward,
     planned_forward,
+    refuse_without_forward,
 )
 
 
@@ -131,6 +132,7 @@ def apply(
         raise TypeError(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
+    refuse_without_forward(model)
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,

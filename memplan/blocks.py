@@ -23,6 +23,7 @@ from memplan.budgets import BudgetLike, budget_bytes_of
 from memplan.config import ConfigLike, config_of
 from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
 from memplan.graph.call import Call, CallReader, Sample
+from memplan.graph.capture import refuse_without_data
 from memplan.graph.key import ArgumentsKey
 from memplan.graph.libraries import most_library_bytes
 from memplan.graph.optimizer import optimizer_needs
@@ -117,6 +118,7 @@ def _rehearsed(
 ) -> tuple[PartialPlan, list[Part], list[Candidate | str]]:
     """The plan, and how each block runs. Runs as many steps on every rank."""
     call = CallReader(model.forward).read_sample(sample).detached()
+    refuse_without_data(call, next(model.parameters()).device)
     rehearse = functools.partial(Rehearsal, model, model, call, takes_gradients=shards is not None)
 
     def meet() -> None:

@@ -576,3 +576,31 @@ def test_a_number_read_from_a_tensor_attribute_is_never_stale() -> None:
         net(sample)
     net.number.fill_(1.0)
     net(sample).backward()
+
+
+# -- tensors without data ---------------------------------------------------------------------------------------------
+
+
+class TakesTwo(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        return self.inner(x) if y is None else self.inner(x) + y.sum()
+
+
+@pytest.mark.parametrize("device", [None, "cpu"])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("when", ["sample", "first batch", "later batch", "blocks"])
+def test_a_batch_without_data_is_refused(device: str | None, beside: bool, when: str) -> None:
+    net, x = TakesTwo().train(), torch.randn(4, 8)
+    batch = (x, x.to("meta")) if beside else (x.to("meta"),)
+    options: Any = {"costs": "estimate", "device": device}
+    with pytest.raises(ValueError, match=rf"sample {'y' if beside else 'x'}, of shape \(4, 8\), is on the meta device"):
+        if when == "blocks":
+            memplan.apply_blocks(net, [net.inner], batch, 1.0, costs="estimate")
+        elif when == "sample":
+            memplan.apply(net, batch, 1.0, **options)
+        else:
+            memplan.apply(net, x if when == "later batch" else None, 1.0, **options)(*batch)

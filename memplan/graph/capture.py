@@ -283,6 +283,7 @@ def model_device(model: nn.Module) -> torch.device:
 def _check_devices(call: Call, device: torch.device, given: bool) -> None:
     """What a GPU's model takes from the host (lengths, a number in a tensor) may be there beside what it takes from the
     GPU."""
+    refuse_without_data(call, device)
     some_there = any(tensor.device.type == device.type for tensor in call.tensors)
     for name, tensor in zip(call.names, call.tensors, strict=True):
         beside = some_there and tensor.device.type == "cpu"
@@ -290,6 +291,16 @@ def _check_devices(call: Call, device: torch.device, given: bool) -> None:
             raise ValueError(
                 f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass "
                 f"device={str(device)!r} to plan for that device"
+            )
+
+
+def refuse_without_data(call: Call, device: torch.device) -> None:
+    """Refuse tensors on the meta device. device: where they should be."""
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta:
+            raise ValueError(
+                f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
+                f"data, on {device}"
             )
 
 

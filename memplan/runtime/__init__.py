@@ -19,5 +19,6 @@ from memplan.runtime.step import Step as Step
 from memplan.runtime.step import WholeStep as WholeStep
 from memplan.runtime.transfers import Transfers as Transfers
 from memplan.runtime.transfers import measure_link as measure_link
+from memplan.runtime.unused import refuse_without_forward as refuse_without_forward
 from memplan.runtime.updates import UpdatesInBackward as UpdatesInBackward
 from memplan.runtime.updates import refuse_update_in_backward as refuse_update_in_backward

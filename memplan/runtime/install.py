@@ -28,6 +28,7 @@ from memplan.runtime.fetch import FetchedWhereUsed
 from memplan.runtime.lower import Program
 from memplan.runtime.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.step import EagerStep, Step, WholeStep
+from memplan.runtime.unused import UnusedPlan
 from memplan.runtime.updates import UpdatesInBackward
 from memplan.units import format_bytes
 
@@ -121,6 +122,7 @@ class PlannedForward:
         self._comparison: Comparison | None = None  # of the first step with its prediction
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
+        self._unused = UnusedPlan(model)
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self._shared = SharedBackward()
@@ -154,6 +156,7 @@ class PlannedForward:
             return self.original(*args, **kwargs)  # raises its error, having written what it then has
 
     def _run_planned(self, call: Call) -> Any:
+        self._unused.end()
         self._look_for_gradients()
         step = self._step_for(call)
         self._tell_of_flight(step)
@@ -564,6 +567,8 @@ class PlannedForward:
         return step.capture.traced.constants
 
     def install(self) -> None:
+        if vars(self.model).get("forward") is not self:
+            self._unused.watch()
         self.model.forward = self
         if self._planner.updates is not None:
             self._planner.updates.install()
@@ -571,6 +576,7 @@ class PlannedForward:
     def uninstall(self) -> None:
         """Put the original forward back."""
         self._let_go()
+        self._unused.end()
         if self._planner.updates is not None:
             self._planner.updates.remove()
         if self._own_attribute:

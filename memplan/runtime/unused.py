@@ -1,0 +1,82 @@
+"""Notices a planned model that is trained without its plan: somebody calls a part of it, or a method, instead of it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from memplan.errors import UnsupportedModel
+
+log = logging.getLogger("memplan")
+
+
+class UnusedPlan:
+    """Tells, once, where an optimizer steps with gradients of a model whose plan has not run since `watch`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        self._handle: Any = None
+
+    def watch(self) -> None:
+        """From now on, until `end`."""
+        self.end()
+        this = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            unused = this()
+            if unused is not None:
+                unused._look(optimizer)
+
+        self._handle = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, self._handle.remove).atexit = False
+
+    def end(self) -> None:
+        """The plan runs, or is off."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _look(self, optimizer: torch.optim.Optimizer) -> None:
+        model = self._model()
+        own = set() if model is None else {id(p) for p in model.parameters() if p.grad is not None}
+        if model is None or not any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            return
+        self.end()
+        kind = type(model).__name__
+        if is_lightning(model):
+            raise UnsupportedModel(
+                f"{kind} trains without its plan: Lightning calls training_step, and that does not call forward, for "
+                f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
+            )
+        log.warning(
+            "memplan: %s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
+            "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
+            kind,
+        )
+
+
+def is_lightning(model: nn.Module) -> bool:
+    """Whether the model is a LightningModule, of which the trainer calls `training_step`."""
+    return any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
+
+
+def refuse_without_forward(model: nn.Module) -> None:
+    """Raise UnsupportedModel for a LightningModule that has no forward of its own."""
+    owner = next((kind.__name__ for kind in type(model).__mro__ if "forward" in vars(kind)), None)
+    if owner == "LightningModule" and "forward" not in vars(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has no forward of its own, which is what is planned; Lightning calls "
+            f"training_step. Give it one that training_step calls, or {_advice(model)}"
+        )
+
+
+def _advice(model: nn.Module) -> str:
+    parts = [name for name, part in model.named_children() if any(p.requires_grad for p in part.parameters())]
+    part = parts[0] if parts else "network"
+    others = f" (its parts are {', '.join(parts)})" if len(parts) > 1 else ""
+    return f"apply memplan to the network in it: memplan.apply(module.{part}, None, budget){others}"
