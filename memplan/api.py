@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from memplan.budgets import BudgetLike
 from memplan.config import Config, ConfigLike, config_of
+from memplan.errors import BudgetInfeasible
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
 from memplan.graph.shards import Shards
@@ -33,6 +34,7 @@ from memplan.runtime import (
     planned_forward,
     refuse_without_forward,
 )
+from memplan.units import format_bytes
 
 
 def apply(
@@ -133,6 +135,7 @@ def apply(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
     refuse_without_forward(model)
+    known = None if plan is not None else plan_of(model)
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
@@ -151,7 +154,10 @@ def apply(
             with planner.looking():
                 if plan is not None:
                     return planner.adopt(model, original, sample, plan)
-                return planner.step(model, original, sample, share=share)
+                try:
+                    return planner.step(model, original, sample, share=share)
+                except BudgetInfeasible as error:
+                    raise _with_known_floor(error, known) from None
 
         if agreement is not None:
             step = agreement.step(lambda: None, None if sample is None else first_step)
@@ -166,6 +172,19 @@ def apply(
         planned.undo = before.undo
     planned.install()
     return model
+
+
+def _with_known_floor(error: BudgetInfeasible, known: Any) -> BudgetInfeasible:
+    """The refusal, which tells why the plan that the model has says of itself that less would do."""
+    if not isinstance(known, Plan) or known.floor_bytes >= error.floor_bytes:
+        return error
+    return BudgetInfeasible(
+        f"{error}\nThe present plan, for the outputs from which backward started, could do with "
+        f"{format_bytes(known.floor_bytes)} ({known.floor_bytes} bytes). apply() plans for every output that requires "
+        "grad; loss_fn= says which count",
+        error.floor_bytes,
+        error.floor_overhead,
+    )
 
 
 def plan(

@@ -81,7 +81,7 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
         f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
         f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
         f"{format_bytes(problem.resident_bytes)} are resident{_too_large(problem, limit)}. Raise the budget, or use a "
-        "smaller batch",
+        f"smaller batch{_fewer_outputs(problem)}",
         floor.peak_bytes,
         overhead,
     )
@@ -98,17 +98,25 @@ def _too_large(problem: Problem, limit: int) -> str:
     return f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and all that, even alone"
 
 
-def no_room(floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
+def _fewer_outputs(problem: Problem) -> str:
+    """That a plan for one loss may take less, where there is none in the step."""
+    count = len(problem.graph.tangents)
+    if count < 2:
+        return ""
+    return f". This is for gradients of {count} outputs; with loss_fn= the plan is for those that the loss uses alone"
+
+
+def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
     """The same where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
     if host_limit is None:
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} bytes) is the least. "
-            "Raise the budget, or use a smaller batch",
+            f"Raise the budget, or use a smaller batch{_fewer_outputs(problem)}",
             floor_bytes,
         )
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
         f"enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the device is the least. Raise one "
-        "of the budgets, or use a smaller batch",
+        f"of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
         floor_bytes,
     )

@@ -353,7 +353,7 @@ class Planning:
         search = functools.partial(choose_residency, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
-            raise no_room(least, limit, host_limit)
+            raise no_room(plain, least, limit, host_limit)
         if self.keep_frozen:
             staying = search(max(int(limit / room_for), chosen.found.timeline.peak_bytes), stays=True)
             if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
@@ -463,7 +463,7 @@ class Planning:
         search = functools.partial(choose_residency, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(int(limit / (1 + self.margin))) or search(limit)
         if chosen is None:
-            raise no_room(least, limit, None if self.host_budget is None else host_limit)
+            raise no_room(problem, least, limit, None if self.host_budget is None else host_limit)
         return plan_with_gathers(chosen, front, limit, least)
 
     def _homed(self, captured: Capture, model: nn.Module) -> Capture:

@@ -118,7 +118,7 @@ def test_a_model_that_is_no_module() -> None:
 
 def test_a_sample_on_another_device() -> None:
     net, sample = net_and_sample()
-    with nothing_changes(net), pytest.raises(ValueError, match="device="):
+    with nothing_changes(net), pytest.raises(ValueError, match="on the meta device .* Give one with data, on cpu"):
         memplan.apply(net, sample.to("meta"), 0.5, costs="estimate")
 
 
@@ -576,6 +576,41 @@ def test_a_number_read_from_a_tensor_attribute_is_never_stale() -> None:
         net(sample)
     net.number.fill_(1.0)
     net(sample).backward()
+
+
+class TwoHeads(nn.Module):
+    """One head takes much more than the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.small, self.large = nn.Linear(16, 16), nn.Linear(16, 1), nn.Linear(16, 512)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.body(x).tanh()
+        return self.small(hidden), self.large(hidden).exp().log1p()
+
+
+def test_the_floor_of_a_backward_from_fewer_outputs_is_told_beside_that_of_all(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    net, x = TwoHeads().train(), torch.randn(64, 16)
+    memplan.apply(net, x, 1.0, costs="estimate")
+    floor_bytes = memplan.plan_of(net).floor_bytes
+    net(x)[0].sum().backward()
+    less_bytes = memplan.plan_of(net).floor_bytes
+    assert less_bytes < floor_bytes
+    (told,) = [r.getMessage() for r in caplog.records if "can do with" in r.getMessage()]
+    assert f"({less_bytes} bytes)" in told and f"({floor_bytes} bytes)" in told and "loss_fn=" in told
+    with pytest.raises(memplan.BudgetInfeasible, match=r"gradients of 2 outputs; with loss_fn=") as refused:
+        memplan.apply(net, x, less_bytes, costs="estimate")
+    assert refused.value.floor_bytes == floor_bytes
+    assert f"({less_bytes} bytes)" in str(refused.value) and f"({floor_bytes} bytes)" in str(refused.value)
+    memplan.apply(net, x, floor_bytes, costs="estimate")
+    net = TwoHeads().train()
+    with_loss: Any = {"loss_fn": lambda model, x: model(x)[0].sum(), "costs": "estimate"}
+    memplan.apply(net, x, memplan.plan(net, x, 1.0, **with_loss).floor_bytes, **with_loss)
+    assert memplan.plan_of(net).peak_bytes <= floor_bytes
 
 
 # -- tensors without data ---------------------------------------------------------------------------------------------

@@ -458,9 +458,17 @@ class PlannedForward:
                 return other
         log.info("memplan: planning, because %s", problem)
         try:
-            return self._planned_for(step, call, tangents, backward)
+            other = self._planned_for(step, call, tangents, backward)
         except MemplanError as error:
             raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
+        planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
+        if needed_bytes < planned_bytes:
+            log.info(
+                "memplan: such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
+                "has them planned for the loss alone",
+                format_bytes(needed_bytes), needed_bytes, format_bytes(planned_bytes), planned_bytes,
+            )  # fmt: skip
+        return other
 
     def _planned_for(
         self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
