@@ -101,7 +101,7 @@ class MemplanCallback(TrainerCallback):
         self._told = True
         if state.is_world_process_zero:
             log.info(
-                "memplan: steps are planned to peak at %.1f MiB, %.0f%% of the unplanned %.1f MiB, at %+.1f%% time",
+                "steps are planned to peak at %.1f MiB, %.0f%% of the unplanned %.1f MiB, at %+.1f%% time",
                 plan.peak_bytes / 2**20,
                 100 * plan.peak_bytes / plan.baseline_peak_bytes,
                 plan.baseline_peak_bytes / 2**20,

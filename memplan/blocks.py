@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +29,7 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.private_api import part_here
 from memplan.graph.probe import Site
 from memplan.graph.shards import Shards
+from memplan.logs import log
 from memplan.partial import PartialPlan, resident_bytes_of, rows_of
 from memplan.parts import Part, Parts, Whole, capture_unit, measured_parts, shares_parameters, solve_units
 from memplan.plans import Plan
@@ -42,8 +42,6 @@ from memplan.solvers import Candidate
 from memplan.solvers.saved import solve_saved
 from memplan.solvers.units import UnitChoice, appraise, choose, smallest
 from memplan.units import format_bytes
-
-log = logging.getLogger("memplan")
 
 # Rounds of choosing and measuring: fixed numbers, for ranks rehearse together.
 _ROUNDS = 3  # of choosing, the last of which is for the least where nothing else fits
@@ -95,7 +93,7 @@ def apply_blocks(
         forward.install()
     again = [row.name for row in plan.units if row.way != "keep"]
     log.info(
-        "memplan: %d of %d blocks recompute; the step is planned to peak at %s of %s",
+        "%d of %d blocks recompute; the step is planned to peak at %s of %s",
         len(again), len(units), format_bytes(plan.peak_bytes), format_bytes(plan.budget_bytes),
     )  # fmt: skip
     return plan
@@ -345,7 +343,7 @@ class _BlockPlanner:
         if not self.told:
             self.told = True
             log.warning(
-                "memplan: a call of block %s is recomputed as a whole, because a rank's batch is unlike its sample; "
+                "a call of block %s is recomputed as a whole, because a rank's batch is unlike its sample; "
                 "that may hold more than was planned",
                 self.name,
             )

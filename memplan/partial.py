@@ -7,7 +7,6 @@ for each part then makes the whole fit the budget, and a run of that choice is m
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +22,7 @@ from memplan.graph.capture import model_device
 from memplan.graph.key import ArgumentsKey, ModesKey
 from memplan.graph.layout import allocated_bytes, storage_key
 from memplan.graph.probe import exchanged
+from memplan.logs import log
 from memplan.parts import Parts, parts_of
 from memplan.report.partial_text import partial_report
 from memplan.runtime.collectives import GRADIENT, Collectives
@@ -35,8 +35,6 @@ Forward = Callable[..., Any]
 Ways = Mapping[nn.Module, tuple[UnitStep | str, ...]]
 Refused = Callable[[nn.Module, str], None]
 LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
-
-log = logging.getLogger("memplan")
 
 _ROUNDS = 5  # of choosing again where a run held more than was worked out
 
@@ -159,9 +157,7 @@ class PartialStep:
             )
         if name not in self._told:
             self._told.add(name)
-            log.warning(
-                "memplan: a call of %s is recomputed as a whole, because its plan does not hold: %s", name, problem
-            )
+            log.warning("a call of %s is recomputed as a whole, because its plan does not hold: %s", name, problem)
 
 
 def _run(ways: Ways, forward: Forward, call: Call, refused: Refused = lambda module, problem: None) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from memplan.graph.probe import Site, UnitCall, find_sites
 from memplan.graph.raw_trace import Surroundings
 from memplan.graph.real_results import Facts, OtherResults
 from memplan.graph.shards import Shards
+from memplan.logs import log
 from memplan.plans import same_structure
 from memplan.problem import Costs, Problem
 from memplan.runtime import lower
@@ -39,8 +39,6 @@ from memplan.units import format_bytes
 
 Forward = Callable[..., Any]
 Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
-
-log = logging.getLogger("memplan")
 
 _POINTS = 32  # of a unit's front
 _MOST_OPTIONS = 16  # of one unit
@@ -293,7 +291,7 @@ def _planned_again(
 
     planned: what its schedule for the sample comes to. Raises UnsupportedModel.
     """
-    log.info("memplan: planning %s again, because gradients of other layouts arrive", site.name)
+    log.info("planning %s again, because gradients of other layouts arrive", site.name)
     around = Surroundings(tangents, uses, site.answers)
     with torch.enable_grad(), call.autocast.context():
         captured = capture_part(module, module.forward, call.sample(), around)
@@ -307,7 +305,7 @@ def _planned_again(
         chosen, figures = min(found, key=lambda pair: (pair[1].saved_bytes, pair[1].backward_bytes))
         more = max(figures.saved_bytes - planned.saved_bytes, figures.backward_bytes - planned.backward_bytes)
         log.warning(
-            "memplan: the gradient that reaches %s lies otherwise in memory than on the sample, and takes up to %s "
+            "the gradient that reaches %s lies otherwise in memory than on the sample, and takes up to %s "
             "more. Put the loss into forward", site.name, format_bytes(max(0, more)),
         )  # fmt: skip
     return captured, lower(chosen.schedule, captured.traced, "edges")

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,7 @@ from memplan.graph.optimizer import optimizer_needs
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import once_more_where_results_differ
 from memplan.graph.trace import CompiledCode
+from memplan.logs import log
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
@@ -50,8 +50,6 @@ from memplan.solvers import candidate, textbook
 from memplan.solvers.offload_bound import gather_bound_s
 from memplan.uneven import figures_of, kind_of, translated, widest
 from memplan.units import format_bytes
-
-log = logging.getLogger("memplan")
 
 
 @dataclass
@@ -165,7 +163,7 @@ class Planner(Planning):
         def make(of_all: Sequence[Any]) -> bytes:
             most = widest(own(), of_all) if of_all else own()
             if of_all:
-                log.info("memplan: batches of %d ranks differ in size; one schedule serves them", len(of_all))
+                log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
             return plan_to_bytes(self._in_known_order(most, known) or self._plan_with_shards(most))
 
         kind = (kind_of(captured.traced.graph), self.accumulate, self.grads, self.config, self.host_budget)
@@ -179,7 +177,7 @@ class Planner(Planning):
             self._take_over(largest)
             if (found := self._with_schedule(own(), largest, self.budget_bytes or 0)) is not None:
                 return found
-            log.warning("memplan: this rank's batch takes other ops, and can't run in the order of other ranks'")
+            log.warning("this rank's batch takes other ops, and can't run in the order of other ranks'")
         self._take_over(plan)
         if not uneven:
             return plan
@@ -405,7 +403,7 @@ class Planner(Planning):
         if self.host:
             raise UnsupportedModel(f"{error}. With parameters on the host it can't run in part either") from error
         if self.host_budget is not None:
-            log.warning("memplan: nothing is offloaded in such calls, though there is a host budget")
+            log.warning("nothing is offloaded in such calls, though there is a host budget")
         device = self._device_in_part(model, error)
         refuse_wrappers(model)
         if self.in_flight > 1 or self.surroundings.buffers != Buffers():
@@ -426,7 +424,7 @@ class Planner(Planning):
         peak_bytes = self._unplanned_bytes(call, known)
         if peak_bytes is not None and self.budget_bytes is not None and peak_bytes <= self.budget_bytes:
             log.warning(
-                "memplan: such calls run unplanned, at %s of %s: %s",
+                "such calls run unplanned, at %s of %s: %s",
                 format_bytes(peak_bytes), format_bytes(self.budget_bytes), error,
             )  # fmt: skip
             return EagerStep.of(model, forward, call, device.type)
@@ -478,7 +476,7 @@ class Planner(Planning):
         rows = step.plan.units
         again = [row.name for row in rows if row.way != "keep"]
         log.warning(
-            "memplan: planned in %d parts, because %s. %d of them recompute%s",
+            "planned in %d parts, because %s. %d of them recompute%s",
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
         return step

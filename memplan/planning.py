@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +43,7 @@ from memplan.graph.shards import Shard, Shards
 from memplan.graph.trace import OpenBranch
 from memplan.graph.traced import Traced
 from memplan.graph.updates import with_updates
+from memplan.logs import log
 from memplan.plans import Plan
 from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
 from memplan.report.progress import ProgressLine
@@ -67,8 +67,6 @@ LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Forward = Callable[..., Any]
-
-log = logging.getLogger("memplan")
 
 _MUCH = 0.05  # of a step, that could be saved
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
@@ -173,7 +171,7 @@ class Planning:
         problem = "optimizer= has none of the model's parameters"
         if self.update == "backward":
             raise ValueError(f"{problem}, so update='backward' has nothing to update. Give the one that trains it")
-        log.warning("memplan: %s; its state is counted, and is not taken to be that of parameters on the host", problem)
+        log.warning("%s; its state is counted, and is not taken to be that of parameters on the host", problem)
 
     @once_more_where_results_differ
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
@@ -374,7 +372,7 @@ class Planning:
         fused_s = slow_s * fused / problem.host_update_s_per_byte
         if slow_s - fused_s > _MUCH * time_s:
             log.warning(
-                "memplan: of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
+                "of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
                 "%s(..., fused=True) it takes %.3g s",
                 time_s, slow_s, type(self.optimizer).__name__, fused_s,
             )  # fmt: skip
@@ -499,7 +497,7 @@ class Planning:
         with ProgressLine(sys.stderr) as line:
             front = solve_front(dataclasses.replace(problem, budget_bytes=self.budget_bytes), self.config, line.show)
         if front.truncated:
-            log.warning("memplan: the search was stopped before it was done; the best schedule so far is taken")
+            log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front
 
     def _limit(self, problem: Problem, unplanned_bytes: int) -> int:

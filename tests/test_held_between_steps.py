@@ -213,7 +213,7 @@ def test_several_forwards_at_once_are_told_of(caplog: pytest.LogCaptureFixture) 
             loss.backward()
             net.zero_grad()
             net(sample).backward()
-        return [message.partition("memplan: 2 forwards wait for their backward at once, and ")[2][:20]
+        return [message.partition("2 forwards wait for their backward at once, and ")[2][:20]
                 for message in warnings_in(caplog, "at once")]  # fmt: skip
 
     over, casts = "the plan is for one:", "in one context of autocast"[:20]

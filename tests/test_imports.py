@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "memplan"
 INTEGRATIONS = ROOT / "integrations"  # imported as memplan.integrations
 
-PLAIN = {"units", "errors", "config", "problem", "schedule", "simulate"}
+PLAIN = {"units", "errors", "logs", "config", "problem", "schedule", "simulate"}
 ANYTHING = {
     "__init__",
     "api",
@@ -30,6 +30,7 @@ ANYTHING = {
 OURS: dict[str, set[str]] = {
     "units": set(),
     "errors": set(),
+    "logs": set(),
     "config": set(),
     "problem": set(),
     "schedule": {"problem"},

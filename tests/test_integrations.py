@@ -212,7 +212,7 @@ def test_one_line_of_the_plan_is_logged(tmp_path: Path, caplog: pytest.LogCaptur
     assert trainer.train().global_step == 2
     lines = [r.message for r in caplog.records if "% of the unplanned" in r.message]
     assert len(lines) == 1
-    assert lines[0].startswith("memplan: steps are planned to peak at ")
+    assert lines[0].startswith("steps are planned to peak at ")
 
 
 def test_the_trainers_optimizer_is_counted_when_asked(tmp_path: Path) -> None:

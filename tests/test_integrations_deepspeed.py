@@ -184,7 +184,7 @@ def test_gradient_checkpointing_is_switched_off_where_it_can_be(caplog: pytest.L
     strip_checkpointing(nn.ModuleDict({"inside": model}))
     assert not any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
     assert [r.message for r in caplog.records] == [
-        "memplan: gradient checkpointing is switched off, for the plan decides what is recomputed"
+        "gradient checkpointing is switched off, for the plan decides what is recomputed"
     ]
     other = nn.Linear(2, 2)
     other.gradient_checkpointing = True  # type: ignore[assignment]

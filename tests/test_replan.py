@@ -34,7 +34,7 @@ def kinds(net: nn.Module) -> list[type]:
 def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     """How many plans were made since the test began."""
     caplog.set_level(logging.INFO, "memplan")
-    return lambda: sum(r.message.startswith("memplan: planning, because") for r in caplog.records)
+    return lambda: sum(r.message.startswith("planning, because") for r in caplog.records)
 
 
 # -- every change that the key notices --------------------------------------------------------------------------------

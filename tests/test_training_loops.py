@@ -519,9 +519,7 @@ def live_bytes() -> int:
 @pytest.fixture
 def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     caplog.set_level(logging.INFO, "memplan")
-    return lambda: sum(
-        r.message.startswith("memplan: planning, because") for r in caplog.records if r.name == "memplan"
-    )
+    return lambda: sum(r.message.startswith("planning, because") for r in caplog.records if r.name == "memplan")
 
 
 def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], int]) -> None:

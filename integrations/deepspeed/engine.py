@@ -113,7 +113,7 @@ def _plan_sharded(
         return None
     if not all(found):
         raise problem
-    log.warning("memplan: blocks are planned each by itself, because %s", str(problem).partition("\n")[0])
+    log.warning("blocks are planned each by itself, because %s", str(problem).partition("\n")[0])
     lost = (
         (apply_keywords.get("host_budget") is not None, "nothing is offloaded, though there is a host budget"),
         (apply_keywords.get("on_mismatch") == "raise", "calls unlike the sample run all the same, on_mismatch or not"),
@@ -121,6 +121,6 @@ def _plan_sharded(
     )
     for said, what in lost:
         if said:
-            log.warning("memplan: with planned blocks %s", what)
+            log.warning("with planned blocks %s", what)
     taken = {key: apply_keywords[key] for key in ("costs", "config") if key in apply_keywords}
     return apply_sharded_blocks(engine, sample, budget, **taken)

@@ -53,7 +53,7 @@ class Board:
                 return False
             del self._wanted[0]
             for text in merged([Line(*json.loads(self._store.get(key))) for key in keys]):
-                log.info("memplan: %s", text)
+                log.info("%s", text)
         return True
 
     def _key(self, topic: str, rank: int) -> str:

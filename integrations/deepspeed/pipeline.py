@@ -110,7 +110,7 @@ class _Stage:
     def begin(self) -> None:
         """Have the module run these layers, all of them without checkpoints."""
         if self._interval:
-            log.info("memplan: activation checkpointing of the pipeline is off: the plan decides what is recomputed")
+            log.info("activation checkpointing of the pipeline is off: the plan decides what is recomputed")
         self._engine.module.activation_checkpoint_interval = 0
         self._engine.module.forward = self.forward
 

@@ -83,7 +83,7 @@ def strip_checkpointing(model: nn.Module) -> None:
             "it decides what is recomputed, which is what the plan does. Set its gradient_checkpointing to False"
         )
     if on:
-        log.info("memplan: gradient checkpointing is switched off, for the plan decides what is recomputed")
+        log.info("gradient checkpointing is switched off, for the plan decides what is recomputed")
 
 
 def _checkpointing_modules(model: nn.Module) -> list[str]:

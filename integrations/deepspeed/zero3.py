@@ -382,7 +382,7 @@ def _look_at_budgets(budget: Any, group: Any) -> None:
     lowest = limits.index(min(limits))
     if torch.distributed.get_rank(group) == 0:
         log.info(
-            "memplan: ranks have other budgets, and under ZeRO 3 all run one plan, for they gather in one order: that "
+            "ranks have other budgets, and under ZeRO 3 all run one plan, for they gather in one order: that "
             "for the lowest, %s of rank %d",
             memplan.format_bytes(limits[lowest]), torch.distributed.get_global_rank(group, lowest),
         )  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
+from memplan.logs import log
 from memplan.runtime.observe import Observer
 from memplan.runtime.step import WholeStep
 from memplan.units import format_bytes
-
-log = logging.getLogger("memplan")
 
 
 class Comparison:
@@ -52,7 +50,7 @@ class Comparison:
         if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
             measured_bytes -= self._absent_bytes
         log.info(
-            "memplan: the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
+            "the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
             time_s, plan.time_s,
         )  # fmt: skip

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MethodType
 from typing import Any, Literal, Protocol
@@ -19,6 +18,7 @@ from memplan.graph import private_api as private
 from memplan.graph.call import Call, CallReader, Sample
 from memplan.graph.raw_trace import Answer, Autocast
 from memplan.graph.real_results import OtherResults
+from memplan.logs import log
 from memplan.runtime.agreement import Agreement, Share
 from memplan.runtime.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.runtime.comparison import Comparison
@@ -38,8 +38,6 @@ OnOutOfMemory = Literal["raise", "replan"]
 _MOST_STEPS = 64  # that a model keeps; the one that was not used for longest goes first
 _MANY_STEPS = 12  # as many plans for one model are worth a warning
 _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
-
-log = logging.getLogger("memplan")
 
 
 class Planner(Protocol):
@@ -283,10 +281,10 @@ class PlannedForward:
             )
         else:
             known, reason = self.steps, f"{reasons[0] if reasons else self._unfit or 'this is the first call'}"
-        log.info("memplan: planning, because %s", reason)
+        log.info("planning, because %s", reason)
         if len(self.steps) == _MANY_STEPS:
             log.warning(
-                "memplan: the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
+                "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
                 "a while. Pad batches to few lengths, and pass numbers that change with the batch as tensors",
                 len(self.steps) + 1, reason,
             )  # fmt: skip
@@ -296,7 +294,7 @@ class PlannedForward:
             except NothingToTrain as error:
                 if not self._alone:
                     raise
-                log.info("memplan: such calls run unplanned, because %s", error)
+                log.info("such calls run unplanned, because %s", error)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             return self.add(step)
 
@@ -391,7 +389,7 @@ class PlannedForward:
         for subject, text in news.items():
             if subject not in self._told:
                 self._told.add(subject)
-                log.warning("memplan: %s", text)
+                log.warning("%s", text)
 
     # -- when a step can't do what it was planned for ---------------------------------------------------------------
 
@@ -456,7 +454,7 @@ class PlannedForward:
                 continue
             if other.mismatch(call) is None and other.capture.traced.forward_ops == step.capture.traced.forward_ops:
                 return other
-        log.info("memplan: planning, because %s", problem)
+        log.info("planning, because %s", problem)
         try:
             other = self._planned_for(step, call, tangents, backward)
         except MemplanError as error:
@@ -464,7 +462,7 @@ class PlannedForward:
         planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
         if needed_bytes < planned_bytes:
             log.info(
-                "memplan: such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
+                "such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
                 "has them planned for the loss alone",
                 format_bytes(needed_bytes), needed_bytes, format_bytes(planned_bytes), planned_bytes,
             )  # fmt: skip
@@ -493,7 +491,7 @@ class PlannedForward:
         if fixed or not repeats or not isinstance(problem, OtherResults) or problem.found == self._found:
             raise problem  # the last where the new trace has not heeded it
         self._found = problem.found
-        log.warning("memplan: planning again, because in its first run %s", str(problem).partition("\n")[0])
+        log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._forget_steps()
 
     def _decline(self, step: Step, why: str) -> None:
@@ -502,7 +500,7 @@ class PlannedForward:
         if self._planner.decides and len(self._declined) >= _MOST_BRANCHES:
             self._planner.decides = False
             self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in self._declined)]
-            log.warning("memplan: such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
+            log.warning("such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
 
     def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
@@ -524,7 +522,7 @@ class PlannedForward:
         margin = max(0.05, 2 * self._planner.margin)
         if margin > 1:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
-        log.warning("memplan: out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
+        log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
         device = step.runner.device if isinstance(step, WholeStep) else next(self.model.parameters()).device
         self._planner.learn(device, margin)
         self._forget_steps()
@@ -533,7 +531,7 @@ class PlannedForward:
         """A step was measured: where it held more than predicted, plans keep a margin from now on."""
         margin, problem = min(0.25, excess), step.plan.problem
         if self._alone and margin > max(0.001, self._planner.margin) and problem.costs.source == "measured":
-            log.warning("memplan: %.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
+            log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             self._planner.learn(step.runner.device, margin)
             if measured_bytes > problem.budget_bytes:
                 self._forget_steps()
@@ -597,7 +595,7 @@ class PlannedForward:
         device = self._planner.device
         if self._planner.host and device is not None and device.type != "cpu":
             log.warning(
-                "memplan: %d parameters live on the host; call model.to(%r) before the model runs without a plan",
+                "%d parameters live on the host; call model.to(%r) before the model runs without a plan",
                 len(self._planner.host), str(device),
             )  # fmt: skip
 

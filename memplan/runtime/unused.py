@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import weakref
 from typing import Any
 
@@ -11,8 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from memplan.errors import UnsupportedModel
-
-log = logging.getLogger("memplan")
+from memplan.logs import log
 
 
 class UnusedPlan:
@@ -54,7 +52,7 @@ class UnusedPlan:
                 f"which the plan is. Call self(...) in training_step, or {_advice(model)}"
             )
         log.warning(
-            "memplan: %s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
+            "%s trains without its plan, for its forward has not run yet in train mode with gradients. Call "
             "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
             kind,
         )

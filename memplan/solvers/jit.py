@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,9 @@ from typing import Any, TypeVar, cast
 
 import numba
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-log = logging.getLogger("memplan")
+from memplan.logs import log
 
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 _IMPORT = re.compile(r"^from memplan\.solvers\.(\w+) import", re.MULTILINE)
 
 
@@ -41,7 +40,7 @@ def kernel(function: _Function) -> _Function:
 @functools.cache
 def _tell_of_no_cache() -> None:
     log.warning(
-        "memplan: there is no folder to keep compiled solvers in, so each process compiles them anew, for about a "
+        "there is no folder to keep compiled solvers in, so each process compiles them anew, for about a "
         "minute. Set NUMBA_CACHE_DIR to one that can be written to"
     )
 
