@@ -273,6 +273,7 @@ class Planning:
         problem = Problem(
             traced.graph, costs, None, needs[0] + held, self.accumulate, needs[1] + later, in_flight=self.in_flight,
             takes_gradients=self.surroundings.takes_gradients and self.grads == "surface",
+            knows_optimizer=self.optimizer is not None,
         )  # fmt: skip
         if self.accumulate and self.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(

@@ -268,6 +268,7 @@ class Problem:
         are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
     host_update_s_per_byte: seconds that the CPU takes to update parameters that live on the host, for each byte of
         their gradients.
+    knows_optimizer: what the optimizer holds is in these figures, be it nothing.
     """
 
     graph: Graph
@@ -282,6 +283,7 @@ class Problem:
     gather: GatherSpeed | None = None
     takes_gradients: bool = False
     host_update_s_per_byte: float = 0.0
+    knows_optimizer: bool = False
 
     @property
     def frees_gradients(self) -> bool:

@@ -49,6 +49,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "extra_host_bytes": problem.extra_host_bytes,
         "in_flight": problem.in_flight,
         "host_update_s_per_byte": problem.host_update_s_per_byte,
+        "knows_optimizer": problem.knows_optimizer,
         "link": None if problem.link is None else asdict(problem.link),
         "gather": None if problem.gather is None else asdict(problem.gather),
         "costs": asdict(problem.costs),
@@ -77,6 +78,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         _read_gather(content["gather"]),
         Reader.typed(content, "takes_gradients", bool),
         Reader.typed(content, "host_update_s_per_byte", float),
+        Reader.typed({"knows_optimizer": False} | content, "knows_optimizer", bool),  # older files do not say
     )
 
 

@@ -17,6 +17,7 @@ INTEGRATIONS = ROOT / "integrations"  # imported as memplan.integrations
 PLAIN = {"units", "errors", "logs", "config", "problem", "schedule", "simulate"}
 ANYTHING = {
     "__init__",
+    "__main__",
     "api",
     "blocks",
     "choosing",

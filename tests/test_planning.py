@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +15,11 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.graph import capture, measure
+from memplan.__main__ import main
+from memplan.graph import capture, costs, measure
 from memplan.graph.optimizer import optimizer_needs
 from tests.meter import LiveMeter, profiler_peak, storage_bytes
-from tests.zoo import MODELS, assert_same_bits, copied, loss_of, tensors_of
+from tests.zoo import MODELS, assert_same_bits, copied, loss_of, run_steps, tensors_of
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "unet"])
@@ -84,6 +88,79 @@ def test_measured_costs_are_kept_on_disk(cost_cache: Path, monkeypatch: pytest.M
     file.write_text('{"format": 1, "facts": {"damaged')
     memplan.plan(net, sample, 0.8)  # measures again
     assert len(file.read_text()) > 1000
+
+
+def facts_in(folder: Path) -> dict[str, list[float]]:
+    (file,) = folder.glob("costs-*.json")
+    return dict(json.loads(file.read_text())["facts"])
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, spread: bool) -> None:
+    """A busy machine: each run of an op takes a second, or one to three."""
+    runs = itertools.count(1)
+    monkeypatch.setattr(costs, "_timed", lambda *_: 1.0 + 2 * spread * (next(runs) % 2))
+
+
+def test_costs_of_a_busy_machine_are_measured_again_until_repeats_agree(
+    cost_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, sample = MODELS["vit"](0)
+    slowed(monkeypatch, spread=True)
+    slow = memplan.plan(net, sample, 1.0)
+    assert all(doubts == 1 for _, _, doubts, _ in facts_in(cost_cache).values())
+    assert memplan.plan(net, sample, 1.0).problem.costs == slow.problem.costs  # of one process
+    monkeypatch.setattr(os, "getpid", lambda: -1)  # another
+    memplan.plan(net, sample, 1.0)
+    assert all(doubts == 2 for _, _, doubts, _ in facts_in(cost_cache).values())
+    monkeypatch.setattr(os, "getpid", lambda: -2)
+    slowed(monkeypatch, spread=False)
+    assert memplan.plan(net, sample, 1.0).problem.costs.time_s == (1.0,) * len(slow.problem.graph.ops)
+    assert {doubts for _, _, doubts, _ in facts_in(cost_cache).values()} == {-1}
+    monkeypatch.setattr(os, "getpid", lambda: -3)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: pytest.fail("measured again"))
+    memplan.plan(net, sample, 1.0)
+
+
+def test_repeats_that_never_agree_are_measured_three_times(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS["vit"](0)
+    slowed(monkeypatch, spread=True)
+    for process in range(-4, 0):
+        monkeypatch.setattr(os, "getpid", lambda process=process: process)
+        memplan.plan(net, sample, 1.0)
+    assert {(doubts, process) for _, _, doubts, process in facts_in(cost_cache).values()} == {(-1, -2)}
+
+
+def test_costs_are_doubted_once_where_the_first_step_takes_much_less(
+    cost_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, sample = MODELS["vit"](0)
+    for again in (False, True):
+        with monkeypatch.context() as patch:
+            slowed(patch, spread=False)
+            memplan.apply(net, sample, 1.0)
+        run_steps(net, sample)
+        told = [r for r in caplog.records if "clear-costs" in r.getMessage()]
+        assert len(told) == 1 + again
+        assert {doubts for _, _, doubts, _ in facts_in(cost_cache).values()} == {-1 if again else 1}
+
+
+def test_one_command_forgets_measured_costs(cost_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net, sample = MODELS["vit"](0)
+    memplan.plan(net, sample, 1.0)
+    assert main(["clear-costs"]) == 0
+    assert not list(cost_cache.glob("costs-*.json"))
+    assert capsys.readouterr().out == f"memplan: 1 files of measured costs removed from {cost_cache}\n"
+
+
+def test_costs_of_earlier_versions_are_read(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS["vit"](0)
+    first = memplan.plan(net, sample, 1.0)
+    (file,) = cost_cache.glob("costs-*.json")
+    content = json.loads(file.read_text())
+    content["facts"] = {key: row[:2] for key, row in content["facts"].items()}
+    file.write_text(json.dumps(content))
+    monkeypatch.setattr(torch.profiler, "profile", lambda **kwargs: pytest.fail("measured again"))
+    assert memplan.plan(net, sample, 1.0).problem.costs == first.problem.costs
 
 
 OPTIMIZERS = {
@@ -174,6 +251,16 @@ def test_the_report_says_what_a_user_asks() -> None:
     for words in ("budget", "unplanned", "lower bound", "smallest budget", "recomputed:", "transformer.h.", "AdamW"):
         assert words in text
     assert isinstance(copy.deepcopy(net), nn.Module)
+
+
+@pytest.mark.parametrize("options", [{}, {"host_budget": "1GiB", "link": memplan.Link(1e9, 1e9)}], ids=str)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_report_says_that_no_optimizer_was_given_only_where_none_was(kind: Any, options: Any) -> None:
+    net, sample = MODELS["gpt2"](0)
+    optimizer = kind(net.parameters(), 1e-3)
+    options = {"costs": "estimate", **options}
+    assert "no optimizer was given" in memplan.plan(net, sample, 0.5, **options).report()
+    assert "no optimizer was given" not in memplan.plan(net, sample, 0.9, optimizer=optimizer, **options).report()
 
 
 def test_the_gap_is_stated_of_the_time_and_of_the_extra_time() -> None:

@@ -13,11 +13,15 @@ model, 480 MB of last-level cache) that makes steps with recomputation 2% faster
 
 The fastest run counts. With the median an op came out ten times too slow now and then, on a machine that did nothing
 else: page faults and the time they take come in bursts. Predicted seconds of a step varied by 9%, now by 5%.
+
+Where other processes keep the machine busy even the fastest run may be slow. Where no second run comes near it, or the
+first step takes much less than predicted, the figure is doubted: the next process measures it again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import platform
@@ -46,7 +50,10 @@ from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
 _FEWEST_RUNS, _MOST_RUNS = 2, 5
-_LONG_S = 0.1  # the first run of an op that takes longer is all the timing that it gets
+_LONG_S = 0.1  # the first run of an op that takes longer is one of two that it gets
+_SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
+_MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
+_SETTLED = -1
 _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
 _MARK = "memplan op "
 _FORMAT = 4  # of the cache file
@@ -57,10 +64,17 @@ StateOf = Callable[[str, str, int], torch.Tensor | None]
 
 @dataclass(frozen=True, slots=True)
 class OpFacts:
-    """What a run of an op showed."""
+    """What runs of an op showed.
+
+    doubts: 0 where repeats agreed. More: the seconds may be those of a busy machine, and are measured again; so often
+    they were. `_SETTLED`: they have been measured again, and count. process: the one that measured what is doubted,
+    which goes on with it, so that its plans are alike.
+    """
 
     time_s: float
     scratch_bytes: int
+    doubts: int = 0
+    process: int = 0
 
 
 def measure(
@@ -81,7 +95,7 @@ def measure(
     """
     cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
-    missing = sorted(index for key, index in distinct.items() if key not in cache.facts)
+    missing = sorted(index for key, index in distinct.items() if cache.wants(key, quick))
     if missing:
         needed_bytes, index = max((traced.graph.op_bytes(i), i) for i in distinct.values())
         largest, needed_bytes = traced.graph.ops[index], needed_bytes + traced.graph.resident_bytes
@@ -99,11 +113,10 @@ def measure(
                     f"takes {format_bytes(needed_bytes)}. Use a smaller batch, or costs='estimate'",
                     needed_bytes,
                 ) from error
-            enough = 0.0 if quick else _LONG_S
             of_all = zip(missing, first_s, scratch, strict=True)
-            times = [t if t > enough else bench.time_s(i, scratch_bytes) for i, t, scratch_bytes in of_all]
-        for index, time_s, scratch_bytes in zip(missing, times, scratch, strict=True):
-            cache.facts[traced.graph.ops[index].key] = OpFacts(time_s, scratch_bytes)
+            times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
+        for index, times_s, scratch_bytes in zip(missing, times, scratch, strict=True):
+            cache.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
         if not quick:
             cache.save()
     facts = [cache.facts[op.key] for op in traced.graph.ops]
@@ -131,18 +144,18 @@ class _Bench:
         self._other: dict[str, Facts] = {}  # results that are not those of the trace
         self._told = ""  # what is said of the first of them
 
-    def time_s(self, index: int, scratch_bytes: int) -> float:
-        """Fewest seconds of some runs with cold caches: whatever else the machine does only adds to them."""
+    def times_s(self, index: int, first_s: float, scratch_bytes: int) -> list[float]:
+        """Seconds of some runs with cold caches. first_s: of the first run, which counts for ops that take long."""
         target = self.traced.kernels[index].target
         args, kwargs = self._arguments(index)
         something_else = torch.empty(
             self._room_bytes(index, scratch_bytes), dtype=torch.uint8, device=self.traced.device
         )
-        times: list[float] = []
+        times = [first_s] if first_s > _LONG_S else []
         while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _ENOUGH_S):
             something_else.fill_(1)
             times.append(_timed(target, args, kwargs, self.traced.device))
-        return min(times)
+        return times
 
     def _room_bytes(self, index: int, scratch_bytes: int) -> int:
         """What to write between runs of an op: what caches hold, as far as the budget has room; nothing where the op
@@ -377,20 +390,54 @@ class _Cache:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:
                 return _Cache(path, {})
-            facts = {str(k): OpFacts(float(t), int(s)) for k, (t, s) in content["facts"].items()}
+            facts = {str(k): OpFacts(float(t), int(s), *map(int, d)) for k, (t, s, *d) in content["facts"].items()}
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return _Cache(path, {})  # absent, or damaged: measure again
         return _Cache(path, facts)
 
+    def wants(self, key: str, quick: bool) -> bool:
+        """Whether an op is to be measured: it is not known, or doubted and there is time."""
+        known = self.facts.get(key)
+        return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
+
+    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
+        """Seconds of all repeats: whatever else the machine does only adds to them, so the fewest count."""
+        before, (time_s, *others) = self.facts.get(key), sorted(times_s)
+        if not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s):
+            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
+            return
+        doubts = 1 if before is None else before.doubts + 1
+        time_s = time_s if before is None else min(time_s, before.time_s)
+        doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
+        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid())
+
     def save(self) -> None:
         if self.path is None:
             return
-        content = {"format": _FORMAT, "facts": {k: [f.time_s, f.scratch_bytes] for k, f in sorted(self.facts.items())}}
+        facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process] for k, f in sorted(self.facts.items())}
+        content = {"format": _FORMAT, "facts": facts}
         with contextlib.suppress(OSError):  # a read-only home is no reason to fail
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
                 json.dump(content, file)
             os.replace(file.name, self.path)
+
+
+def doubt(traced: Traced) -> None:
+    """Have the ops of a step measured again for the next plan, once: it takes much less than their costs say."""
+    cache = _Cache.open(traced.device)
+    for key in {op.key for op in traced.graph.ops} & cache.facts.keys():
+        if not cache.facts[key].doubts:
+            cache.facts[key] = dataclasses.replace(cache.facts[key], doubts=1)
+    cache.save()
+
+
+def clear_costs() -> int:
+    """Forget all measured costs of this user, on any device. Gives the number of files that held them."""
+    files = list(cache_dir().glob("costs-*.json"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
 
 
 def cache_dir() -> Path:

@@ -112,7 +112,7 @@ def _live_at_peak(plan: Plan) -> set[int]:
 
 
 def _remarks(plan: Plan) -> list[str]:
-    if plan.problem.extra_resident_bytes:
+    if plan.problem.knows_optimizer or plan.problem.extra_resident_bytes:
         return []
     weights = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "gradient")
     return [

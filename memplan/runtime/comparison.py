@@ -7,10 +7,13 @@ from typing import Any
 
 from torch import nn
 
+from memplan.graph.costs import doubt
 from memplan.logs import log
 from memplan.runtime.observe import Observer
 from memplan.runtime.step import WholeStep
 from memplan.units import format_bytes
+
+_SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by so much: costs are wrong
 
 
 class Comparison:
@@ -54,4 +57,12 @@ class Comparison:
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
             time_s, plan.time_s,
         )  # fmt: skip
+        costs_say_s = plan.problem.costs.source == "measured" and plan.time_s
+        if costs_say_s > _SLOW * time_s and costs_say_s > time_s + _MUCH_S:
+            doubt(self._step.capture.traced)
+            log.warning(
+                "the step takes %.3g s, predicted %.3g s: the machine was busy when ops were timed, and the plan may "
+                "recompute the wrong ones. The next plan times them again; 'python -m memplan clear-costs' forgets all",
+                time_s, plan.time_s,
+            )  # fmt: skip
         self._done(measured_bytes, measured_bytes / predicted_bytes - 1)
