@@ -30,7 +30,7 @@ from memplan.logs import log
 from memplan.partial import PartialStep, plan_partially
 from memplan.planning import Forward, Planning
 from memplan.plans import Plan, first_difference, plan_from_bytes, plan_to_bytes, same_structure
-from memplan.problem import Buffers, Problem
+from memplan.problem import Buffers, Graph, Problem
 from memplan.runtime import (
     EagerStep,
     Grads,
@@ -98,14 +98,21 @@ class Planner(Planning):
     ) -> WholeStep | None:
         """A step whose plan is at hand, or what can be had without a search."""
         in_one_order = in_group and self.gathers is not None  # others may have another schedule at hand
-        for other in () if in_one_order else known:  # what changed may be of no concern to the step
-            if (
-                isinstance(other, WholeStep)
-                and first_difference(other.plan.problem.graph, self._homed(captured, model).traced.graph) is None
-            ):
-                return self._whole(model, captured, other.plan, other.provisional)
+        same = None if in_one_order else self._equal_step(model, captured, known)
+        if same is not None:  # what changed is of no concern to the step
+            return same
         plan = self._hurried(model, captured, known) if known and not in_group else None
         return None if plan is None else self._whole(model, captured, plan, plan.overhead > 0)
+
+    def _equal_step(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> WholeStep | None:
+        """The captured step with the plan of one whose ops, values and sizes are the same, be the arguments called
+        otherwise."""
+        graph = self._homed(captured, model).traced.graph
+        for step in known:
+            if isinstance(step, WholeStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
+                problem = dataclasses.replace(step.plan.problem, graph=graph)
+                return self._whole(model, captured, dataclasses.replace(step.plan, problem=problem), step.provisional)
+        return None
 
     def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep:
         """A step in the place of one that is at hand, with the schedule that ranks which plan now have as well."""
@@ -218,12 +225,14 @@ class Planner(Planning):
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
+        known: Sequence[Step],
     ) -> WholeStep:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
-        seen: what forward read from tensors on this call."""
+        seen: what forward read from tensors on this call. known: steps of other calls."""
         captured = self.capture(model, forward, call, tangents, backward, seen)
-        return self._whole(model, captured, self._plan(model, captured))
+        same = None if self.gathers is not None else self._equal_step(model, captured, known)
+        return same or self._whole(model, captured, self._plan(model, captured))
 
     def is_same(
         self,
@@ -487,6 +496,12 @@ class Planner(Planning):
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
                 return int(step.plan.baseline_peak_bytes)
         return None
+
+
+def _unnamed(graph: Graph) -> Graph:
+    """The graph without the names of inputs, which are those of arguments."""
+    values = (dataclasses.replace(v, name="") if v.role == "input" else v for v in graph.values)
+    return dataclasses.replace(graph, values=tuple(values))
 
 
 def _need(plan: Plan) -> tuple[int, str]:

@@ -225,6 +225,22 @@ def test_eval_no_grad_and_inference_mode_run_the_original() -> None:
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_eval_mode_with_gradients_is_planned_where_apply_was_called_in_eval_mode(trains: bool) -> None:
+    net, sample = net_and_sample()
+    plain = copy.deepcopy(net.train(trains))
+    planned = memplan.apply(net, sample, 1.0, costs="estimate")
+    before = memplan.plan_of(planned)
+    results = []
+    for each in (plain, planned):
+        torch.manual_seed(1)
+        each.eval()
+        each(sample[:5]).backward()
+        results.append(grads_of(each))
+    assert_same_bits(*results)
+    assert (memplan.plan_of(planned) is before) == trains  # which is for another batch
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_model_that_is_frozen_runs_unplanned() -> None:
     plain, planned, sample = pair()

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan import planning
 from memplan.runtime import EagerStep, WholeStep, planned_forward
 from memplan.units import format_bytes, parse_bytes
 from tests.meter import LiveMeter
@@ -435,3 +436,33 @@ def test_what_goes_with_the_plan_is_undone_once() -> None:
     assert not undone
     memplan.remove(memplan.remove(net))
     assert undone == ["second", "first"]
+
+
+class TakesAnything(nn.Module):
+    """It may tell arguments by position from those by name, and its loss needs one output of two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 64)
+
+    def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = args or (kwargs["x"], kwargs["y"])
+        return self.first(x).exp() * y, self.second(x)
+
+
+def test_arguments_passed_in_another_way_are_told_of_and_not_searched_again(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searched: list[int] = []
+    solve = planning.solve_front
+    monkeypatch.setattr(planning, "solve_front", lambda *args: (searched.append(1), solve(*args))[1])
+    plain, (x, y) = TakesAnything().train(), torch.randn(2, 16, 8)
+    net = memplan.apply(copy.deepcopy(plain), (x, y), 1.0, costs="estimate")
+    for run in ({"x": x, "y": y}, {"x": x, "y": y}, {"x": x, "y": y}, None, None):
+        for each in (plain, net):
+            each.zero_grad()
+            (each(x, y) if run is None else each(**run))[0].sum().backward()
+        assert_same_bits([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
+    assert len(searched) == 2  # for all outputs, and for the one from which backward starts
+    told = [r.getMessage() for r in caplog.records if "in another way" in r.getMessage()]
+    assert len(told) == 1 and "now as x, y" in told[0]

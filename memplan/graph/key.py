@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,15 @@ class ArgumentsKey:
         if _aliases(tensors) != self._aliases:
             return "other arguments share memory than in the sample"
         return None
+
+    def differ_in_passing(self, call: Call) -> bool:
+        """Whether the call has the same tensors and values, by other names or positions."""
+        if call.spec == self._call.spec and call.paths == self._call.paths:
+            return False
+        theirs = [leaf for leaf in self._others if not isinstance(leaf, torch.Tensor)]
+        mine = [leaf for _, leaf in call.others]
+        tensors = Counter(map(_Tensor.of, call.tensors)), Counter(self._tensors)
+        return tensors[0] == tensors[1] and sorted(map(repr, mine)) == sorted(map(repr, theirs))
 
 
 _OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"

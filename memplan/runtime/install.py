@@ -73,6 +73,7 @@ class Planner(Protocol):
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
+        known: Sequence[Step],
     ) -> WholeStep: ...
     def is_same(
         self,
@@ -282,6 +283,7 @@ class PlannedForward:
         else:
             known, reason = self.steps, f"{reasons[0] if reasons else self._unfit or 'this is the first call'}"
         log.info("planning, because %s", reason)
+        self._tell_of_passing(call, known)
         if len(self.steps) == _MANY_STEPS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
@@ -373,6 +375,13 @@ class PlannedForward:
         """No plan counts them; those that there are go on."""
         self._tell({"gradients": why})
         self._held.extra_bytes = 0
+
+    def _tell_of_passing(self, call: Call, known: Sequence[Step]) -> None:
+        """Say once where all that is new is that arguments are passed by name instead of by position, or so."""
+        if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
+            now = ", ".join(call.paths)
+            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
+            self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
 
     def _tell_of_flight(self, step: Step) -> None:
         """Say once what is to be known of forwards that wait for their backward while this one begins."""
@@ -474,7 +483,7 @@ class PlannedForward:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
         layouts, seen = _layouts(tangents), step.capture.answers
         with self._planning():
-            other = self._planner.step_for(self.model, self.original, call, layouts, backward, seen)
+            other = self._planner.step_for(self.model, self.original, call, layouts, backward, seen, self.steps)
         self.add(other)
         return other
 
