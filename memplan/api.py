@@ -135,7 +135,8 @@ def apply(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
     refuse_without_forward(model)
-    known = None if plan is not None else plan_of(model)
+    before = planned_forward(model)
+    less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
     planner = Planner(
         budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
         update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
@@ -157,7 +158,7 @@ def apply(
                 try:
                     return planner.step(model, original, sample, share=share)
                 except BudgetInfeasible as error:
-                    raise _with_known_floor(error, known) from None
+                    raise _with_floor_of_fewer_outputs(error, less_bytes) from None
 
         if agreement is not None:
             step = agreement.step(lambda: None, None if sample is None else first_step)
@@ -166,7 +167,6 @@ def apply(
                 step = None if sample is None else first_step()
         if step is not None:
             planned.add(step)
-    before = planned_forward(model)
     if before is not None:
         before.uninstall()
         planned.undo = before.undo
@@ -174,14 +174,14 @@ def apply(
     return model
 
 
-def _with_known_floor(error: BudgetInfeasible, known: Any) -> BudgetInfeasible:
+def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None) -> BudgetInfeasible:
     """The refusal, which tells why the plan that the model has says of itself that less would do."""
-    if not isinstance(known, Plan) or known.floor_bytes >= error.floor_bytes:
+    if less_bytes is None or less_bytes >= error.floor_bytes:
         return error
     return BudgetInfeasible(
         f"{error}\nThe present plan, for the outputs from which backward started, could do with "
-        f"{format_bytes(known.floor_bytes)} ({known.floor_bytes} bytes). apply() plans for every output that requires "
-        "grad; loss_fn= says which count",
+        f"{format_bytes(less_bytes)} ({less_bytes} bytes). apply() plans for every output that requires grad; loss_fn= "
+        "says which count",
         error.floor_bytes,
         error.floor_overhead,
     )

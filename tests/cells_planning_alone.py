@@ -91,8 +91,11 @@ def train(build: Callable[[], nn.Module], sample: bool, threshold: int, accumula
     try:
         with nothing_waits_in_planning() if planned else contextlib.nullcontext([]) as ran:
             if planned:
-                first: Any = data[0] if build is Net else {"input_ids": data[0], "labels": data[0]}
+                named = {"ids": data[0]} if build is Net else {"input_ids": data[0], "labels": data[0]}
+                first: Any = data[0] if build is Net else named
                 apply_it(engine, first if sample else None, memplan.Budget(activations=0.6), costs="measure")
+                if sample:
+                    memplan.prepare(engine.module, [{name: x[:1] for name, x in named.items()}])
             losses = []
             for x in data:
                 loss = loss_of(engine, x)

@@ -693,7 +693,8 @@ def collectives_end_within(seconds: float, but: torch.distributed.ProcessGroup) 
     groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not but]
     before = {backend: backend.options._timeout for group in groups for backend in _backends_of(group)}
     for backend, timeout in before.items():
-        backend._set_default_timeout(min(timeout, timedelta(seconds=seconds)))
+        with contextlib.suppress(RuntimeError):  # of a kind that has none to set
+            backend._set_default_timeout(min(timeout, timedelta(seconds=seconds)))
     kind, thread = torch.distributed.ProcessGroup, threading.get_ident()
     originals = {name: getattr(kind, name) for name in ("send", "recv", "recv_anysource")}
     for name, original in originals.items():
@@ -704,7 +705,8 @@ def collectives_end_within(seconds: float, but: torch.distributed.ProcessGroup) 
         for name, original in originals.items():
             setattr(kind, name, original)
         for backend, timeout in before.items():
-            backend._set_default_timeout(timeout)
+            with contextlib.suppress(RuntimeError):
+                backend._set_default_timeout(timeout)
 
 
 def _refused_in(group: Any, thread: int, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

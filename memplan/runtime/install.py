@@ -341,6 +341,15 @@ class PlannedForward:
                 return (self._at_hand(call) or planned()).plan
         return self._agreed(call, self._agreement, planned).plan
 
+    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
+        """The smallest budget for such a call where backward has started from fewer outputs than were planned for;
+        None where it has not."""
+        call = self.reader.read_sample(sample)
+        plans = [s.plan for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
+        counts = [len(plan.problem.graph.tangents) for plan in plans]
+        fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
+        return min(fewer, default=None)
+
     def _look_for_gradients(self) -> None:
         """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
         add up those of several batches."""
