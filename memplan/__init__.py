@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from memplan.api import apply as apply
     from memplan.api import explore as explore
     from memplan.api import fetching as fetching
-    from memplan.api import from_config as from_config
     from memplan.api import grown_bytes as grown_bytes
     from memplan.api import on_remove as on_remove
     from memplan.api import plan as plan
@@ -46,7 +45,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
-    "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api", "from_config": "api",
+    "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan.budgets import BudgetLike
-from memplan.config import Config, ConfigLike, config_of
+from memplan.config import ConfigLike, config_of
 from memplan.errors import BudgetInfeasible
 from memplan.graph.call import CallReader, Sample
 from memplan.graph.margin import known_margin
@@ -245,11 +245,6 @@ def explore(
     with _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)
-
-
-def from_config(model: nn.Module, sample: Sample, budget: BudgetLike, config: Config, **arguments: Any) -> nn.Module:
-    """`apply` with a configuration. Further arguments, errors and result as for `apply`."""
-    return apply(model, sample, budget, config=config, **arguments)
 
 
 def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan, ...]:

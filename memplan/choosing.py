@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 from memplan.errors import BudgetInfeasible
-from memplan.graph.homes import Movable
 from memplan.plans import Plan
 from memplan.problem import Problem
-from memplan.residency import Residency, choose
+from memplan.residency import Residency
 from memplan.simulate import simulate
 from memplan.solvers import Candidate, Front
-from memplan.solvers.backward_orders import in_order
 from memplan.solvers.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
@@ -30,23 +27,10 @@ def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_byte
     )
 
 
-def choose_residency(
-    parts: Sequence[Movable], front: Front, alone: Front | None, *rest: Any, stays: bool = False
-) -> Residency | None:
-    """`residency.choose`, with what was found in the traced order first where several were tried: with copies, orders
-    that are better without them may be worse."""
-    found = [choose(parts, front, alone, *rest, stays=stays)]
-    if front.traced is not None or (alone is not None and alone.traced is not None):
-        traced_alone = None if alone is None else alone.traced or alone
-        found.insert(0, choose(parts, front.traced or front, traced_alone, *rest, stays=stays))
-    fitting = [residency for residency in found if residency is not None]
-    return min(fitting, key=lambda residency: residency.found.timeline.time_s, default=None)
-
-
 def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
     """A plan that may offload. fronts: what it was made from. least_bytes: the smallest peak that copies reach."""
     found = chosen.found
-    bound_s = min(_offload_bound_s(chosen.problem, fronts, budget_bytes), found.timeline.time_s)
+    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
     return Plan(
         dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
         found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
@@ -59,19 +43,12 @@ def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_
     problem, found = chosen.problem, chosen.found
     bound_s = max(front.bound.time_s(budget_bytes) if problem.link is None else 0.0, gather_bound_s(problem))
     if problem.link is not None:
-        bound_s = max(bound_s, _offload_bound_s(problem, (front,), budget_bytes))
+        bound_s = max(bound_s, offload_bound_s(problem, budget_bytes))
     return Plan(
         dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
         f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
         min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
     )  # fmt: skip
-
-
-def _offload_bound_s(problem: Problem, fronts: Sequence[Front], budget_bytes: int) -> float:
-    """No schedule with copies takes less that runs the backward pass in traced order or in one that was tried."""
-    orders = dict.fromkeys(order for front in fronts for order in front.orders)
-    problems = [problem, *(in_order(problem, order) for order in orders)]
-    return min(offload_bound_s(one, budget_bytes) for one in problems)
 
 
 def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat", "moments", "hierarchy")
-BACKWARD_ORDERS = ("weights", "greedy", "moved")
+_GONE = ("backward_orders", "order_moves")  # fields of earlier versions
 _FORMAT = "memplan.config"
 _VERSION = 1
 
@@ -56,11 +56,6 @@ class Config:
         budgets as `cuts`.
     lower_work, exchange_work, neighbour_work, moment_work: caps on the same for long steps, as ops times what is
         counted; grid_work: steps so short that they stay below it have more of the grid.
-    backward_orders: orders of the backward ops that are tried beside the traced one; none by default, for each may cost
-        a whole search. "weights": gradients of parameters as early as possible. "greedy": always the op that adds the
-        least to what is held. "moved": a local search for an order. An order whose lower bound is nowhere below those
-        of the others is not searched. Gradients are handed over in the traced order, results are the same bits, and
-        plans of whole steps are never worse for it, at any budget. order_moves: tries of "moved".
     """
 
     methods: tuple[str, ...] = METHODS
@@ -96,21 +91,17 @@ class Config:
     neighbour_work: int = 800_000
     moment_work: int = 10_000
     grid_work: int = 20_000
-    backward_orders: tuple[str, ...] = ()
-    order_moves: int = 100_000
 
     def __post_init__(self) -> None:
-        for name, what, known in _NAMES:
-            given = tuple(getattr(self, name))
-            object.__setattr__(self, name, given)
-            unknown = [item for item in given if item not in known]
-            if unknown:
-                raise ValueError(f"unknown {what} {unknown[0]!r}; there are {', '.join(known)}")
+        object.__setattr__(self, "methods", tuple(self.methods))
+        unknown = [method for method in self.methods if method not in METHODS]
+        if unknown:
+            raise ValueError(f"unknown method {unknown[0]!r}; there are {', '.join(METHODS)}")
         if type(self.polish) is not bool:
             raise TypeError(f"polish must be True or False, got {self.polish!r}")
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("polish", *_NAME_FIELDS):
+            if field.name in ("polish", "methods"):
                 continue
             kinds = (int, float) if field.name == "timeout_s" else (int,)
             if isinstance(value, bool) or not isinstance(value, kinds):
@@ -120,8 +111,6 @@ class Config:
                 raise ValueError(f"{field.name} must be {least} or more, got {value!r}")
 
 
-_NAMES = (("methods", "method", METHODS), ("backward_orders", "order of the backward pass", BACKWARD_ORDERS))
-_NAME_FIELDS = frozenset(name for name, _, _ in _NAMES)
 _AT_LEAST_ONE = frozenset(
     {"coarse_blocks", "fine_blocks", "coarse_slots", "fine_slots", "options", "sizes", "points", "passes"}
 )
@@ -175,11 +164,11 @@ def load_config(path: str | Path) -> Config:
     version = content.pop("version", None)
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r}; this memplan reads version {_VERSION}")
+    content = {name: value for name, value in content.items() if name not in _GONE}
     known = {field.name for field in dataclasses.fields(Config)}
     unknown = sorted(set(content) - known)
     if unknown:
         raise ValueError(f"{path} has an unknown field {unknown[0]!r}; there are {', '.join(sorted(known))}")
-    for name in sorted(_NAME_FIELDS & set(content)):
-        if not isinstance(content[name], list):
-            raise TypeError(f"{name} must be a list of names, got {content[name]!r}")
+    if not isinstance(content.get("methods", []), list):
+        raise TypeError(f"methods must be a list of names, got {content['methods']!r}")
     return Config(**content)

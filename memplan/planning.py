@@ -14,7 +14,6 @@ from torch import nn
 
 from memplan.budgets import BudgetLike, budget_bytes_of, device_bytes, limit_bytes
 from memplan.choosing import (
-    choose_residency,
     infeasible,
     no_room,
     plan_of_front,
@@ -47,7 +46,7 @@ from memplan.logs import log
 from memplan.plans import Plan
 from memplan.problem import Budget, Buffers, Costs, Link, Problem, Roofline, Surroundings
 from memplan.report.progress import ProgressLine
-from memplan.residency import all_names, floor_bytes, least_resident_bytes
+from memplan.residency import all_names, choose, floor_bytes, least_resident_bytes
 from memplan.runtime import (
     Grads,
     Init,
@@ -349,7 +348,7 @@ class Planning:
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
         least = floor_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(choose_residency, parts, front, alone, problem_of, host_limit, self.host)
+        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
             raise no_room(plain, least, limit, host_limit)
@@ -388,7 +387,7 @@ class Planning:
         found: list[Plan] = []
         count = min(self.config.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = choose_residency(parts, front, alone, problem_of, host_limit, self.host, limit)
+            chosen = choose(parts, front, alone, problem_of, host_limit, self.host, limit)
             if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
                 peak_bytes = chosen.found.timeline.peak_bytes
                 found = [plan for plan in found if plan.peak_bytes < peak_bytes]
@@ -459,7 +458,7 @@ class Planning:
         host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = floor_bytes(nowhere, front, lambda _: problem)
-        search = functools.partial(choose_residency, (), front, None, lambda _: problem, host_limit, nowhere)
+        search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(int(limit / (1 + self.margin))) or search(limit)
         if chosen is None:
             raise no_room(problem, least, limit, None if self.host_budget is None else host_limit)

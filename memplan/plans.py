@@ -55,8 +55,8 @@ class Plan:
 
     problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
     timeline: what `simulate` says of `schedule`. solver: where the schedule came from.
-    lower_bound_s: no schedule within the budget takes less that runs backward ops in the traced order, or in one of
-    those that were tried (`Config.backward_orders`). floor_bytes: the smallest budget that could have been met.
+    lower_bound_s: no schedule within the budget takes less that runs backward ops in the traced order. floor_bytes: the
+    smallest budget that could have been met.
     floor_time_s: the seconds of a step there. truncated: the search for the schedule was stopped before it was done.
     """
 

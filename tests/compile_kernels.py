@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.config import BACKWARD_ORDERS, Config
 from memplan.problem import Link
 from memplan.solvers import solve_front
 from memplan.solvers.offload import least_bytes, solve_offload
@@ -13,7 +12,7 @@ from tests.random_graphs import llama_like
 
 def main() -> None:
     problem = replace(llama_like(2), link=Link(25e9, 25e9))
-    front = solve_front(problem, Config(backward_orders=BACKWARD_ORDERS, order_moves=10))
+    front = solve_front(problem)
     solve_offload(problem, front.points, front.floor.peak_bytes, 1 << 40)
     least_bytes(problem, front.floor.order)
 

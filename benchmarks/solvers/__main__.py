@@ -1,15 +1,13 @@
 """Every preset on every instance: seconds of solving, overhead, and gap to the lower bound.
 
-    python -m benchmarks.solvers [--instances NAME ...] [--presets NAME ...] [--orders NAME ...] [--highs SECONDS]
-                                 [--output FILE]
+    python -m benchmarks.solvers [--instances NAME ...] [--presets NAME ...] [--highs SECONDS] [--output FILE]
 
 Budgets are 0.7, 0.5 and 0.35 of the unplanned activation peak (what is held beyond parameters, buffers and inputs).
 `gap` is time / bound - 1; `share` is (time - bound) / (bound - baseline), the same as a share of what has to be
 recomputed in any case. A cell without figures: nothing found fits. `--highs` gives HiGHS so long for each cell of the
 steps that are small enough for it, in Checkmate's formulation (Jain et al., arXiv 1910.02653): "joint", where a forward
 op may run again at any time, and "reduced", where the forward pass runs once. Instances are problems captured from real
-models and timed on one machine (`benchmarks.solvers.capture`); solving runs no model. `--orders` races orders of the
-backward ops beside the traced one (`Config.backward_orders`).
+models and timed on one machine (`benchmarks.solvers.capture`); solving runs no model.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ def row(problem: Problem, front: Front, share: float) -> dict[str, Any]:
     return {"overhead": plan.overhead, "gap": plan.gap, "share": plan.overhead_gap}
 
 
-def table(names: list[str], presets: list[str], orders: list[str], highs_s: float) -> dict[str, Any]:
+def table(names: list[str], presets: list[str], highs_s: float) -> dict[str, Any]:
     solve_front(gpt8())  # loads the compiled solvers
     result: dict[str, Any] = {}
     print(f"{'instance':16} {'preset':10} {'ops':>5} {'s':>7}  " + "  ".join(f"{s:>4}: overhead, gap" for s in SHARES))
@@ -68,7 +66,7 @@ def table(names: list[str], presets: list[str], orders: list[str], highs_s: floa
         result[name] = {"ops": len(problem.graph.ops), "presets": {}}
         for preset in presets:
             start = time.perf_counter()
-            front = solve_front(problem, configs.generate_config(preset, backward_orders=tuple(orders)))
+            front = solve_front(problem, configs.generate_config(preset))
             solve_s = time.perf_counter() - start
             rows = {str(share): row(problem, front, share) for share in SHARES}
             result[name]["presets"][preset] = {"solve_s": solve_s, "floor_bytes": front.floor.peak_bytes} | rows
@@ -91,11 +89,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--instances", nargs="+", default=list(instances()))
     parser.add_argument("--presets", nargs="+", default=list(configs.PRESETS), choices=list(configs.PRESETS))
-    parser.add_argument("--orders", nargs="+", default=[], choices=list(configs.BACKWARD_ORDERS))
     parser.add_argument("--highs", type=float, default=0.0, metavar="SECONDS")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
-    result = {"environment": environment()} | table(args.instances, args.presets, args.orders, args.highs)
+    result = {"environment": environment()} | table(args.instances, args.presets, args.highs)
     args.output.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 

@@ -22,7 +22,7 @@ cost a whole search.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,29 +67,18 @@ class Guide(NamedTuple):
 class Bound:
     """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline.
 
-    guides: to schedules, for some budgets (`bound_seeds`). orders: where several orders of the backward pass were
-    tried, the bound of each: this one holds for schedules that have one of them.
+    guides: to schedules, for some budgets (`bound_seeds`).
     """
 
     baseline_s: float
     floor_bytes: int
     lines: tuple[Line, ...]
     guides: tuple[Guide, ...] = field(default=(), compare=False, repr=False)
-    orders: tuple[Bound, ...] = ()
-
-    @classmethod
-    def least(cls, orders: Sequence[Bound]) -> Bound:
-        """What holds for all of these, bounds of one step in several orders."""
-        if len(orders) == 1:
-            return orders[0]
-        return cls(orders[0].baseline_s, min(bound.floor_bytes for bound in orders), (), orders=tuple(orders))
 
     def time_s(self, budget_bytes: int | None) -> float:
         """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
         if budget_bytes is None:
             return self.baseline_s
-        if self.orders:
-            return min(bound.time_s(budget_bytes) for bound in self.orders)
         if budget_bytes < self.floor_bytes:
             return float("inf")
         return self.baseline_s + max([0.0, *(line.at(budget_bytes) for line in self.lines)])

@@ -8,9 +8,8 @@ budget never costs time, because a budget takes the fastest point that fits.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,7 +21,6 @@ from memplan.config import Config
 from memplan.problem import Problem
 from memplan.schedule import Schedule, Timeline, schedule_of
 from memplan.simulate import simulate
-from memplan.solvers.backward_orders import BackwardOrder, backward_orders, in_order
 from memplan.solvers.baselines import keep_all
 from memplan.solvers.bound import Bound, bound_of
 from memplan.solvers.flat import flatten
@@ -42,8 +40,6 @@ class Progress(NamedTuple):
 
 
 Tell = Callable[[Progress], None]
-_LOOKS = 32  # budgets at which bounds of several orders are compared
-_LOWER = 2e-4  # by how much one has to be lower to be worth a search
 _LONG_OPS = 2000
 _LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
 
@@ -71,17 +67,13 @@ class Candidate:
 class Front:
     """points: no point has both a lower peak and less time than another; peaks rise, times fall.
 
-    truncated: the search was stopped, by the clock or by the user, before it was done. traced: where several orders of
-    the backward pass were tried, what was found in the traced one, from which `keep_all` is. orders: those that were
-    tried, the traced one left out.
+    truncated: the search was stopped, by the clock or by the user, before it was done.
     """
 
     points: tuple[Candidate, ...]
     keep_all: Candidate
     bound: Bound
     truncated: bool
-    traced: Front | None = None
-    orders: tuple[BackwardOrder, ...] = ()
 
     @property
     def floor(self) -> Candidate:
@@ -104,10 +96,7 @@ def solve_front(problem: Problem, config: Config | None = None, tell: Tell | Non
     Ctrl-C, and `config.timeout_s`, end the search early with what it has. The problem's own budget steers nothing; it
     says for which peak the progress states a gap.
     """
-    config, tell = config or Config(), tell or (lambda progress: None)
-    if not config.backward_orders:
-        return _Search(problem, config, tell).run()
-    return _race(problem, dataclasses.replace(config, backward_orders=()), config.backward_orders, tell)
+    return _Search(problem, config or Config(), tell or (lambda progress: None)).run()
 
 
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
@@ -124,57 +113,8 @@ def candidate(problem: Problem, solver: str, order: tuple[int, ...]) -> Candidat
     return Candidate(problem, solver, order, timeline.peak_bytes, timeline.time_s)
 
 
-def _race(problem: Problem, config: Config, kinds: Sequence[str], tell: Tell) -> Front:
-    """The best of searches in several orders of the backward ops, the traced one first.
-
-    An order is searched where its bound is lower somewhere than those of the orders before it.
-    """
-    deadline_s = time.monotonic() + config.timeout_s
-    traced = _Search(problem, config, tell).run()
-    points, bounds, truncated = list(traced.points), [traced.bound], traced.truncated
-    orders: list[BackwardOrder] = []
-    try:
-        for kind, order in () if truncated else backward_orders(problem, kinds, config.order_moves):
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0.0:
-                raise TimeoutError
-            limited = dataclasses.replace(config, timeout_s=left_s)
-            search = _Search(in_order(problem, order), limited, functools.partial(_tell_of, tell, kind))
-            bound = search.look_ahead()
-            if _may_be_lower(bound, bounds, points[0].peak_bytes, traced.keep_all.peak_bytes):
-                found = search.run()
-                points = pareto([*points, *(_in_traced_order(problem, order, kind, point) for point in found.points)])
-                truncated |= found.truncated
-            orders.append(order)
-            bounds.append(bound)
-            if truncated:
-                break
-    except (KeyboardInterrupt, TimeoutError):
-        truncated = True
-    return Front(tuple(points), traced.keep_all, Bound.least(bounds), truncated, traced, tuple(orders))
-
-
-def _tell_of(tell: Tell, kind: str, progress: Progress) -> None:
-    tell(progress._replace(stage=f"{progress.stage}, {kind} order"))
-
-
-def _may_be_lower(bound: Bound, others: Sequence[Bound], low: int, high: int) -> bool:
-    """Whether a bound is below all of the others at some budget, and by enough to be worth a search."""
-    if bound.floor_bytes < min(other.floor_bytes for other in others):
-        return True
-    budgets = [low + (high - low) * i // _LOOKS for i in range(_LOOKS + 1)]
-    return any(bound.time_s(b) < (1 - _LOWER) * min(other.time_s(b) for other in others) for b in budgets)
-
-
-def _in_traced_order(problem: Problem, order: BackwardOrder, kind: str, point: Candidate) -> Candidate:
-    """A schedule for a problem in another order of the backward ops, by the numbers of the traced ops."""
-    first = problem.graph.boundary
-    ops = tuple(op if op < first else first + order[op - first] for op in point.order)
-    return Candidate(problem, f"{point.solver}, {kind} order", ops, point.peak_bytes, point.time_s)
-
-
 class _Search:
-    """One run: what was found so far. bound: where it is known before."""
+    """One run: what was found so far."""
 
     def __init__(self, problem: Problem, config: Config, tell: Tell) -> None:
         self.problem, self.config, self.tell = problem, config, tell
@@ -184,16 +124,7 @@ class _Search:
         self.everything = sketch_of(self.flat, "keep all", keep_all(self.flat))
         self.found: dict[str, list[Sketch]] = {"keep all": [self.everything]}
         self.task = Task.of(problem, self.flat, config)
-        self.bound: Bound | None = None
         self.truncated = False
-
-    def look_ahead(self) -> Bound:
-        """The lower bound, before any search."""
-        config = self.config
-        moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
-        relaxed = flatten(self.problem, updates=False) if self.updates else self.flat
-        self.bound = bound_of(relaxed, self.problem.baseline_time_s, moments, config.cuts)
-        return self.bound
 
     def run(self) -> Front:
         try:
@@ -230,7 +161,11 @@ class _Search:
 
     def _bounds(self) -> Iterator[Sketch]:
         """The lower bound, and schedules that suit it."""
-        self.task = dataclasses.replace(self.task, bound=self.bound or self.look_ahead())
+        config = self.config
+        moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
+        relaxed = flatten(self.problem, updates=False) if self.updates else self.flat
+        bound = bound_of(relaxed, self.problem.baseline_time_s, moments, config.cuts)
+        self.task = dataclasses.replace(self.task, bound=bound)
         if "moments" in self.config.methods:
             yield from METHODS["moments"](self.task)
 
