@@ -295,9 +295,9 @@ def _check_devices(call: Call, device: torch.device, given: bool) -> None:
 
 
 def refuse_without_data(call: Call, device: torch.device) -> None:
-    """Refuse tensors on the meta device. device: where they should be."""
+    """Refuse tensors on the meta device beside a real one. device: where they should be."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
-        if tensor.is_meta:
+        if tensor.is_meta and device.type != "meta":
             raise ValueError(
                 f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
                 f"data, on {device}"
