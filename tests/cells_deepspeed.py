@@ -243,7 +243,7 @@ def check_log() -> str | None:
                 torch.distributed.barrier()
             hooks = len(engine.module._forward_hooks)
         for words in ("predicted peak", "the first step peaked at"):
-            lines = [line for line in said if words in line and line.startswith("memplan: stage 0, rank")]
+            lines = [line for line in said if words in line and line.startswith("stage 0, rank")]
             if len(lines) != (count if torch.distributed.get_rank() == 0 else 0):
                 problem = f"said {said}"
         if hooks != 1:  # that of the engine itself

@@ -62,7 +62,7 @@ def check_sharded_budgets() -> str | None:
                 problem = f"held {meter.peak_bytes} bytes, predicted {plan.peak_bytes}"
             torch.distributed.barrier()
     lines = [line for line in said if "that for the lowest" in line and "of rank 1" in line]
-    shown = [line for line in said if line.startswith("memplan: stage 0, ranks 0 to 1: budget")]
+    shown = [line for line in said if line.startswith("stage 0, ranks 0 to 1: budget")]
     if [len(lines), len(shown)] != ([1, 1] if rank == 0 else [0, 0]):
         problem = problem or f"said {said}"
     return problem or first_difference(train_sharded(None), train_sharded(section), "result")

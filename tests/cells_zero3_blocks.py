@@ -120,7 +120,7 @@ def compare_by_section(
             for section in (None, {"budget": share, "costs": "estimate"})
         ]
     told = [line for line in said if "blocks are planned each by itself" in line]
-    lines = [line for line in said if line.startswith("memplan: stage 0") and "of 4 parts" in line]
+    lines = [line for line in said if line.startswith("stage 0") and "of 4 parts" in line]
     if len(told) != 1 or len(lines) != (torch.distributed.get_rank() == 0):
         return f"said {said}"
     return first_difference(*found, "result")
