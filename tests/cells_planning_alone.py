@@ -140,7 +140,18 @@ def waits_alone(wait: Callable[[Any], Any], sample: bool, breaks: int, longest_s
         stack_.enter_context(mock.patch.object(agreement, "_LONGEST_WAIT_S", longest_s))
         if rank() == breaks:
             stack_.enter_context(mock.patch.object(Planner, "_costs", costs))
-        return refused(run, MemplanError, *words)
+        found = refused(run, MemplanError, *words)
+    return found or message_arrives()
+
+
+def message_arrives() -> str | None:
+    """Whether one rank can send to another, as ever."""
+    message = torch.tensor([float(rank())])
+    if rank() == 0:
+        torch.distributed.send(message, 1)
+    else:
+        torch.distributed.recv(message, 0)
+    return None if message.item() == 0 else "a message is lost"
 
 
 def blocks_wait_alone(breaks: int) -> str | None:

@@ -696,9 +696,11 @@ def collectives_end_within(seconds: float, but: torch.distributed.ProcessGroup) 
         with contextlib.suppress(RuntimeError):  # of a kind that has none to set
             backend._set_default_timeout(min(timeout, timedelta(seconds=seconds)))
     kind, thread = torch.distributed.ProcessGroup, threading.get_ident()
-    originals = {name: getattr(kind, name) for name in ("send", "recv", "recv_anysource")}
-    for name, original in originals.items():
-        setattr(kind, name, functools.partialmethod(_refused_in, thread, name, original))
+    originals = {
+        name: vars(kind)[name] for name in ("send", "recv", "recv_anysource")
+    }  # which bind themselves to groups
+    for name in originals:
+        setattr(kind, name, functools.partialmethod(_refused_in, thread, name, getattr(kind, name)))
     try:
         yield
     finally:
