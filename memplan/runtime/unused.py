@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from typing import Any
 
@@ -18,26 +19,15 @@ class UnusedPlan:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._handle: Any = None
 
     def watch(self) -> None:
         """From now on, until `end`."""
-        self.end()
-        this = weakref.ref(self)
-
-        def stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            unused = this()
-            if unused is not None:
-                unused._look(optimizer)
-
-        self._handle = register_optimizer_step_post_hook(stepped)
-        weakref.finalize(self, self._handle.remove).atexit = False
+        _hear_of_steps()
+        _watching.add(self)
 
     def end(self) -> None:
         """The plan runs, or is off."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _watching.discard(self)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
         model = self._model()
@@ -56,6 +46,20 @@ class UnusedPlan:
             "the model itself, and not a method or a part of it, or apply memplan to the part that is called",
             kind,
         )
+
+
+_watching: weakref.WeakSet[UnusedPlan] = weakref.WeakSet()
+
+
+@functools.cache
+def _hear_of_steps() -> None:
+    """One hook, which stays: optimizers may be iterating over the hooks when a plan ends or its model is collected."""
+    register_optimizer_step_post_hook(_stepped)
+
+
+def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for unused in list(_watching):
+        unused._look(optimizer)
 
 
 def is_lightning(model: nn.Module) -> bool:
