@@ -178,6 +178,10 @@ def _receives(group: Any) -> None:
     torch.distributed.recv(torch.zeros(1), 1 - rank(), group=group)
 
 
+def _asks_the_store(group: Any) -> None:
+    torch.distributed.distributed_c10d._get_default_store().get(f"never set by rank {1 - rank()}")
+
+
 QUICK = {("toy", False, 0, 2), ("toy", True, 0, 1), ("toy", False, 100_000, 1), ("Qwen3", False, 0, 1)}
 CELLS = {
     f"{name}{', with a sample' if sample else ''}, {'all' if threshold else 'none'} whole, accumulation {n}": Cell(
@@ -198,6 +202,9 @@ CELLS |= {
         ("a barrier", lambda group: torch.distributed.barrier(group=group), False, 0, 2),
         ("a reduction", lambda group: torch.distributed.all_reduce(torch.zeros(1), group=group), False, 1, 20),
         ("a message", _receives, True, 1, 2),
+        ("a key of the store", _asks_the_store, True, 1, 2),
+        ("a new group", lambda _: torch.distributed.new_group([0, 1]), False, 0, 2),
+        ("a monitored barrier", lambda _: torch.distributed.monitored_barrier(), False, 1, 2),
     )
 }
 CELLS |= {

@@ -687,34 +687,52 @@ def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
 
 
 @contextlib.contextmanager
-def collectives_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """Collectives that begin meanwhile fail where they take longer, in all groups of this process but one. Sending to a
-    rank, and receiving from one, for which gloo waits without an end, fail at once in this thread."""
-    groups = [group for group in torch.distributed.distributed_c10d._world.pg_map if group is not but]
-    before = {backend: backend.options._timeout for group in groups for backend in _backends_of(group)}
-    for backend, timeout in before.items():
-        with contextlib.suppress(RuntimeError):  # of a kind that has none to set
-            backend._set_default_timeout(min(timeout, timedelta(seconds=seconds)))
-    kind, thread = torch.distributed.ProcessGroup, threading.get_ident()
-    originals = {
-        name: vars(kind)[name] for name in ("send", "recv", "recv_anysource")
-    }  # which bind themselves to groups
-    for name in originals:
-        setattr(kind, name, functools.partialmethod(_refused_in, thread, name, getattr(kind, name)))
+def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """What waits for other ranks meanwhile fails where it takes longer: collectives of all groups of this process but
+    one, and the rendezvous store. What has a timeout of its own, or none, fails at once in this thread: messages to one
+    rank, monitored barriers, new groups."""
+    most = timedelta(seconds=seconds)
+    c10d = torch.distributed.distributed_c10d
+    backends = [backend for group in c10d._world.pg_map if group is not but for backend in _backends_of(group)]
+    before: list[tuple[Callable[[timedelta], None], timedelta]] = []
+    for backend in backends:
+        before.append((backend._set_default_timeout, backend.options._timeout))
+    store: Any = c10d._get_default_store()
+    before.append((store.set_timeout, store.timeout))
+    kind: Any = torch.distributed.ProcessGroup
+    places: list[tuple[Any, str]] = [(c10d, "_new_group_with_tag")]
+    places += [(kind, name) for name in ("send", "recv", "recv_anysource", "monitored_barrier", "split_group")]
+    try:
+        with contextlib.ExitStack() as patches:
+            for place, name in places:
+                patches.enter_context(_refused_here(place, name))
+            for set_timeout, timeout in before:
+                with contextlib.suppress(RuntimeError):  # of a kind that has none to set
+                    set_timeout(min(timeout, most))
+            yield
+    finally:
+        for set_timeout, timeout in before:
+            with contextlib.suppress(RuntimeError):
+                set_timeout(timeout)
+
+
+@contextlib.contextmanager
+def _refused_here(place: Any, name: str) -> Iterator[None]:
+    """A function of a module or a class raises RuntimeError when this thread calls it."""
+    thread, original = threading.get_ident(), vars(place)[name]  # as it stands there: it binds itself to groups
+    call = getattr(place, name)
+
+    @functools.wraps(call)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise RuntimeError(f"{name} may wait without a timeout of ours")
+        return call(*args, **kwargs)
+
+    setattr(place, name, refused)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(kind, name, original)
-        for backend, timeout in before.items():
-            with contextlib.suppress(RuntimeError):
-                backend._set_default_timeout(timeout)
-
-
-def _refused_in(group: Any, thread: int, name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if threading.get_ident() == thread:
-        raise RuntimeError(f"{name} would have no timeout")
-    return original(group, *args, **kwargs)
+        setattr(place, name, original)
 
 
 def is_timeout(error: RuntimeError) -> bool:

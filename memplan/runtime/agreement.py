@@ -110,10 +110,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """No collective of this rank, but for messages to the others, takes long for as long. Raises MemplanError where
-        one would."""
+        """Nothing that this rank does meanwhile, but for messages to the others, waits long for another. Raises
+        MemplanError where something would."""
         try:
-            with private.collectives_end_within(_LONGEST_WAIT_S, but=self._group):
+            with private.waits_end_within(_LONGEST_WAIT_S, but=self._group):
                 yield
         except RuntimeError as error:
             if not private.is_timeout(error):
