@@ -61,7 +61,7 @@ format: $(STAMP)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f memplan/solvers/__pycache__/*.nbi memplan/solvers/__pycache__/*.nbc
+	find memplan -name "*.nb[ic]" -delete
 
 # torch comes first and alone, so that nothing else decides which build of it is installed.
 $(STAMP): pyproject.toml $(CONSTRAINTS)

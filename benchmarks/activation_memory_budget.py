@@ -38,7 +38,7 @@ from torch import nn
 
 import memplan
 from benchmarks.environment import environment
-from memplan.problem import Op, Problem
+from memplan.problem.data import Op, Problem
 from tests.meter import profiler_peak, storage_bytes
 from tests.zoo import bits_of
 

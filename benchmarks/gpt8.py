@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import environment
-from memplan.problem import Costs, Graph, Op, Problem, Value
+from memplan.problem.data import Costs, Graph, Op, Problem, Value
 from memplan.solvers import solve_front
 
 INSTANCE = Path(__file__).parent / "instances" / "gpt8_costs.json"

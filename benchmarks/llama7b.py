@@ -20,7 +20,7 @@ import torch
 
 import memplan
 from benchmarks.environment import environment
-from memplan.planning import Update
+from memplan.planning.planning import Update
 
 CARDS = {
     "80 GB": ("75GiB", memplan.Roofline(600e12, 2e12, 5e-6)),

@@ -16,10 +16,10 @@ import time
 from dataclasses import replace
 
 from memplan.config import METHODS, Config
-from memplan.problem import Link, Problem
+from memplan.problem.data import Link, Problem
 from memplan.solvers import solve_front
-from memplan.solvers.offload import solve_offload
-from memplan.solvers.offload_bound import offload_bound_s
+from memplan.solvers.bounds.offload_bound import offload_bound_s
+from memplan.solvers.offload.fit_copies import solve_offload
 from tests.random_graphs import llama_like
 
 

@@ -25,7 +25,7 @@ from benchmarks.solve_dag import SHARES as DAG_SHARES
 from benchmarks.solve_dag import instances as dags
 from benchmarks.solvers.__main__ import instances
 from memplan.solvers import solve_dag, solve_front
-from memplan.solvers.dag_problem import account
+from memplan.solvers.dag.dag_problem import account
 from tests.architectures import ARCHITECTURES
 from tests.zoo import MODELS
 

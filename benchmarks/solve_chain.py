@@ -13,7 +13,7 @@ import numba
 import numpy as np
 
 from memplan.solvers import solve_front
-from memplan.solvers.rotor import ChainTable, solve_chain
+from memplan.solvers.chain.rotor import ChainTable, solve_chain
 from tests.random_graphs import llama_like
 
 REPEATS = 5

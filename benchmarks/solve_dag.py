@@ -21,8 +21,8 @@ import numpy as np
 
 from benchmarks.environment import environment
 from memplan.errors import BudgetInfeasible
-from memplan.solvers.dag import DagLimits, solve_dag
-from memplan.solvers.dag_problem import DagNode, DagProblem, account
+from memplan.solvers.dag.dag_problem import DagNode, DagProblem, account
+from memplan.solvers.dag.solve_dag import DagLimits, solve_dag
 
 HERE = Path(__file__).resolve().parent
 INSTANCES = HERE / "dag_instances"

@@ -44,9 +44,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from benchmarks.activation_memory_budget import build_gpt2, build_llama
 from benchmarks.environment import environment
-from memplan.graph import capture, estimate
-from memplan.problem import Problem
-from memplan.runtime import planned_forward
+from memplan.capture.capture import capture
+from memplan.costs.measure import estimate
+from memplan.problem.data import Problem
+from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
 
 Sample = dict[str, Any]

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
     from memplan.api import remove as remove
-    from memplan.blocks import apply_blocks as apply_blocks
+    from memplan.capture.shards import Shard as Shard
+    from memplan.capture.shards import Shards as Shards
     from memplan.config import Config as Config
     from memplan.config import generate_config as generate_config
     from memplan.config import load_config as load_config
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
     from memplan.errors import MemplanError as MemplanError
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import UnsupportedModel as UnsupportedModel
-    from memplan.graph.shards import Shard as Shard
-    from memplan.graph.shards import Shards as Shards
-    from memplan.partial import PartialPlan as PartialPlan
-    from memplan.plans import Plan as Plan
-    from memplan.problem import Budget as Budget
-    from memplan.problem import Buffers as Buffers
-    from memplan.problem import GatherSpeed as GatherSpeed
-    from memplan.problem import Link as Link
-    from memplan.problem import Roofline as Roofline
-    from memplan.problem import Surroundings as Surroundings
+    from memplan.planning.parts.blocks import apply_blocks as apply_blocks
+    from memplan.planning.parts.partial_plan import PartialPlan as PartialPlan
+    from memplan.plans.plan import Plan as Plan
+    from memplan.problem.data import Budget as Budget
+    from memplan.problem.data import Buffers as Buffers
+    from memplan.problem.data import GatherSpeed as GatherSpeed
+    from memplan.problem.data import Link as Link
+    from memplan.problem.data import Roofline as Roofline
+    from memplan.problem.data import Surroundings as Surroundings
     from memplan.units import format_bytes as format_bytes
     from memplan.units import parse_bytes as parse_bytes
 
@@ -49,10 +49,10 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
-    "apply_blocks": "blocks", "PartialPlan": "partial",
-    "Plan": "plans", "Budget": "problem", "Buffers": "problem", "Link": "problem", "Roofline": "problem",
-    "GatherSpeed": "problem", "Shard": "graph.shards", "Shards": "graph.shards",
-    "Surroundings": "problem", "format_bytes": "units", "parse_bytes": "units",
+    "apply_blocks": "planning.parts.blocks", "PartialPlan": "planning.parts.partial_plan",
+    "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
+    "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
+    "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",
 }  # fmt: skip
 
 __all__ = [*_HOMES, "__version__"]

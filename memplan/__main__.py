@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from memplan.graph.costs import cache_dir, clear_costs
+from memplan.costs.measure import cache_dir, clear_costs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

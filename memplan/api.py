@@ -11,29 +11,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from memplan.budgets import BudgetLike
+from memplan.capture.shards import Shards
+from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike, config_of
+from memplan.costs.margin import known_margin
 from memplan.errors import BudgetInfeasible
-from memplan.graph.call import CallReader, Sample
-from memplan.graph.margin import known_margin
-from memplan.graph.shards import Shards
-from memplan.planner import Planner
-from memplan.planning import CostSource, LossFunction, Update
-from memplan.plans import Plan
-from memplan.problem import Link, Surroundings
-from memplan.runtime import (
-    Agreement,
-    Grads,
-    Init,
-    OnMismatch,
-    OnOutOfMemory,
-    PlannedForward,
-    Share,
-    Step,
-    errors_of_forward,
-    planned_forward,
-    refuse_without_forward,
-)
+from memplan.planning.planner import Planner
+from memplan.planning.planning import CostSource, LossFunction, Update
+from memplan.plans.plan import Plan
+from memplan.problem.budgets import BudgetLike
+from memplan.problem.data import Link, Surroundings
+from memplan.runtime.host.place import Init
+from memplan.runtime.installed.install import OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
+from memplan.runtime.installed.unused import refuse_without_forward
+from memplan.runtime.parts.rehearsal import errors_of_forward
+from memplan.runtime.program.lower import Grads
+from memplan.runtime.program.step import Step
+from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
 
 

@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import memplan
-from memplan import planner as planner_module
-from memplan import planning as planning_module
 from memplan.errors import MemplanError
-from memplan.planner import Planner
+from memplan.planning import planner as planner_module
+from memplan.planning import planning as planning_module
+from memplan.planning.planner import Planner
 from tests.fake_shards import FakeShards
 from tests.ranks import Cell
 from tests.test_replan import NoMemory

@@ -13,9 +13,9 @@ import torch
 
 import memplan
 from memplan.integrations.pipelining import plan_stages
-from memplan.runtime import planned_forward
-from memplan.runtime import transfers as engine
-from memplan.schedule import Boundary
+from memplan.problem.schedule import Boundary
+from memplan.runtime.host import transfers as engine
+from memplan.runtime.installed.install import planned_forward
 from tests.cells_deepspeed_sections import attached
 from tests.cells_pipelines import (
     MICROBATCHES,

@@ -13,8 +13,8 @@ from torch import nn
 
 import memplan
 from memplan.errors import MemplanError
-from memplan.planner import Planner
-from memplan.runtime import agreement
+from memplan.planning.planner import Planner
+from memplan.runtime.ranks import agreement
 from tests.cells_agreement import batch, planned, rank, refused, stack
 from tests.cells_zero3 import LENGTH, NEEDS, WIDTH, WORDS, Net, apply_it, batches, engine_of, weights
 from tests.meter import COLLECTIVES
@@ -168,7 +168,11 @@ def blocks_wait_alone(breaks: int) -> str | None:
     group = torch.distributed.new_group([0, 1])
     net = stack()
     net.layers[0].register_forward_pre_hook(lambda *_: torch.distributed.barrier(group=group))
-    with mock.patch("memplan.blocks.solve_units", broken) if rank() == breaks else contextlib.nullcontext():
+    with (
+        mock.patch("memplan.planning.parts.blocks.solve_units", broken)
+        if rank() == breaks
+        else contextlib.nullcontext()
+    ):
         if rank() == breaks:
             return refused(run, ZeroDivisionError, "of all things")
         return refused(run, MemplanError, f"on rank {breaks}", "ZeroDivisionError")

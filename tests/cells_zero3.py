@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.schedule import Drop, Prefetch
+from memplan.problem.schedule import Drop, Prefetch
 from tests.meter import LiveMeter, gloo_lets_go
 from tests.ranks import Cell
 from tests.zoo import copied, first_difference

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from memplan.problem import Link
+from memplan.problem.data import Link
 from memplan.solvers import solve_front
-from memplan.solvers.offload import least_bytes, solve_offload
+from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
 from tests.random_graphs import llama_like
 
 

@@ -19,8 +19,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memplan.graph.collector import without_collections
-from memplan.graph.private_api import run_in_mode
+from memplan.capture.trace.collector import without_collections
+from memplan.torch_private import run_in_mode
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:

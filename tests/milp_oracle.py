@@ -18,8 +18,8 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
-from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
-from memplan.solvers.options import LocalBlock
+from memplan.solvers.chain.options import LocalBlock
+from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 
 STATE = 10**6  # the kept generator state of op i is value STATE + i
 

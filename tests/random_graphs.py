@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from hypothesis import strategies as st
 
-from memplan.problem import Costs, Effect, Graph, Op, Problem, Value
+from memplan.problem.data import Costs, Effect, Graph, Op, Problem, Value
 
 
 @dataclass

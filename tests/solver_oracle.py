@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cache
 
-from memplan.problem import Problem
-from memplan.schedule import BOUNDARY, SURFACE_BATCH
-from memplan.solvers.rotor import ChainTable
+from memplan.problem.data import Problem
+from memplan.problem.schedule import BOUNDARY, SURFACE_BATCH
+from memplan.solvers.chain.rotor import ChainTable
 
 
 def recount(problem: Problem, order: Sequence[int]) -> tuple[int, float]:

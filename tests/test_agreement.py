@@ -15,10 +15,10 @@ import torch
 
 import memplan
 from memplan.config import PRESETS
-from memplan.problem import Graph
-from memplan.runtime import planned_forward
-from memplan.runtime.collectives import Collectives
-from memplan.schedule import Schedule, SurfaceGrads
+from memplan.problem.data import Graph
+from memplan.problem.schedule import Schedule, SurfaceGrads
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.collectives import Collectives
 from tests.ranks import cells, run_ranks
 from tests.zoo import MODELS, call, loss_of
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.graph import remembered
-from memplan.runtime import planned_forward
+from memplan.capture.trace import remembered
+from memplan.runtime.installed.install import planned_forward
 from tests.zoo import assert_same_bits, copied
 
 

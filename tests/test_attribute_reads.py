@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.graph.attribute_reads import AttributeReads
+from memplan.capture.attributes.attribute_reads import AttributeReads
 from tests.zoo import assert_same_bits, copied
 
 

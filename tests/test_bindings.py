@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
-from memplan.runtime.bindings import binding
-from memplan.runtime.execute import Runner
-from memplan.schedule import Compute
+from memplan.problem.schedule import Compute
+from memplan.runtime.program.bindings import binding
+from memplan.runtime.program.execute import Runner
 from tests.meter import LiveMeter
 from tests.small import at_floor, pair
 from tests.zoo import MODELS, assert_same_bits, call, loss_of, run_steps

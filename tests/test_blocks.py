@@ -10,14 +10,15 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.graph import capture, estimate
-from memplan.parts import Part
-from memplan.problem import Problem
-from memplan.runtime import planned_forward
-from memplan.runtime.units import UnitStep
+from memplan.capture.capture import capture
+from memplan.costs.measure import estimate
+from memplan.planning.parts.parts import Part
+from memplan.problem.data import Problem
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.parts.part_runners import UnitStep
 from memplan.solvers import Candidate, solve_front
-from memplan.solvers.passes import pass_of
-from memplan.solvers.saved import solve_saved
+from memplan.solvers.parts.passes import pass_of
+from memplan.solvers.parts.saved import solve_saved
 from tests.conftest import QUICK
 from tests.meter import LiveMeter
 from tests.zoo import MODELS, assert_same_bits, run_steps

@@ -15,17 +15,17 @@ from scipy.sparse import csr_array
 from benchmarks.solvers.__main__ import instances
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
-from memplan.problem import Costs, Graph, Op, Problem, Value
-from memplan.schedule import schedule_of
-from memplan.simulate import simulate
+from memplan.problem.data import Costs, Graph, Op, Problem, Value
+from memplan.problem.schedule import schedule_of
+from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.bound import backward_bytes, bound_of
-from memplan.solvers.bound_dual import line_of, look_at
-from memplan.solvers.bound_program import Program, program_of, step_of
-from memplan.solvers.bound_seeds import saved_of_moments
-from memplan.solvers.flat import Flat, flatten
-from memplan.solvers.orders import demand_order
-from memplan.solvers.replay import prune
+from memplan.solvers.bounds.dual import line_of, look_at
+from memplan.solvers.bounds.lower_bound import backward_bytes, bound_of
+from memplan.solvers.bounds.moments import Program, program_of, step_of
+from memplan.solvers.bounds.seeds import saved_of_moments
+from memplan.solvers.orders.flat import Flat, flatten
+from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.rewrites import demand_order
 from tests.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.solver_oracle import all_orders
 

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
-from memplan.graph import branches
-from memplan.graph.branches import as_without_modes
-from memplan.graph.layout import strides_that_matter
-from memplan.runtime.fetch import FetchedWhereUsed
+from memplan.capture.ops.layout import strides_that_matter
+from memplan.capture.trace import branches
+from memplan.capture.trace.branches import as_without_modes
+from memplan.runtime.host.fetch import FetchedWhereUsed
 from tests.branch_cases import CASES, REFUSED, Case, Draw, ignoring
 from tests.small import at_floor
 from tests.zoo import assert_same_bits, first_difference, run_steps

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import permutations
 from typing import Any
 
-import networkx as nx
 import pytest
 import torch
 from torch import fx, nn
@@ -16,15 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import memplan
-from memplan.graph import measure, to_networkx
-from memplan.graph.call import CallReader
-from memplan.graph.private_api import READ_SCALAR, run_in_mode
-from memplan.graph.raw_trace import Autocast, RawTrace
-from memplan.graph.trace import trace_step
-from memplan.graph.traced import Traced
-from memplan.graph.values import build_traced
-from memplan.runtime import planned_forward
-from memplan.runtime.check import TRACED
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.analysis.values import build_traced
+from memplan.capture.trace.call import CallReader
+from memplan.capture.trace.raw_trace import Autocast, RawTrace
+from memplan.capture.trace.trace import trace_step
+from memplan.costs.measure import measure
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.check import TRACED
+from memplan.torch_private import READ_SCALAR, run_in_mode
 from tests.small import at_floor
 from tests.zoo import MODELS, Sample, assert_same_bits, loss_of, run_steps
 
@@ -267,18 +266,6 @@ def test_grouped_products_of_any_dtype_are_captured(dtype: torch.dtype) -> None:
     twin = copy.deepcopy(model)
     logged, _ = plain_log(twin, sample, twin.forward, False)
     assert [e for e in logged if e[0] not in COPIES] == [e for e in logged_trace(raw) if e[0] not in COPIES]
-
-
-def test_the_networkx_view_is_a_dag_in_the_order_of_execution() -> None:
-    model, sample = MODELS["handmade"](0)
-    _, traced = step_of(model, sample, model.forward, False)
-    view = to_networkx(traced.graph)
-    assert nx.is_directed_acyclic_graph(view)
-    assert view.number_of_nodes() == len(traced.graph.ops) + len(traced.graph.values)
-    for (kind, index), (other_kind, other) in view.edges:
-        if kind == "value" and other_kind == "op":
-            assert index in traced.graph.ops[other].inputs
-    assert any(data.get("reuses") for _, _, data in view.edges(data=True)), "the model writes in place"
 
 
 def test_a_wrong_fake_kernel_is_refused_before_it_does_harm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.graph.call import CallReader
-from memplan.runtime import planned_forward
+from memplan.capture.trace.call import CallReader
+from memplan.runtime.installed.install import planned_forward
 from tests.meter import LiveMeter
 from tests.test_partial import Block
 from tests.zoo import assert_same_bits, copied, loss_of, run_steps

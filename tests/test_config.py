@@ -15,8 +15,9 @@ from hypothesis import given
 
 import memplan
 from memplan.config import METHODS, PRESETS, Config
-from memplan.problem import Problem
-from memplan.solvers import Progress, solve_front, threads
+from memplan.problem.data import Problem
+from memplan.solvers import Progress, solve_front
+from memplan.solvers.numeric import threads
 from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
 from tests.test_solvers import CALM
 from tests.test_solvers import SMALL as SMALLER

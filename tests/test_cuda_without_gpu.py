@@ -15,24 +15,25 @@ import torch
 from torch import nn
 
 import memplan
+from memplan import torch_private as private
 from memplan.api import _device
-from memplan.graph import libraries
-from memplan.graph import private_api as private
-from memplan.graph.call import Call, CallReader
-from memplan.graph.capture import _check_devices, capture
-from memplan.graph.costs import _Bench
-from memplan.graph.key import ArgumentsKey
-from memplan.graph.layout import device_bytes_of
-from memplan.graph.optimizer import optimizer_needs
-from memplan.graph.real_outputs import corrected_outputs
-from memplan.graph.traced import Traced
-from memplan.problem import Costs, Problem
-from memplan.runtime import lower, planned_forward
-from memplan.runtime.fetch import FetchedWhereUsed
-from memplan.runtime.observe import Observer
-from memplan.runtime.rng import held_rng, replay, restore_held_rng, restore_rng, save_rng
-from memplan.runtime.transfers import CudaStreams, FakeStreams
-from memplan.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.capture import _check_devices, capture
+from memplan.capture.key import ArgumentsKey
+from memplan.capture.ops.layout import device_bytes_of
+from memplan.capture.ops.real_outputs import corrected_outputs
+from memplan.capture.trace.call import Call, CallReader
+from memplan.costs import libraries
+from memplan.costs.measure import _Bench
+from memplan.costs.optimizer import optimizer_needs
+from memplan.problem.data import Costs, Problem
+from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
+from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.host.transfers import CudaStreams, FakeStreams
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.lower import lower
+from memplan.runtime.program.rng import held_rng, replay, restore_held_rng, restore_rng, save_rng
+from memplan.runtime.watch.observe import Observer
 from tests.zoo import assert_same_bits, copied
 
 aten = torch.ops.aten

@@ -16,14 +16,14 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 
 from benchmarks.solve_dag import INSTANCES, chain, instances, layered, sqrt_segments, unet
 from memplan.errors import BudgetInfeasible, IllegalSchedule
-from memplan.schedule import Compute, Drop
+from memplan.problem.schedule import Compute, Drop
 from memplan.solvers import solve_dag
-from memplan.solvers.dag import DagLimits
-from memplan.solvers.dag_bound import floor_bytes, lower_bound_s, relations_of
-from memplan.solvers.dag_exact import best_order
-from memplan.solvers.dag_order import DagArrays, dag_arrays, measure, needed_runs
-from memplan.solvers.dag_problem import DagNode, DagPlan, DagProblem, account, dag_as_problem
-from memplan.solvers.flat import Flat, flatten
+from memplan.solvers.dag.dag_bound import floor_bytes, lower_bound_s, relations_of
+from memplan.solvers.dag.dag_exact import best_order
+from memplan.solvers.dag.dag_order import DagArrays, dag_arrays, measure, needed_runs
+from memplan.solvers.dag.dag_problem import DagNode, DagPlan, DagProblem, account, dag_as_problem
+from memplan.solvers.dag.solve_dag import DagLimits
+from memplan.solvers.orders.flat import Flat, flatten
 
 SMALL = DagLimits(trials=3000, moments=3, cuts=6)
 SEARCH = replace(SMALL, exact_nodes=0)  # the search alone

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from memplan.problem import Costs, Graph, Problem
-from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
-from memplan.solvers.exact import Answer, BlockSearch, measured, solve_block, solve_grid
-from memplan.solvers.exact_block import Unsuited
-from memplan.solvers.exact_kernel import Rules
-from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
-from memplan.solvers.exact_step import solve_step
-from memplan.solvers.expand import last_reads, outside_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.options import LocalBlock, localise
-from memplan.solvers.sketch import sketch_of
+from memplan.problem.data import Costs, Graph, Problem
+from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.options import LocalBlock, localise
+from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.exact import Answer, BlockSearch, measured, solve_block, solve_grid
+from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
+from memplan.solvers.exact.kernel import Rules
+from memplan.solvers.exact.whole_step import solve_step
+from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.sketch import sketch_of
 from tests.milp_oracle import checkmate, facts_of, shortest
 from tests.random_graphs import StepBuilder, llama_like, random_problems, resnet_like, unet_like
 

@@ -13,18 +13,18 @@ from hypothesis import strategies as st
 
 from benchmarks.solvers.__main__ import instances
 from benchmarks.solvers.blocks import distinct_blocks
-from memplan.problem import Problem
-from memplan.solvers import exact_table
-from memplan.solvers.exact import BlockSearch, solve_block, solve_grid
-from memplan.solvers.exact_block import reverse
-from memplan.solvers.exact_fuse import fused
-from memplan.solvers.exact_kernel import Rules
-from memplan.solvers.exact_local import NO_LIMIT, BlockBudget
-from memplan.solvers.exact_space import NEVER, space_of
-from memplan.solvers.exact_step import whole_step
-from memplan.solvers.exact_table import table_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.options import LocalBlock, cut_orders
+from memplan.problem.data import Problem
+from memplan.solvers.chain.options import LocalBlock, cut_orders
+from memplan.solvers.exact import table as exact_table
+from memplan.solvers.exact.block import reverse
+from memplan.solvers.exact.exact import BlockSearch, solve_block, solve_grid
+from memplan.solvers.exact.fuse import fused
+from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
+from memplan.solvers.exact.kernel import Rules
+from memplan.solvers.exact.space import NEVER, space_of
+from memplan.solvers.exact.table import table_of
+from memplan.solvers.exact.whole_step import whole_step
+from memplan.solvers.orders.flat import flatten
 from tests.milp_oracle import facts_of, shortest
 from tests.random_graphs import StepBuilder
 from tests.test_exact_blocks import CALM, blocks_of, checked, questions, range_of_budgets, suited

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memplan
-from memplan.graph.libraries import most_library_bytes
+from memplan.costs.libraries import most_library_bytes
 from tests.on_gpu import (
     ON_GPU,
     SLACK_BYTES,

@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import memplan
-from memplan.runtime import planned_forward
-from memplan.runtime.step import WholeStep
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.step import WholeStep
 from tests.zoo import assert_same_bits, copied
 
 Notes = list[Any]

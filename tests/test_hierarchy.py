@@ -9,20 +9,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from memplan.config import Config
-from memplan.problem import Problem
-from memplan.schedule import BOUNDARY, schedule_of
-from memplan.simulate import simulate
-from memplan.solvers.baselines import keep_all
-from memplan.solvers.chain import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.expand import last_reads, outside_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.hierarchy import Hierarchy, hierarchy
-from memplan.solvers.hierarchy_detours import detours
-from memplan.solvers.hierarchy_options import best_options, plain_forward
-from memplan.solvers.methods import Task, blocks
-from memplan.solvers.options import LocalBlock, cut_orders, localise, measured
-from memplan.solvers.replay import prune
-from memplan.solvers.sketch import Sketch, pareto, sketch_of
+from memplan.problem.data import Problem
+from memplan.problem.schedule import BOUNDARY, schedule_of
+from memplan.problem.simulate import simulate
+from memplan.solvers.chain.baselines import keep_all
+from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy
+from memplan.solvers.chain.hierarchy_detours import detours
+from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
+from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
+from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
+from memplan.solvers.front.methods import Task, blocks
+from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
 from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like, unet_like
 
 SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)

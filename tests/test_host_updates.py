@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memplan
-from memplan import planning
-from memplan.graph.optimizer import fused_host_update_s_per_byte, host_update_s_per_byte
+from memplan.costs.optimizer import fused_host_update_s_per_byte, host_update_s_per_byte
+from memplan.planning import planning
 from tests.zoo import MODELS
 
 AdamW = torch.optim.AdamW

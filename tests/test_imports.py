@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,51 +15,54 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "memplan"
 INTEGRATIONS = ROOT / "integrations"  # imported as memplan.integrations
 
-PLAIN = {"units", "errors", "logs", "config", "problem", "schedule", "simulate"}
-ANYTHING = {
-    "__init__",
-    "__main__",
-    "api",
-    "blocks",
-    "choosing",
-    "partial",
-    "parts",
-    "planner",
-    "planning",
-    "residency",
+# What each folder, or file beside them, may import of memplan, itself always included. "solvers" is all that is in it.
+ARROWS = {
+    "units": "",
+    "errors": "",
+    "logs": "",
+    "config": "",
+    "problem": "errors units",
+    "plans": "errors problem units",
+    "solvers/numeric": "logs",
+    "solvers/orders": "problem solvers/numeric",
+    "solvers/bounds": "problem solvers/numeric solvers/orders",
+    "solvers/search": "config solvers/bounds solvers/numeric solvers/orders",
+    "solvers/chain": "config problem solvers/bounds solvers/numeric solvers/orders",
+    "solvers/exact": "problem solvers/chain solvers/numeric solvers/orders solvers/search",
+    "solvers/front": "config problem solvers/bounds solvers/chain solvers/exact solvers/numeric solvers/orders "
+    "solvers/search",
+    "solvers/offload": "problem solvers/front solvers/numeric solvers/orders",
+    "solvers/parts": "config problem solvers/chain solvers/front solvers/orders",
+    "solvers/dag": "config errors problem solvers/bounds solvers/front solvers/numeric solvers/orders units",
+    "solvers": "solvers/bounds solvers/dag solvers/front",
+    "torch_private": "",
+    "capture/ops": "errors torch_private",
+    "capture/attributes": "capture/ops errors torch_private",
+    "capture/trace": "capture/attributes capture/ops errors torch_private",
+    "capture/analysis": "capture/ops capture/trace errors problem",
+    "capture": "capture/analysis capture/attributes capture/ops capture/trace errors problem torch_private",
+    "costs": "capture errors problem torch_private units",
+    "runtime/watch": "capture torch_private",
+    "runtime/host": "capture problem torch_private",
+    "runtime/program": "capture errors problem runtime/host runtime/watch torch_private",
+    "runtime/parts": "capture errors runtime/program runtime/watch torch_private",
+    "runtime/ranks": "errors runtime/program torch_private",
+    "runtime/installed": "capture costs errors logs runtime/host runtime/parts runtime/program runtime/ranks "
+    "runtime/watch torch_private units",
+    "runtime": "",
+    "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
+    "planning": "capture config costs errors logs planning/parts plans problem runtime solvers torch_private units",
+    "api": "capture config costs errors planning plans problem runtime units",
+    "__main__": "costs",
+    "__init__": "api capture config errors planning plans problem units",
 }
-# What each layer may import of memplan, itself always included.
-OURS: dict[str, set[str]] = {
-    "units": set(),
-    "errors": set(),
-    "logs": set(),
-    "config": set(),
-    "problem": set(),
-    "schedule": {"problem"},
-    "lanes": {"problem", "schedule"},
-    "simulate": {"errors", "lanes", "problem", "schedule"},
-    "addresses": {"problem", "schedule"},
-    "budgets": {"problem", "units"},
-    "solvers": PLAIN | {"addresses"},
-    "graph": PLAIN,
-    "runtime": PLAIN | {"addresses", "graph"},
-    "report": PLAIN,
-    "problem_file": {"errors", "problem"},
-    "plans": PLAIN | {"addresses", "problem_file", "report"},
-    "uneven": {"plans", "problem", "schedule"},
-}
-# What a layer may name in annotations only, under `if TYPE_CHECKING:`.
-ANNOTATIONS = {"report": {"plans", "partial", "solvers"}}
-# What each layer may import of other projects, beside the standard library.
+# What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
-THEIRS: dict[str, set[str]] = {
-    **{
-        layer: set() for layer in PLAIN | {"addresses", "budgets", "lanes", "problem_file", "report", "plans", "uneven"}
-    },
+THEIRS = {
+    **{place: set[str]() for place in ("units", "errors", "logs", "config", "problem", "__init__", "__main__")},
+    "plans": {"networkx"},
     "solvers": NUMERIC,
-    "graph": NUMERIC | {"torch"},
-    "runtime": NUMERIC | {"torch"},
-    **{layer: NUMERIC | {"torch"} for layer in ANYTHING},
+    **dict.fromkeys(("torch_private", "capture", "costs", "runtime", "planning", "api"), NUMERIC | {"torch"}),
 }
 # Extras may be imported where they are used, by those layers that know about torch.
 EXTRAS = {"transformers"}
@@ -66,86 +70,113 @@ EXTRAS = {"transformers"}
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
-def layer_of(path: Path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def place_of(path: Path) -> str:
+    """The folder of a module below the package; of a file at the top the file itself."""
+    inside = path.relative_to(PACKAGE)
+    return inside.stem if len(inside.parts) == 1 else inside.parent.as_posix()
 
 
-def imported_names(path: Path) -> Iterator[tuple[str, str]]:
-    """(dotted name, when it is imported: at the "top", "late" or in "annotations") of every import of a module.
+def module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_names(path: Path) -> Iterator[tuple[str, bool]]:
+    """(dotted name, whether it is imported at the top of the module) of every import, those for annotations included.
 
     `from a import b` gives both a and a.b.
     """
     tree = ast.parse(path.read_text(), str(path))
-    when = {id(node): "top" for node in tree.body}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
-            when.update({id(inner): "annotations" for inner in node.body})
+    top = {id(node) for node in tree.body}
     package = path.relative_to(ROOT).parent.parts
     for node in ast.walk(tree):
-        time = when.get(id(node), "late")
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, time
+                yield alias.name, id(node) in top
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) - node.level + 1] if node.level else ()
             base = ".".join([*above, *([node.module] if node.module else [])])
-            yield base, time
+            yield base, id(node) in top
             for alias in node.names:
-                yield f"{base}.{alias.name}", time
+                yield f"{base}.{alias.name}", id(node) in top
+
+
+def may_import(place: str, name: str) -> bool:
+    """Whether a place may import a module of memplan, given by its name without "memplan."."""
+    inside = name.replace(".", "/") + "/"
+    return any(inside.startswith(f"{allowed}/") for allowed in (place, *ARROWS[place].split()))
 
 
 def forbidden(path: Path) -> list[str]:
-    """The imports of one module that its layer may not have."""
-    layer = layer_of(path)
+    """The imports of one module that its place may not have."""
+    place = place_of(path)
+    theirs = THEIRS[place.split("/")[0]]
     bad = []
-    for name, time in imported_names(path):
-        first, *rest = name.split(".")
+    for name, at_top in imported_names(path):
+        first, _, rest = name.partition(".")
         if first == "memplan":
-            named_only = ANNOTATIONS.get(layer, set()) if time == "annotations" else set()
-            if layer not in ANYTHING and rest and rest[0] not in OURS[layer] | {layer} | named_only:
+            if not may_import(place, rest) and not _is_door(rest, path):
                 bad.append(name)
         elif first not in sys.stdlib_module_names and first != "__future__":
-            late = time != "top" and first in EXTRAS and "torch" in THEIRS[layer]
-            if first not in THEIRS[layer] and not late:
+            late = not at_top and first in EXTRAS and "torch" in theirs
+            if first not in theirs and not late:
                 bad.append(name)
     return bad
 
 
+def _is_door(rest: str, path: Path) -> bool:
+    """Whether what is imported is a folder on the way to what is named next: `from memplan import torch_private`."""
+    return not rest or any(
+        may_import(place_of(path), other) for other in ARROWS if other.startswith(f"{rest.replace('.', '/')}/")
+    )
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_downwards(path: Path) -> None:
-    assert layer_of(path) in OURS.keys() | ANYTHING, "a new top-level module needs its place in the layers above"
+    assert place_of(path) in ARROWS, "a new folder needs its place among the arrows"
     assert forbidden(path) == []
 
 
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    modules = {module_of(path): path for path in MODULES if path != PACKAGE / "__init__.py"}
+    arrows = {name: {n for n, _ in imported_names(path) if n in modules} - {name} for name, path in modules.items()}
+    tuple(graphlib.TopologicalSorter(arrows).static_order())
+
+
+def test_folders_say_what_is_in_them() -> None:
+    for path in PACKAGE.rglob("__init__.py"):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        assert len(text) > 40, path
+
+
 @pytest.mark.parametrize(
-    ("layer", "line", "bad"),
+    ("place", "line", "bad"),
     [
-        ("solvers/x.py", "def f():\n    import torch.nn", ["torch.nn"]),
-        ("runtime/x.py", "from memplan.solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
-        ("runtime/x.py", "from memplan import solvers", ["memplan.solvers"]),
-        ("runtime/x.py", "from memplan import apply", ["memplan.apply"]),
-        ("runtime/x.py", "from ..solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
-        ("report/x.py", "import memplan.graph.call", ["memplan.graph.call"]),
-        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.plans", []),
-        ("report/x.py", "import memplan.plans", ["memplan.plans"]),
-        ("report/x.py", "if TYPE_CHECKING:\n    import memplan.graph", ["memplan.graph"]),
-        ("graph/x.py", "import transformers", ["transformers"]),
-        ("graph/x.py", "def f():\n    import transformers", []),
-        ("schedule.py", "from memplan.problem import Op\nimport math", []),
-        ("schedule.py", "from memplan.errors import MemplanError", ["memplan.errors", "memplan.errors.MemplanError"]),
-        ("problem.py", "import memplan.units", ["memplan.units"]),
-        ("api.py", "from memplan.solvers import solve\nimport torch", []),
+        ("solvers/chain/x.py", "def f():\n    import torch.nn", ["torch.nn"]),
+        ("solvers/chain/x.py", "from memplan.solvers.bounds.mincut import f", []),
+        ("solvers/bounds/x.py", "from memplan.solvers.chain.rotor import f", None),
+        ("runtime/program/x.py", "from memplan.solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
+        ("runtime/program/x.py", "from memplan import solvers", ["memplan.solvers"]),
+        ("runtime/program/x.py", "from memplan import apply", ["memplan.apply"]),
+        ("runtime/program/x.py", "from memplan import torch_private as private", []),
+        ("runtime/program/x.py", "from ...solvers import solve", ["memplan.solvers", "memplan.solvers.solve"]),
+        ("plans/x.py", "if TYPE_CHECKING:\n    import memplan.capture", ["memplan.capture"]),
+        ("plans/x.py", "import networkx", []),
+        ("problem/x.py", "import networkx", ["networkx"]),
+        ("capture/x.py", "import transformers", ["transformers"]),
+        ("capture/x.py", "def f():\n    import transformers", []),
+        ("problem/x.py", "from memplan.problem.data import Op\nimport math", []),
+        ("api.py", "from memplan.planning.planner import Planner\nimport torch", []),
     ],
 )
 def test_the_check_itself(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: str, line: str, bad: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, line: str, bad: list[str] | None
 ) -> None:
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setitem(globals(), "PACKAGE", tmp_path / "memplan")
-    path = tmp_path / "memplan" / layer
+    path = tmp_path / "memplan" / place
     path.parent.mkdir(parents=True)
     path.write_text(line)
-    assert forbidden(path) == bad
+    assert forbidden(path) == bad if bad is not None else forbidden(path)
 
 
 def public_names() -> set[str]:
@@ -184,9 +215,9 @@ def test_integrations_use_public_names_only(path: Path) -> None:
     [
         ("x.py", "import memplan\nmemplan.apply, memplan.__version__", []),
         ("x.py", "from memplan import Plan, plan_of", []),
-        ("x.py", "import memplan.planner", ["memplan.planner"]),
+        ("x.py", "import memplan.planning.planner", ["memplan.planning.planner"]),
         ("x.py", "from memplan.units import format_bytes", ["memplan.units", "memplan.units.format_bytes"]),
-        ("x.py", "import memplan\nmemplan.planner.Planner", ["memplan.planner"]),
+        ("x.py", "import memplan\nmemplan.planning.planner.Planner", ["memplan.planning"]),
         ("x.py", "import memplan.integrations.y", ["memplan.integrations.y"]),
         ("y/x.py", "import memplan.integrations.y.z", []),
         ("y/x.py", "import memplan.integrations.x", ["memplan.integrations.x"]),
@@ -211,7 +242,7 @@ def run_python(source: str) -> str:
 
 def test_importing_the_solvers_does_not_import_torch() -> None:
     names = run_python(
-        "import sys, memplan.solvers, memplan.simulate; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+        "import sys, memplan.solvers, memplan.plans.plan; print(*sorted({m.split('.')[0] for m in sys.modules}))"
     )
     assert "memplan" in names.split()
     assert "torch" not in names.split()

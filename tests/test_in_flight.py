@@ -20,14 +20,14 @@ from torch import nn
 import memplan
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
-from memplan.problem import Problem
-from memplan.schedule import schedule_of
-from memplan.simulate import simulate
+from memplan.problem.data import Problem
+from memplan.problem.schedule import schedule_of
+from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.baselines import baselines
-from memplan.solvers.flat import flatten
-from memplan.solvers.orders import demand_order, lower
-from memplan.solvers.replay import fill, replay
+from memplan.solvers.chain.baselines import baselines
+from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.replay import fill, replay
+from memplan.solvers.orders.rewrites import demand_order, lower
 from tests.meter import LiveMeter
 from tests.random_graphs import llama_like, random_problems, resnet_like
 from tests.solver_oracle import all_orders, recount

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan.graph import real_outputs, real_results
-from memplan.graph.iterated import iterated_layout
+from memplan.capture.ops import real_outputs, real_results
+from memplan.capture.ops.iterated import iterated_layout
 from tests.test_capture import COPIES, logged_trace, plain_log, step_of, with_loss
 from tests.zoo import assert_same_bits, run_steps
 

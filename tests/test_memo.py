@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import fx, nn
 
-from memplan.graph import op_facts
-from memplan.graph.call import CallReader
-from memplan.graph.memo import Memo
-from memplan.graph.raw_trace import Autocast
-from memplan.graph.trace import trace_step
+from memplan.capture.ops import op_facts
+from memplan.capture.trace.call import CallReader
+from memplan.capture.trace.memo import Memo
+from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.trace import trace_step
 from tests.zoo import MODELS, Sample
 
 Described = list[tuple[Any, ...]]

@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, assume, given, settings
 
 from benchmarks.solvers.__main__ import SHARES, instances
 from memplan.errors import IllegalSchedule
-from memplan.problem import Problem
-from memplan.schedule import BOUNDARY, schedule_of
-from memplan.simulate import simulate
+from memplan.problem.data import Problem
+from memplan.problem.schedule import BOUNDARY, schedule_of
+from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.exact_local import BlockBudget
-from memplan.solvers.exact_step import solve_step, whole_step
-from memplan.solvers.flat import flatten
-from memplan.solvers.options import LocalBlock
+from memplan.solvers.chain.options import LocalBlock
+from memplan.solvers.exact.incumbents import BlockBudget
+from memplan.solvers.exact.whole_step import solve_step, whole_step
+from memplan.solvers.orders.flat import flatten
 from tests.milp_oracle import checkmate, joint, variables
 from tests.random_graphs import random_problems
 from tests.solver_oracle import all_orders

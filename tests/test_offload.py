@@ -20,15 +20,12 @@ from hypothesis import strategies as st
 import memplan
 from benchmarks.gpu import offload as rivals
 from benchmarks.offload import step_of
-from memplan import residency
-from memplan.addresses import pinned_bytes, place_host_copies
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
-from memplan.problem import Graph, Link, Problem, Value
-from memplan.runtime import planned_forward
-from memplan.runtime import transfers as engine
-from memplan.runtime.fetch import FetchedWhereUsed
-from memplan.schedule import (
+from memplan.planning import residency
+from memplan.problem.addresses import pinned_bytes, place_host_copies
+from memplan.problem.data import Graph, Link, Problem, Value
+from memplan.problem.schedule import (
     Boundary,
     Compute,
     Drop,
@@ -41,12 +38,15 @@ from memplan.schedule import (
     Wait,
     schedule_of,
 )
-from memplan.simulate import simulate
+from memplan.problem.simulate import simulate
+from memplan.runtime.host import transfers as engine
+from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
-from memplan.solvers.copies import movables_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies, settled, solve_offload
-from memplan.solvers.offload_bound import offload_bound_s
+from memplan.solvers.bounds.offload_bound import offload_bound_s
+from memplan.solvers.offload.copies import movables_of
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies, settled, solve_offload
+from memplan.solvers.orders.flat import flatten
 from tests.meter import LiveMeter, storage_bytes
 from tests.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.test_solvers import CALM, SMALL, some_orders

@@ -16,17 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
-from memplan.addresses import place_host_copies
-from memplan.problem import Link, Problem
-from memplan.runtime import planned_forward
-from memplan.runtime import transfers as engine
-from memplan.schedule import Boundary, Drop, Offload, Wait
-from memplan.simulate import simulate
+from memplan.problem.addresses import place_host_copies
+from memplan.problem.data import Link, Problem
+from memplan.problem.schedule import Boundary, Drop, Offload, Wait
+from memplan.problem.simulate import simulate
+from memplan.runtime.host import transfers as engine
+from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
-from memplan.solvers.copies import movables_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies, settled, solve_offload
-from memplan.solvers.offload_bound import offload_bound_s
+from memplan.solvers.bounds.offload_bound import offload_bound_s
+from memplan.solvers.offload.copies import movables_of
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies, settled, solve_offload
+from memplan.solvers.orders.flat import flatten
 from tests.random_graphs import llama_like, random_problems
 from tests.test_in_flight import Stage
 from tests.test_offload import (

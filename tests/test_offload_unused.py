@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.problem import Link
-from memplan.simulate import simulate, unplanned
+from memplan.problem.data import Link
+from memplan.problem.simulate import simulate, unplanned
 from tests.zoo import assert_same_bits, copied
 
 PCIE = Link(25e9, 25e9)

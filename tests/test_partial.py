@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan import partial
+from memplan.capture.capture import capture
+from memplan.capture.trace.call import CallReader
 from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
-from memplan.graph import capture
-from memplan.graph.call import CallReader
-from memplan.partial import PartialStep, plan_partially
-from memplan.runtime.units import UnitRunner
-from memplan.solvers.units import Chain, UnitChoice, UnitOption, UnitProblem, appraise, choose, smallest
+from memplan.planning.parts import partial
+from memplan.planning.parts.partial import PartialStep, plan_partially
+from memplan.runtime.parts.part_runners import UnitRunner
+from memplan.solvers.parts.ways import Chain, UnitChoice, UnitOption, UnitProblem, appraise, choose, smallest
 from tests.meter import LiveMeter
 from tests.zoo import assert_same_bits, call, loss_of, run_steps
 

@@ -17,8 +17,8 @@ from torch import nn
 
 import memplan
 from memplan.errors import InvalidPlanFile
-from memplan.plans import plan_from_bytes
-from memplan.simulate import simulate
+from memplan.plans.plan import plan_from_bytes
+from memplan.problem.simulate import simulate
 from tests.zoo import assert_same_bits, run_steps
 
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, database=None)

@@ -10,14 +10,17 @@ import os
 from pathlib import Path
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
 from torch import nn
 
 import memplan
 from memplan.__main__ import main
-from memplan.graph import capture, costs, measure
-from memplan.graph.optimizer import optimizer_needs
+from memplan.capture.capture import capture
+from memplan.costs import measure as costs
+from memplan.costs.measure import measure
+from memplan.costs.optimizer import optimizer_needs
 from tests.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.zoo import MODELS, assert_same_bits, copied, loss_of, run_steps, tensors_of
 
@@ -272,3 +275,23 @@ def test_the_gap_is_stated_of_the_time_and_of_the_extra_time() -> None:
     assert f"the extra time is at most {plan.overhead_gap:.1%} over the least" in plan.report()
     loose = dataclasses.replace(plan, lower_bound_s=plan.baseline_time_s)
     assert loose.overhead_gap is None and "the extra time" not in loose.report()
+
+
+def test_a_plan_as_a_networkx_graph() -> None:
+    model, sample = MODELS["handmade"](0)
+    plan = memplan.explore(model, sample, costs="estimate")[0]
+    step, view = plan.problem.graph, plan.graph()
+    assert nx.is_directed_acyclic_graph(view)
+    assert view.number_of_nodes() == len(step.ops) + len(step.values)
+    for (kind, index), (other_kind, other) in view.edges:
+        if kind == "value" and other_kind == "op":
+            assert index in step.ops[other].inputs
+    assert any(data.get("reuses") for _, _, data in view.edges(data=True)), "the model writes in place"
+    runs, times_s = (nx.get_node_attributes(view, key) for key in ("runs", "time_s"))
+    assert sum(runs.values()) == len(step.ops) + len(plan.recomputed)
+    assert sum(times_s[op] * runs[op] for op in runs) == pytest.approx(plan.time_s)
+    decided = {node: how for node, how in view.nodes(data="decision") if how is not None}
+    assert set(decided.values()) == {"keep", "recompute"}
+    for node, how in decided.items():
+        ((maker, _),) = [edge for edge in view.in_edges(node) if edge[0][0] == "op"]
+        assert (runs[maker] > 1) == (how == "recompute")

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.graph import costs, real_outputs, real_results, trace
+from memplan.capture.ops import real_outputs, real_results
+from memplan.capture.trace import trace
+from memplan.costs import measure as costs
 from tests.test_capture import LAID_OUT, LOSSES, NORMS, Loss, Norm, Permuted
 from tests.zoo import Sample, assert_same_bits, run_steps
 

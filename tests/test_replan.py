@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 import memplan
-from memplan import planning
-from memplan.runtime import EagerStep, WholeStep, planned_forward
+from memplan.planning import planning
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.step import EagerStep, WholeStep
 from memplan.units import format_bytes, parse_bytes
 from tests.meter import LiveMeter
 from tests.test_key import MODEL_CHANGES, SURROUNDINGS, Keyed, outcome

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime import planned_forward
-from memplan.runtime.step import WholeStep
+from memplan.runtime.installed.install import planned_forward
+from memplan.runtime.program.step import WholeStep
 from tests.meter import LiveMeter
 from tests.zoo import assert_same_bits, copied
 

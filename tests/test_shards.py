@@ -17,13 +17,13 @@ from torch import nn
 
 import memplan
 from memplan.errors import BudgetInfeasible, IllegalSchedule, PlanMismatch, UnsupportedModel
-from memplan.problem import GatherSpeed, Problem
-from memplan.runtime import planned_forward
-from memplan.schedule import Drop, Prefetch, Schedule, Wait
-from memplan.simulate import simulate
-from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies
-from memplan.solvers.offload_bound import gather_bound_s
+from memplan.problem.data import GatherSpeed, Problem
+from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
+from memplan.problem.simulate import simulate
+from memplan.runtime.installed.install import planned_forward
+from memplan.solvers.bounds.offload_bound import gather_bound_s
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.orders.flat import flatten
 from tests.fake_shards import FakeShards
 from tests.meter import LiveMeter
 from tests.random_graphs import random_problems
@@ -347,7 +347,7 @@ def test_a_missing_wait_or_an_early_release_shows(
     mistake: Callable[[Any, str], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the fake, which the other tests rely on."""
-    monkeypatch.setattr(sys.modules["memplan.runtime.lower"], "gathered", mistake)
+    monkeypatch.setattr(sys.modules["memplan.runtime.program.lower"], "gathered", mistake)
     net, sample, shards, _ = sharded("small", 0.5)
     shards.forgiving = True
     assert torch.isnan(loss_of(call(net, sample)))

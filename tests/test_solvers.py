@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
-from memplan.problem import Problem
-from memplan.schedule import schedule_of
-from memplan.simulate import simulate
+from memplan.problem.data import Problem
+from memplan.problem.schedule import schedule_of
+from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.baselines import baselines, keep_all
-from memplan.solvers.chain import coarse_cuts, fine_cuts, make_chain
-from memplan.solvers.exchange import exchange
-from memplan.solvers.expand import expand, solved_chain
-from memplan.solvers.flat import Flat, Ints, flatten
-from memplan.solvers.jit import _tell_of_no_cache, digest_of_imports, kernel
-from memplan.solvers.neighbourhood import improve
-from memplan.solvers.options import cut_orders
-from memplan.solvers.orders import demand_order, events_of, lower, split
-from memplan.solvers.replay import fill, prune, replay
-from memplan.solvers.rotor import ChainTable, distinct_slots, solve_chain
+from memplan.solvers.chain.baselines import baselines, keep_all
+from memplan.solvers.chain.expand import expand, solved_chain
+from memplan.solvers.chain.options import cut_orders
+from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
+from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
+from memplan.solvers.numeric.jit import _tell_of_no_cache, digest_of_imports, kernel
+from memplan.solvers.orders.flat import Flat, Ints, flatten
+from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.rewrites import demand_order, events_of, lower, split
+from memplan.solvers.search.exchange import exchange
+from memplan.solvers.search.neighbourhood import improve
 from tests.random_graphs import (
     StepBuilder,
     encoder_decoder_like,

@@ -8,11 +8,11 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.problem import Problem
-from memplan.simulate import simulate
-from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies
-from memplan.uneven import figures_of, kind_of, widest
+from memplan.plans.uneven import figures_of, kind_of, widest
+from memplan.problem.data import Problem
+from memplan.problem.simulate import simulate
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.orders.flat import flatten
 from tests.random_graphs import llama_like, random_problems
 from tests.test_shards import FAST, with_random_shards
 from tests.test_solvers import CALM, some_orders

@@ -19,13 +19,13 @@ from torch import nn
 
 import memplan
 from memplan.errors import IllegalSchedule
-from memplan.problem import Link, Problem
-from memplan.runtime import planned_forward
-from memplan.schedule import Compute, SurfaceGrads, schedule_of
-from memplan.simulate import simulate
-from memplan.solvers.flat import flatten
-from memplan.solvers.offload import least_bytes, place_copies
-from memplan.solvers.offload_bound import offload_bound_s
+from memplan.problem.data import Link, Problem
+from memplan.problem.schedule import Compute, SurfaceGrads, schedule_of
+from memplan.problem.simulate import simulate
+from memplan.runtime.installed.install import planned_forward
+from memplan.solvers.bounds.offload_bound import offload_bound_s
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.orders.flat import flatten
 from tests.meter import storage_bytes
 from tests.random_graphs import random_problems
 from tests.small import net_and_sample

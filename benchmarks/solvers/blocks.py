@@ -17,15 +17,15 @@ from collections.abc import Iterator
 
 from benchmarks.gpt8 import gpt8
 from benchmarks.solvers.__main__ import instances
-from memplan.problem import Problem
+from memplan.problem.data import Problem
 from memplan.solvers import solve_front
-from memplan.solvers.chain import coarse_cuts, make_chain
-from memplan.solvers.exact import BlockSearch, Grid, solve_grid
-from memplan.solvers.exact_block import Unsuited
-from memplan.solvers.expand import last_reads, outside_of
-from memplan.solvers.flat import flatten
-from memplan.solvers.methods import merged_cuts
-from memplan.solvers.options import LocalBlock, cut_orders, localise
+from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.options import LocalBlock, cut_orders, localise
+from memplan.solvers.chain.partition import coarse_cuts, make_chain
+from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.exact import BlockSearch, Grid, solve_grid
+from memplan.solvers.front.methods import merged_cuts
+from memplan.solvers.orders.flat import flatten
 
 
 def distinct_blocks(problem: Problem, most_ops: int) -> Iterator[LocalBlock]:

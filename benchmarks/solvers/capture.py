@@ -11,8 +11,8 @@ import argparse
 from pathlib import Path
 
 from benchmarks.solvers.models import MODELS
-from memplan.planner import Planner
-from memplan.problem_file import save_problem
+from memplan.planning.planner import Planner
+from memplan.problem.file import save_problem
 
 INSTANCES = Path(__file__).parent / "instances"
 

@@ -6,10 +6,10 @@ import math
 import time
 from typing import Any
 
-from memplan.problem import Problem
-from memplan.solvers.exact_local import BlockBudget
-from memplan.solvers.exact_step import whole_step
-from memplan.solvers.flat import flatten
+from memplan.problem.data import Problem
+from memplan.solvers.exact.incumbents import BlockBudget
+from memplan.solvers.exact.whole_step import whole_step
+from memplan.solvers.orders.flat import flatten
 
 MOST_VARIABLES = 30_000  # larger programmes don't close in minutes; most of them don't fit memory
 FORMS = ("reduced", "joint")

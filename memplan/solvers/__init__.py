@@ -1,11 +1,11 @@
 """Solvers: from a problem to schedules and bounds. Plain data in, plain data out; no torch anywhere in here."""
 
-from memplan.solvers.bound import Bound as Bound
-from memplan.solvers.bound import lower_bound as lower_bound
-from memplan.solvers.dag import solve_dag as solve_dag
-from memplan.solvers.front import Candidate as Candidate
-from memplan.solvers.front import Front as Front
-from memplan.solvers.front import Progress as Progress
-from memplan.solvers.front import candidate as candidate
-from memplan.solvers.front import solve_front as solve_front
-from memplan.solvers.front import textbook as textbook
+from memplan.solvers.bounds.lower_bound import Bound as Bound
+from memplan.solvers.bounds.lower_bound import lower_bound as lower_bound
+from memplan.solvers.dag.solve_dag import solve_dag as solve_dag
+from memplan.solvers.front.front import Candidate as Candidate
+from memplan.solvers.front.front import Front as Front
+from memplan.solvers.front.front import Progress as Progress
+from memplan.solvers.front.front import candidate as candidate
+from memplan.solvers.front.front import solve_front as solve_front
+from memplan.solvers.front.front import textbook as textbook

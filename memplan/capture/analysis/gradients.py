@@ -1,0 +1,160 @@
+"""What autograd does with gradients beside computing them: handing them over, copying some; and sums in place."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from memplan.capture.analysis.draft import Draft, DraftOp
+from memplan.capture.analysis.traced import Gradient, Made
+from memplan.capture.ops.layout import dense_layout, overlap, same_layout, strides_that_matter
+from memplan.capture.trace.raw_trace import RawTrace
+
+aten = torch.ops.aten
+
+Named = tuple[str, fx.Node]  # ("parameter transformer.wte.weight", node of its gradient)
+
+
+def gradient_copy(gradient: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The copy that AccumulateGrad makes of a gradient that it can't take over, in this layout."""
+    return gradient.new_empty_strided(size, stride).copy_(gradient)
+
+
+def take_gradients(draft: Draft, raw: RawTrace) -> None:
+    """Mark gradients, and copy those that AccumulateGrad could not take over as they are."""
+    by_value: dict[int, list[Named]] = {}
+    for name, node in raw.gradients.items():
+        if node is not None:
+            by_value.setdefault(draft.present(node), []).append((name, node))
+    ops = tuple(draft.ops)  # without the copies that are put between them here
+    made = {value: position for position, op in reversed(list(enumerate(ops))) for value in op.outputs}
+    last_read = {value: position for position, op in enumerate(ops) for value in op.reads.values()}
+    for value, nodes in by_value.items():
+        by_backward = value in made and ops[made[value]].phase == "backward"
+        read_later = by_backward and last_read.get(value, -1) > made[value]
+        kept = _taken_over(draft, value, nodes) if by_backward and not read_later else []
+        for name, node in nodes:
+            if (name, node) not in kept:
+                _copy(draft, raw.module.graph, name, node, value)
+        if kept:
+            draft.values[value].role, draft.values[value].held = "gradient", True
+            draft.gradients.append(Gradient(value, tuple(kept)))
+            draft.values[value].name = "gradient of " + ", ".join(name for name, _ in kept)
+
+
+def _taken_over(draft: Draft, value: int, nodes: list[Named]) -> list[Named]:
+    """Those of the gradients in `value`'s memory, which nobody else reads, that become `.grad` without a copy."""
+    foreign = draft.values[value].role != "activation" or draft.values[value].held
+    if foreign or overlap([n.meta["val"] for _, n in nodes]):
+        return []
+    return [(name, node) for name, node in nodes if _obeys_layout(node.meta["val"], _leaf(draft, name))]
+
+
+def _leaf(draft: Draft, name: str) -> torch.Tensor:
+    """The fake parameter or input that a gradient belongs to."""
+    kind, _, leaf = name.partition(" ")
+    node = next(n for n, r in draft.residents.items() if r.kind == kind and r.name == leaf)
+    tensor = node.meta["val"]
+    assert isinstance(tensor, torch.Tensor)
+    return tensor
+
+
+def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
+    return strides_that_matter(gradient.shape, gradient.stride()) == strides_that_matter(*dense_layout(leaf))
+
+
+def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -> None:
+    """Add the op that copies a gradient, as soon as the gradient is there."""
+    gradient, leaf = node.meta["val"], _leaf(draft, name)
+    size, stride = dense_layout(leaf)
+    if name.startswith("input ") and _obeys_layout(gradient, leaf):
+        stride = tuple(gradient.stride())  # what comes before an input sees those of dimensions of size 1 too
+    fake = torch.empty_strided(size, stride, dtype=node.meta["val"].dtype, device="meta")
+    with graph.inserting_before(next(n for n in graph.nodes if n.op == "output")):
+        copy = graph.call_function(gradient_copy, (node, size, stride))
+    copy.meta["val"] = fake
+    position = max((i for i, op in enumerate(draft.ops) if value in op.outputs), default=-1)
+    position = max(position, sum(op.phase == "forward" for op in draft.ops) - 1) + 1
+    made = draft.new_storage(copy, fake, "gradient", f"gradient of {name}")
+    draft.values[made].held = True
+    op = DraftOp(
+        node=copy, target=gradient_copy, args=(node, size, stride), kwargs={}, phase="backward", reads={node: value},
+        made=[Made(copy, None, made)], outputs=[made], effects=[], random=False, recomputable=True,
+        layer=name.partition(" ")[2].rpartition(".")[0],
+    )  # fmt: skip
+    draft.ops.insert(position, op)
+    draft.gradients.append(Gradient(made, ((name, copy),)))
+
+
+def add_in_place(draft: Draft) -> None:
+    """Add into the first operand where nobody reads that afterwards.
+
+    So does eager where autograd's engine sums gradients, attention adds its mask or a linear layer its bias, out of
+    place only where a dispatch mode looks on, as in a trace. Elsewhere it frees the operand sooner. In forward the add
+    must be the only reader: another could run once more on an operand that is kept.
+    """
+    last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
+    readers = Counter(value for op in draft.ops for value in set(op.reads.values()))
+    made_by = {v: op for op in draft.ops for v in op.outputs}
+    for position, op in enumerate(draft.ops):
+        if op.target is not aten.add.Tensor or op.kwargs:
+            continue
+        first, second = op.args
+        if not (isinstance(first, fx.Node) and isinstance(second, fx.Node)):
+            continue
+        old, new = op.reads[first], op.outputs[0]
+        producer = made_by.get(old)
+        free = (
+            producer is not None
+            and producer.phase == op.phase
+            and draft.values[old].role == "activation"
+            and not draft.values[old].held
+            and last_read[old] == position
+            and (op.phase == "backward" or readers[old] == 1)
+            and old != op.reads[second]
+            and same_layout(first.meta["val"], op.node.meta["val"])
+        )
+        if free:
+            op.target = aten.add_.Tensor
+            draft.values[new].reuses = old
+
+
+def order_gradients(draft: Draft, arrivals: Sequence[str]) -> None:
+    """Make gradients in the order in which autograd hands over those of parameters, where ops can change places.
+
+    A bias, whose gradient is computed last, is handed over before the weight beside it. Buckets of gradients are filled
+    in that order, and where three ranks or more sum them the bits depend on the place in a bucket.
+
+    Two gradients of one op (of a convolution) arrive the other way round where the one that autograd takes first is
+    copied for its layout: the copy is made after both.
+    """
+    ranks = {f"parameter {name}": rank for rank, name in enumerate(arrivals)}
+    ranks_of = {g.value: [ranks[name] for name, _ in g.nodes if name in ranks] for g in draft.gradients}
+    seen: list[tuple[int, DraftOp]] = []
+    for op in tuple(draft.ops):
+        found = [rank for value in op.outputs for rank in ranks_of.get(value, ())]
+        if not found:
+            continue
+        index = next((i for i, (rank, _) in enumerate(seen) if rank > max(found)), len(seen))
+        if index < len(seen) and not _moved_before(draft.ops, op, seen[index][1], draft):
+            index = len(seen)
+        seen.insert(index, (max(found), op))
+
+
+def _moved_before(ops: list[DraftOp], op: DraftOp, other: DraftOp, draft: Draft) -> bool:
+    """Whether an op, with those that it needs, could be put before an earlier one."""
+    first, last = ops.index(other), ops.index(op)
+    moved, needed = [op], set(op.reads.values())
+    for between in reversed(ops[first:last]):
+        if not needed.isdisjoint(between.outputs):
+            moved.insert(0, between)
+            needed.update(between.reads.values())
+    for each in moved:
+        in_place = any(draft.values[v].reuses is not None for v in each.outputs)
+        if each is other or each.random or each.effects or in_place or each.phase == "forward":
+            return False
+    ops[first : last + 1] = [*moved, *(each for each in ops[first : last + 1] if each not in moved)]
+    return True

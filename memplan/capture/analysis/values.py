@@ -1,0 +1,321 @@
+"""From a raw trace to values and ops: who shares memory with whom, who writes over what, what can run again.
+
+Two nodes share memory when their fake tensors share a storage. A node that makes no new storage and writes nothing is a
+view: it belongs to the value that it looks at. A write gives the storage a new version, that is a new value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue
+from memplan.capture.analysis.freeze import drop_dead_ops, freeze
+from memplan.capture.analysis.gradients import add_in_place, order_gradients, take_gradients
+from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.trace.raw_trace import RawTrace
+from memplan.errors import UnsupportedModel
+from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
+
+aten = torch.ops.aten
+
+CallParts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
+
+
+def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device) -> Traced:
+    """Analyse a raw trace. Raises UnsupportedModel where the program can't be represented exactly."""
+    builder = _Builder(raw, input_names, device)
+    outputs = builder.hold_outputs(builder.read_nodes())
+    take_gradients(builder.draft, raw)
+    drop_dead_ops(builder.draft, outputs)
+    add_in_place(builder.draft)
+    order_gradients(builder.draft, raw.arrivals)
+    return freeze(builder.draft, raw, outputs)
+
+
+class _Builder:
+    """Reads the nodes of a trace, in order, into a draft."""
+
+    def __init__(self, raw: RawTrace, input_names: Sequence[str], device: torch.device) -> None:
+        self.raw, self.input_names = raw, tuple(input_names)
+        self.draft = Draft(device)
+        self._constants: dict[int, DraftStorage] = {}  # by key of the real storage
+
+    def read_nodes(self) -> list[int]:
+        """Fill the draft. Gives the values that hold the outputs at the boundary."""
+        phase: Phase = "forward"
+        placeholders = self._sources()
+        tangents = {node: index for index, node in self.raw.tangents.items()}
+        output_values: list[int] = []
+        for node in self.raw.module.graph.nodes:
+            if node.op == "placeholder":
+                self._add_resident(node, placeholders[node])
+            elif node.op == "get_attr" and node not in self.draft.residents:
+                self._add_constant(node)
+            elif node in tangents:
+                self._add_tangent(node, tangents[node])
+            elif node.op == "call_function":
+                self._add_node(node, phase)
+            if node is self.raw.boundary:
+                phase = "backward"
+                for output in self.raw.outputs:  # a constant that is only returned comes at the end of a trace
+                    if output.op == "get_attr" and output not in self.draft.residents:
+                        self._add_constant(output)
+                output_values = [self.draft.present(n) for n in self.raw.outputs]
+        return output_values
+
+    def hold_outputs(self, values: Sequence[int]) -> tuple[OutputTensor, ...]:
+        """The outputs, which `values` hold: those stay to the end of the step."""
+        outputs = []
+        for index, (node, value) in enumerate(zip(self.raw.outputs, values, strict=True)):
+            requires_grad = self.raw.requires_grad[index]
+            held = self.draft.values[value]
+            if held.role == "activation":
+                held.held = True
+                held.name = f"output {self._output_name(index)}"
+            if requires_grad and index in self.raw.reassigned.values():
+                raise UnsupportedModel(
+                    f"forward puts a tensor that requires grad into {self._output_name(index)}; detach it, or return it"
+                )
+            if requires_grad and held.role != "activation":
+                raise UnsupportedModel(
+                    f"output {self._output_name(index)} is a view of {held.role} {held.name}; its gradient would "
+                    "bypass the plan. Return a copy (.clone()) of it"
+                )
+            outputs.append(OutputTensor(node, value, requires_grad, self.draft.tangent_values.get(index)))
+        return tuple(outputs)
+
+    def _output_name(self, index: int) -> str:
+        return self.raw.template.names[index].strip(".") or "output"
+
+    # -- tensors from outside ---------------------------------------------------------------------------------------
+
+    def _sources(self) -> dict[fx.Node, Resident]:
+        nodes = [n for n in self.raw.module.graph.nodes if n.op == "placeholder"]
+        sources = [Resident("parameter", n) for n in self.raw.parameter_names]
+        sources += [Resident("buffer", n) for n in self.raw.buffer_names]
+        sources += [Resident("input", n, i) for i, n in enumerate(self.input_names)]
+        return dict(zip(nodes, sources, strict=True))
+
+    def _add_resident(self, node: fx.Node, source: Resident) -> None:
+        tensor = node.meta["val"]
+        self.draft.residents[node] = source
+        role: Role = "parameter" if source.kind == "parameter" else "buffer" if source.kind == "buffer" else "input"
+        self._add_root_or_storage(node, tensor, role, source.name)
+
+    def _add_constant(self, node: fx.Node) -> None:
+        name = str(node.target)
+        tensor = getattr(self.raw.module, name)
+        if not isinstance(tensor, torch.Tensor):
+            raise UnsupportedModel(
+                f"forward uses a {type(tensor).__name__} of its own; a planned step can replay only the default "
+                "generator"
+            )
+        if tensor.requires_grad:
+            raise UnsupportedModel(
+                f"forward uses a tensor of shape {tuple(tensor.shape)} that requires grad and is neither a parameter, "
+                "nor a buffer, nor an argument. Register it as a parameter, or pass it in; where forward calls "
+                "torch.utils.checkpoint, leave that out, for memplan decides what to recompute"
+            )
+        self.draft.residents[node] = Resident("constant", name)
+        self.draft.constants[name] = tensor
+        seen = node.meta.setdefault("val", tensor)
+        if storage_key(tensor) in self._constants:  # under a fake of its own
+            self.draft.storages.setdefault(storage_key(seen), self._constants[storage_key(tensor)])
+        self._add_root_or_storage(node, seen, "constant", name)
+        self._constants.setdefault(storage_key(tensor), self.draft.storage(node))
+
+    def _add_root_or_storage(self, node: fx.Node, tensor: torch.Tensor, role: Role, name: str) -> None:
+        if storage_key(tensor) in self.draft.storages:
+            self.draft.add_root(node)
+        else:
+            self.draft.new_storage(node, tensor, role, name)
+
+    def _add_tangent(self, node: fx.Node, output: int) -> None:
+        name = f"tangent of {self._output_name(output)}"
+        self.draft.tangent_values[output] = self.draft.new_storage(node, node.meta["val"], "tangent", name)
+
+    # -- views ------------------------------------------------------------------------------------------------------
+
+    def _add_node(self, node: fx.Node, phase: Phase) -> None:
+        if node.target is operator.getitem:
+            self._add_getitem(node)
+            return
+        tensors = tensors_of(node.meta.get("val"))
+        if any(t.layout is not torch.strided for t in tensors):
+            raise UnsupportedModel(
+                f"{node.target} gives a tensor of layout {tensors[0].layout}; only strided tensors can be planned. "
+                "Sparse gradients: set sparse=False"
+            )
+        writes = written_nodes(node)
+        if not tensors and not writes:
+            return  # an assertion on sizes or dtypes: it held at capture, and the key holds it
+        arguments = {
+            storage_key(n.meta["val"]): n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)
+        }
+        arguments = self._looked_at(node, tensors) or arguments
+        if not writes and all(storage_key(t) in arguments for t in tensors):
+            self._add_view(node, arguments, tensors)
+            return
+        self._add_op(node, phase, writes)
+
+    def _looked_at(self, node: fx.Node, tensors: Sequence[torch.Tensor]) -> dict[int, fx.Node]:
+        """Of a view of a constant: the constant, by the keys of the fakes through which the trace looks at it."""
+        constants = [n for n in node.all_input_nodes if n.op == "get_attr"]
+        if len(constants) != 1 or not op_facts.is_view(node.target):
+            return {}
+        for tensor in tensors:
+            self.draft.storages.setdefault(storage_key(tensor), self.draft.storage(constants[0]))
+        return {storage_key(tensor): constants[0] for tensor in tensors}
+
+    def _add_view(self, node: fx.Node, arguments: dict[int, fx.Node], tensors: Sequence[torch.Tensor]) -> None:
+        if len(arguments) > 1 or len(node.all_input_nodes) > 1:
+            raise UnsupportedModel(f"{node.target} returns views of several tensors at once")
+        self.draft.parents[node] = arguments[storage_key(tensors[0])]
+
+    def _add_getitem(self, node: fx.Node) -> None:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
+        if not isinstance(node.meta.get("val"), torch.Tensor):
+            return  # a gradient that was not asked for
+        if source in self.draft.parents:
+            self.draft.parents[node] = source
+            return
+        op = next((op for op in reversed(self.draft.ops) if op.node is source), None)
+        assert op is not None, f"getitem of unknown node {source}"
+        if not any(m.index == index and m.node is not source for m in op.made):
+            op.made.append(Made(node, index, self._first_version(op, self.draft.storage(node))))
+            self.draft.add_root(node)
+
+    def _first_version(self, op: DraftOp, storage: DraftStorage) -> int:
+        """The value that `op` made in a storage which later ops may have written to."""
+        value = storage.value
+        while value not in op.outputs:
+            older = self.draft.values[value].reuses
+            assert older is not None
+            value = older
+        return value
+
+    # -- ops --------------------------------------------------------------------------------------------------------
+
+    def _add_op(self, node: fx.Node, phase: Phase, writes: Sequence[fx.Node]) -> None:
+        if node.target in op_facts.UNPLANNABLE:
+            where = self.raw.layers.get(node.name) or "the model"
+            raise UnsupportedModel(f"{node.target} in {where} can't be planned: {op_facts.UNPLANNABLE[node.target]}")
+        if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
+            raise UnsupportedModel(
+                f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"
+            )
+        target, args, kwargs = self._simplified(node)
+        op = DraftOp(
+            node=node, target=target, args=args, kwargs=kwargs, phase=phase,
+            reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
+            made=[], outputs=[], effects=[],
+            random=op_facts.draws_random_numbers(target, args, kwargs), recomputable=True,
+            layer=self.raw.layers.get(node.name, ""),
+        )  # fmt: skip
+        hidden = op_facts.HIDDEN_WRITES.get(node.target)
+        written_storages = {storage_key(w.meta["val"]): w for w in writes}
+        for written in written_storages.values():
+            self._write(op, written, once=hidden is not None)
+        self._collect_outputs(op, node)
+        if hidden is not None and op.effects:
+            op.repeat_args = tuple(None if i in hidden[0] else a for i, a in enumerate(args))
+        self.draft.ops.append(op)
+
+    def _simplified(self, node: fx.Node) -> CallParts:
+        """The call without false dependencies: factories keep only the metadata of their model tensor."""
+        args, kwargs = node.args, dict(node.kwargs)
+        if node.target in op_facts.METADATA_ONLY:
+            like = args[0]
+            assert isinstance(like, fx.Node)
+            tensor = like.meta["val"]
+            stand_in = MetaTensor(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+            kwargs["device"] = kwargs.get("device") or tensor.device
+            return _plain_factory(node, kwargs) or (node.target, (stand_in, *args[1:]), kwargs)
+        if node.target is aten.lift_fresh_copy.default:
+            constant = args[0]
+            assert isinstance(constant, fx.Node)
+            tensor = getattr(self.raw.module, str(constant.target), None) if constant.op == "get_attr" else None
+            if tensor is not None and tensor.numel() == 1 and not tensor.is_complex():
+                return (
+                    aten.full.default,
+                    (list(tensor.shape), tensor.item()),
+                    {"dtype": tensor.dtype, "device": node.meta["val"].device},
+                )
+        return node.target, args, kwargs
+
+    def _write(self, op: DraftOp, node: fx.Node, *, once: bool) -> None:
+        """`op` writes to the storage behind `node`: a new version of it."""
+        storage = self.draft.storage(node)
+        old = self.draft.values[storage.value]
+        new = len(self.draft.values)
+        name = f"{old.name.split('@')[0]}@{op.node.name}"
+        self.draft.values.append(DraftValue(name, old.size_bytes, old.role, storage.value, roots=storage.roots))
+        resident = old.role in RESIDENT_ROLES
+        if once and resident:
+            op.effects.append(Effect(storage.value, new))
+        else:
+            op.outputs.append(new)
+            op.recomputable = op.recomputable and not resident and old.role != "tangent"
+        storage.value = new
+
+    def _collect_outputs(self, op: DraftOp, node: fx.Node) -> None:
+        result = node.meta.get("val")
+        several = isinstance(result, (list, tuple))
+        results: Sequence[Any] = result if isinstance(result, (list, tuple)) else [result]
+        for index, tensor in enumerate(results):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            storage = self.draft.storages.get(storage_key(tensor))
+            if storage is None:
+                name = f"{node.name}.{index}" if several else node.name
+                value = self.draft.new_storage(None, tensor, "activation", name)
+                op.outputs.append(value)
+                if not several:
+                    op.made.append(Made(node, None, value))
+                    self.draft.add_root(node)
+            elif not several and storage.value in [*op.outputs, *(e.new for e in op.effects)]:
+                written = next(n for n in written_nodes(node) if storage_key(n.meta["val"]) == storage_key(tensor))
+                self.draft.parents[node] = written  # an in-place op returns the tensor that it wrote to
+            elif several and storage.value in op.outputs:
+                continue  # two results in one storage
+            else:
+                raise UnsupportedModel(
+                    f"{node.target} at {op.layer or 'the model'} returns one of its arguments beside new results"
+                )
+
+
+def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> CallParts | None:
+    """The common factories without a model tensor, for those over meta tensors run through slow Python kernels."""
+    made = node.meta["val"]
+    size, stride = list(made.shape), list(made.stride())
+    options = {"dtype": made.dtype, "device": kwargs["device"]}
+    if node.target in (aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default):
+        return aten.empty_strided.default, (size, stride), options
+    if made.is_contiguous() and node.target in (aten.zeros_like.default, aten.new_zeros.default):
+        return aten.zeros.default, (size,), options
+    if made.is_contiguous() and node.target in (aten.ones_like.default, aten.new_ones.default):
+        return aten.ones.default, (size,), options
+    return None
+
+
+def _nodes_in(arguments: Any) -> list[fx.Node]:
+    """The tensor nodes in an argument list, each once."""
+    found: dict[fx.Node, None] = {}
+
+    def note(node: fx.Node) -> fx.Node:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            found[node] = None
+        return node
+
+    fx.map_arg(arguments, note)
+    return list(found)

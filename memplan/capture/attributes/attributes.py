@@ -1,0 +1,511 @@
+"""Python attributes that forward may read or write: what they were, whether they still are, and how to put them back.
+
+Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of
+the classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
+(functions, tensors, objects) by identity. A plan depends on those that its step reads (`attribute_reads`). Module-level
+globals are not looked at.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.errors import UnsupportedModel
+
+Table = Mapping[str, Any]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_OF_NO_PARTS = frozenset(_PLAIN)  # the rows of a data set are many
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+# Attributes of every nn.Module that say nothing about what forward computes, or are checked by other means.
+CHECKED_ELSEWHERE = frozenset(
+    {
+        "training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook",
+        "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+        "_flat_weights", "_flat_weight_refs",  # a recurrent module's list of its own parameters
+    }
+)  # fmt: skip
+_MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
+_OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: forward itself never sees it
+_NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
+_CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
+_DEEPEST = 5
+_ABSENT = object()
+
+
+class SetValue(NamedTuple):
+    """What forward puts into an attribute. owner: the name of the table."""
+
+    owner: str
+    key: str
+    value: Any
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can't change in place and says all of itself by being equal."""
+    if isinstance(value, (tuple, frozenset)):
+        return all(is_plain(v) for v in value)
+    return isinstance(value, _PLAIN)
+
+
+def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Table]]:
+    """(name, attributes) of all `attribute_owners`."""
+    return [(name, vars(owner)) for name, owner in attribute_owners(model, ignored)]
+
+
+def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Any]]:
+    """Every submodule, plain objects behind them, and their classes; parameters and buffers of subclasses, and objects
+    that these carry. With names, which are unique.
+
+    ignored: attributes of modules behind which nothing is looked for.
+    """
+    found: list[tuple[str, Any]] = []
+    seen: set[int] = set()
+    classes: dict[type, None] = {}
+    for name, module in model.named_modules():
+        found.append((name or type(model).__name__, module))
+        classes.update(dict.fromkeys(type(module).__mro__))
+        for attribute, value in vars(module).items():
+            known = attribute in CHECKED_ELSEWHERE or attribute == "forward" or attribute.startswith(_OF_HOOKS)
+            if not known and attribute not in ignored:
+                for path, thing in _objects(value, f"{name}.{attribute}".lstrip("."), seen, _DEEPEST):
+                    found.append((path, thing))
+                    classes.update(dict.fromkeys(type(thing).__mro__))
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not private.is_ordinary(tensor):  # packed weights carry their scales
+            found.append((name, tensor))
+            for attribute, value in vars(tensor).items():
+                found += _objects(value, f"{name}.{attribute}", seen, _DEEPEST)
+    found += [
+        (f"class {c.__module__}.{c.__qualname__}", c)
+        for c in classes
+        if not c.__module__.startswith(("torch.", "builtins", "collections", "abc", "typing"))
+    ]
+    return found
+
+
+def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
+    """Objects with attributes of their own that hang on an attribute, through containers too."""
+    if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type, torch.Tensor, np.ndarray)) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, dict):
+        children = [(f"{path}[{k!r}]", v) for k, v in value.items() if type(v) not in _OF_NO_PARTS]
+    elif isinstance(value, (list, tuple, deque)):
+        children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in _OF_NO_PARTS]
+    elif not isinstance(value, _CODE) and isinstance(getattr(value, "__dict__", None), dict):
+        yield path, value
+        children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
+    else:
+        return
+    for name, child in children:
+        yield from _objects(child, name, seen, depth - 1)
+
+
+def own_generators(model: nn.Module) -> list[torch.Generator]:
+    """Random generators among the attributes of a model, and in containers there."""
+    return list({id(g): g for g in _held(model) if isinstance(g, torch.Generator)}.values())
+
+
+def held_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """Tensors among the attributes of a model, and in containers there; parameters and buffers too."""
+    return list({id(t): t for t in _held(model) if isinstance(t, torch.Tensor)}.values())
+
+
+def _held(model: nn.Module) -> list[Any]:
+    return [leaf for _, table in attribute_tables(model) for v in table.values() for leaf in _leaves(v, _DEEPEST)]
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Any]:
+    """A value, or what is in it where it is a container."""
+    if depth == 0 or not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
+        yield value
+        return
+    for child in value.values() if isinstance(value, dict) else value:
+        yield from _leaves(child, depth - 1)
+
+
+class Snapshot:
+    """What the attributes in some tables were, but for those that are ignored, or that nothing reads."""
+
+    def __init__(
+        self,
+        tables: list[tuple[str, Table]],
+        model: nn.Module,
+        reads: AttributeReads,
+        ignored: Collection[str] = (),
+    ) -> None:
+        of_modules = {id(vars(module)) for module in model.modules()}
+        root, unchecked = vars(model), CHECKED_ELSEWHERE | frozenset(ignored)
+        self._entries = [
+            _Entry(
+                table,
+                # The model's own `forward` is what a plan replaces.
+                unchecked | ({"forward"} if table is root else set()) if id(table) in of_modules else frozenset(),
+                reads.of(table),
+            )
+            for _, table in tables
+        ]
+
+    def difference(self, tables: list[tuple[str, Table]]) -> str | None:
+        """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
+        for (name, table), entry in zip(tables, self._entries, strict=True):
+            key = entry.changed_key(table)
+            if key is not None:
+                return f"{name}.{key} is {_shown(table.get(key, _ABSENT))}, planned for {_shown(entry.value(key))}"
+        return None
+
+    def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
+        """The snapshot for a copy of the model: its own objects, and plain values as they were."""
+        other = copy.copy(self)
+        other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
+        return other
+
+
+class _Entry:
+    """What one table was: single values, and containers with what was in them.
+
+    read: the names that matter, be they there or not; None: all that are there, and any that is new."""
+
+    def __init__(self, table: Table, ignored: frozenset[str], read: frozenset[str] | None) -> None:
+        self._ignored = ignored
+        self._of_class = isinstance(table, MappingProxyType)
+        kept = {k: v for k, v in table.items() if k not in ignored and (read is None or k in read)}
+        self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
+        self._simple = {k: v for k, v in kept.items() if k not in self._containers}
+        self._absent = None if read is None else read - table.keys() - ignored
+        self._keys = frozenset(table)
+
+    def adapted(self, table: Table) -> _Entry:
+        other = copy.copy(self)
+        other._simple = {k: _adapted(v, table.get(k, _ABSENT)) for k, v in self._simple.items()}
+        other._containers = {k: _adapted(v, table.get(k)) for k, v in self._containers.items()}
+        return other
+
+    def changed_key(self, table: Table) -> str | None:
+        found = map(table.get, self._simple, itertools.repeat(_ABSENT))
+        if not all(map(operator.is_, found, self._simple.values())):
+            for key, value in self._simple.items():
+                if key not in table or not _same(value, table[key]):
+                    return key
+        for key, frozen in self._containers.items():
+            if key not in table or not _same(frozen, table[key]):
+                return key
+        if self._absent is not None:
+            return None if self._absent.isdisjoint(table) else next(key for key in table if key in self._absent)
+        if self._keys == table.keys():
+            return None
+        return next((key for key in table if key not in self._keys and self._matters(key)), None)
+
+    def _matters(self, key: str) -> bool:
+        """Whether an attribute that is new may: classes gain some that do not, such as caches of abstract ones."""
+        return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
+
+    def value(self, key: str) -> Any:
+        return self._simple.get(key, self._containers.get(key, _ABSENT))
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a container and of the containers in it."""
+    if isinstance(value, dict):
+        return {k: _frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_frozen(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _adapted(frozen: Any, value: Any) -> Any:
+    """A frozen container with the objects of a copy of it."""
+    if isinstance(frozen, dict) and isinstance(value, dict):
+        return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
+    if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
+        return [_adapted(v, w) for v, w in zip(frozen, value, strict=True)]
+    if isinstance(frozen, torch.Tensor):
+        equal = isinstance(value, torch.Tensor) and value.shape == frozen.shape and value.dtype == frozen.dtype
+        return value if equal and torch.equal(value, frozen) else frozen
+    if is_plain(frozen) or isinstance(frozen, (dict, list, set, np.ndarray, Enum, *_NEVER_COPIED)):
+        return frozen
+    return value if type(value) is type(frozen) else frozen
+
+
+def _same(frozen: Any, value: Any) -> bool:
+    """Whether a value is what it was when it was frozen."""
+    if frozen is value:
+        return True
+    if isinstance(value, dict):
+        return (
+            isinstance(frozen, dict)
+            and frozen.keys() == value.keys()
+            and all(_same(v, value[k]) for k, v in frozen.items())
+        )
+    if isinstance(value, (list, tuple, deque)):
+        return isinstance(frozen, (list, tuple, deque)) and len(frozen) == len(value) and all(map(_same, frozen, value))
+    if isinstance(value, (set, frozenset)):
+        return bool(frozen == value)
+    if isinstance(value, np.ndarray):
+        same_kind = isinstance(frozen, np.ndarray) and (frozen.dtype, frozen.shape) == (value.dtype, value.shape)
+        return same_kind and bool(frozen.tobytes() == value.tobytes())
+    if isinstance(value, (float, complex)):  # 0.0 and -0.0 are equal
+        return type(frozen) is type(value) and repr(frozen) == repr(value)
+    return isinstance(value, _PLAIN) and type(frozen) is type(value) and bool(frozen == value)
+
+
+def _shown(value: Any) -> str:
+    if value is _ABSENT:
+        return "absent"
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
+
+
+class SetsAttribute(UnsupportedModel):
+    """Forward leaves something in a Python attribute, or in a buffer that was none, that a planned step would not leave
+    there: perhaps in its first run alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a run of forward left in a model. values: (attributes or buffers of something, key, value). contents:
+    (container, a copy of what is in it)."""
+
+    values: list[tuple[dict[str, Any], str, Any]]
+    contents: list[tuple[Any, Any]]
+
+    def put(self) -> None:
+        """Let it be there."""
+        for table, key, value in self.values:
+            table[key] = value
+        for container, content in self.contents:
+            _restore(container, content)
+
+    def put_once(self) -> None:
+        """Let it be there now; what forward leaves there later stays."""
+        self.put()
+        self.values.clear()
+        self.contents.clear()
+
+    def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
+        """All but the values with such tensors in them, and contents."""
+
+        def fits(thing: Any) -> bool:
+            return not any(isinstance(t, torch.Tensor) and excluded(t) for t in _leaves(thing, _DEEPEST))
+
+        return LeftBehind([v for v in self.values if fits(v[2])], [c for c in self.contents if fits(c[1])])
+
+
+class AddedHook(NamedTuple):
+    """A hook that forward itself put on a submodule."""
+
+    module: str
+    table: str
+    key: int
+    hook: Any
+
+
+class AttributesKept:
+    """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
+
+    added_hooks: those that forward added, once the trace is over. set_anew: what each run sets, to tensors of its own.
+    """
+
+    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored)]
+        self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
+        self._members = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in _MEMBERS
+        ]
+        self._hooks = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        self.added_hooks: tuple[AddedHook, ...] = ()
+        self.set_anew: tuple[SetValue, ...] = ()
+        self._containers = {
+            id(c): (path, c, _copied(c))
+            for name, table, _ in self._tables
+            for path, c in _containers(name, table, unchecked)
+        }
+
+    def __enter__(self) -> AttributesKept:
+        return self
+
+    def look(self, reads: AttributeReads) -> Sequence[SetValue]:
+        """Note as `set_anew` what forward has just set to tensors, or containers of them, without a look at what was
+        there before. reads: what it has asked for."""
+        self.set_anew = tuple(
+            SetValue(name, key, table[key])
+            for name, table, before in self._tables
+            for key in sorted(reads.set_first(table) - self._unchecked)
+            if key in table and before.get(key, _ABSENT) is not table[key] and not is_plain(table[key])
+            if _is_new(table, key)
+        )
+        return self.set_anew
+
+    def spoil(self) -> None:
+        """Put what nobody can use into attributes that each run sets anew."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in self.set_anew:
+            tables[found.owner][found.key] = object()  # type: ignore[index]
+
+    def pass_over(self, reads: AttributeReads) -> None:
+        """What each run sets anew may be anything before it."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in self.set_anew:
+            reads.pass_over(tables[found.owner], found.key)
+
+    def changes(self) -> tuple[SetValue, ...]:
+        """Each attribute that is another plain value now.
+
+        Raises UnsupportedModel, and of those SetsAttribute, where anything else changed: a planned step would not.
+        """
+        for name, kind, members, before in self._members:
+            for key in _exchanged(members, before):
+                change = "removes" if key not in members else "exchanges" if key in before else "adds"
+                filled = kind == "_buffers" and before.get(key) is None
+                raise (SetsAttribute if filled else UnsupportedModel)(
+                    f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
+                    "Where only the first forward does so, run it before memplan.apply"
+                )
+        for path, container, before in self._containers.values():
+            if not _same(before, container):
+                raise SetsAttribute(
+                    f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
+                    "forward, or keep such state in a buffer"
+                )
+        changed = []
+        anew = {(name, key): value for name, key, value in self.set_anew}
+        for name, table, before in self._tables:
+            for key, value in table.items():
+                old = before.get(key, _ABSENT)
+                if key in self._unchecked or old is value or (old is not _ABSENT and _same(old, value)):
+                    continue
+                if anew.get((name, key), _ABSENT) is value:
+                    continue
+                if not is_plain(value) or isinstance(table, MappingProxyType):
+                    raise SetsAttribute(
+                        f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
+                        "not. Return it from forward, or keep such state in a buffer"
+                    )
+                changed.append(SetValue(name, key, value))
+        return tuple(changed)
+
+    def left(self) -> LeftBehind:
+        """What forward has left in attributes so far, and in buffers that were none."""
+        values = [
+            (table, key, value)
+            for _, table, before in self._tables
+            if isinstance(table, dict)
+            for key, value in table.items()
+            if key not in self._unchecked and before.get(key, _ABSENT) is not value
+        ]
+        values += [
+            (members, key, value)
+            for _, kind, members, before in self._members
+            if kind == "_buffers"
+            for key, value in members.items()
+            if value is not None and before.get(key) is None
+        ]
+        return LeftBehind(
+            values, [(c, _copied(c)) for _, c, before in self._containers.values() if not _same(before, c)]
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self.added_hooks = tuple(
+            AddedHook(name, kind, key, hook)
+            for name, kind, table, before in self._hooks
+            for key, hook in table.items()
+            if key not in before
+        )
+        for added in self.added_hooks:
+            next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
+        for _, _, members, before in self._members:
+            if _exchanged(members, before):
+                _restore(members, before)
+        for _, table, before in self._tables:
+            if isinstance(table, dict):
+                for key in [k for k in table if k not in before]:
+                    del table[key]
+                table.update(before)
+        for _, container, before in self._containers.values():
+            if not _same(before, container):
+                _restore(container, before)
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+_OF_ONE_PLACE = {"place": list[int]()}
+_ONE_PLACE = _references(_OF_ONE_PLACE["place"])
+
+
+def _is_new(home: Any, key: Any) -> bool:
+    """Whether a value of a container is a tensor, plain, or a container of such that nobody else has."""
+    if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
+        return True
+    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _ONE_PLACE:
+        return False
+    children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
+    return all(_is_new(home[key], child) for child in children)
+
+
+def _exchanged(members: Table, before: Table) -> list[str]:
+    return [key for key in {**before, **members} if members.get(key, _ABSENT) is not before.get(key, _ABSENT)]
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = before
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    else:
+        container.clear()
+        container.extend(before)
+
+
+def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """(path, container) of containers that can change in place among attributes, and inside such containers."""
+    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in unchecked]
+    seen: set[int] = set()
+    while pending:
+        path, value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, set, deque, np.ndarray)):
+            yield path, value
+        if isinstance(value, (dict, list, tuple, deque)):
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            pending.extend(
+                (f"{path}[{k!r}]", v) for k, v in children if type(v) not in _OF_NO_PARTS and isinstance(v, _CONTAINERS)
+            )
+
+
+def _copied(container: Any) -> Any:
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
+    return kind(container)

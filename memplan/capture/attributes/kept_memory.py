@@ -1,0 +1,59 @@
+"""Memory as it was before ops wrote to it, for traces and rehearsals, which must leave no mark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
+
+
+class KeptMemory:
+    """Copies of storages from before they are written to; a context, after which all is as before.
+
+    written: the tensors that were named for it.
+    """
+
+    def __init__(self) -> None:
+        self.written: list[torch.Tensor] = []
+        self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __enter__(self) -> KeptMemory:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor's storage, unless that was done before."""
+        if any(tensor is known for known in self.written):
+            return
+        self.written.append(tensor)
+        if (key := storage_key(tensor)) not in self._copies:
+            storage = tensor.untyped_storage()
+            with private.outside_of_tracing():
+                self._copies[key] = storage, storage.clone()
+
+    def undo(self) -> None:
+        """Put the contents back. Versions of tensors stay where the writes took them."""
+        with private.outside_of_tracing():
+            for storage, copy in self._copies.values():
+                storage.copy_(copy)
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """The tensors that an op says it writes to."""
+    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for tensor in given if isinstance(given, (list, tuple)) else [given]:
+                if isinstance(tensor, torch.Tensor) and has_memory(tensor):
+                    yield tensor
+
+
+def has_memory(tensor: torch.Tensor) -> bool:
+    """Whether contents of a tensor can be put back: it is neither sparse, nor meta, nor one of torch.func's."""
+    return tensor.layout is torch.strided and not tensor.is_meta and not private.is_transformed(tensor)

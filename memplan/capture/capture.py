@@ -1,0 +1,404 @@
+"""Capture: from a model and a sample to a `Traced` step and the key that says when it holds."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.analysis.values import build_traced
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.attributes import (
+    AddedHook,
+    AttributesKept,
+    LeftBehind,
+    SetsAttribute,
+    SetValue,
+    attribute_owners,
+    attribute_tables,
+    is_plain,
+)
+from memplan.capture.attributes.kept_memory import KeptMemory
+from memplan.capture.key import StepKey, foreign_hooks
+from memplan.capture.ops.layout import storage_key
+from memplan.capture.shards import Shards
+from memplan.capture.trace.call import Call, CallReader, Sample
+from memplan.capture.trace.collector import without_collections
+from memplan.capture.trace.memo import Memo
+from memplan.capture.trace.raw_trace import Answer, Autocast, Layout, RawTrace, Surroundings
+from memplan.capture.trace.sums import with_sums_in_place
+from memplan.capture.trace.trace import input_names, trace_step
+from memplan.errors import UnsupportedModel
+from memplan.problem.data import Role
+
+
+@dataclass(frozen=True, slots=True)
+class Capture:
+    """A captured step of one model. reader: takes later calls apart as the sample was.
+
+    expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
+    hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
+    settled: Python attributes that the first eager forward sets and later ones leave.
+    answers: what forward reads from tensors; of a part, backward too. left: what the first eager forward leaves, and
+    what was there for the capture.
+    """
+
+    traced: Traced
+    call: Call
+    reader: CallReader
+    key: StepKey
+    expanded: Traced | None
+    settled: tuple[SetValue, ...]
+    hooks: tuple[AddedHook, ...]
+    backward: Autocast | None = None
+    answers: tuple[Answer, ...] = ()
+    left: LeftBehind | None = None
+
+    def settle(self, model: nn.Module) -> None:
+        """Set the attributes, and add the hooks, that the first eager forward would."""
+        if self.left is not None:
+            self.left.put_once()
+        tables = dict(attribute_tables(model))
+        for name, key, value in self.settled:
+            tables[name][key] = value  # type: ignore[index]
+        for hook in self.hooks:
+            getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
+
+
+def capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    sample: Sample | Call,
+    loss_fn: Callable[..., Any] | None = None,
+    device: torch.device | None = None,
+    tangents: Mapping[int, Layout] | None = None,
+    shards: Shards | None = None,
+    backward: Autocast | None = None,
+    seen: Sequence[Answer] | None = None,
+) -> Capture:
+    """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
+
+    tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
+    there is one, else every output that requires grad. shards: somebody has sharded the parameters. backward: the
+    autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on the sample;
+    the step then has the branches that it took, and the plan checks them.
+
+    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel, and of those OpenBranch
+    where there is a step once there is `seen`.
+    """
+    with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
+        return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward, seen)
+
+
+def _capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    sample: Sample | Call,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device | None,
+    tangents: Mapping[int, Layout] | None,
+    shards: Shards | None,
+    backward: Autocast | None,
+    seen: Sequence[Answer] | None,
+) -> Capture:
+    refuse_wrappers(model)
+    _refuse_subclasses(model)
+    planned_device = device or model_device(model)
+    if planned_device.type not in ("cpu", "cuda"):
+        raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
+    run = forward if loss_fn is None else functools.partial(loss_fn, model)
+    reader = CallReader(run)
+    call = sample if isinstance(sample, Call) else reader.read_sample(sample)
+    _refuse_odd_arguments(call)
+    _check_devices(call, planned_device, device is not None)
+    autocast = Autocast.ambient(planned_device.type)
+    _refuse_hooks(model, loss_fn is not None, shards)
+    around = None if tangents is None else Surroundings(tangents, whole=True)
+    memory, reads = KeptMemory(), _reads(model, shards)
+    trace = functools.partial(
+        _heard, reads, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
+        moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
+    )  # fmt: skip
+
+    def traced_again(in_place: frozenset[int], **how: Any) -> RawTrace:
+        memory.undo()
+        return trace(in_place=in_place, **how)
+
+    with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
+        trace = functools.partial(trace, left=functools.partial(attributes.look, reads))
+        raw = trace(around=around)
+        settled = attributes.changes()
+        if settled and attributes.set_anew:
+            raise SetsAttribute(
+                f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
+                f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either"
+            )
+        if attributes.set_anew:  # some ways to read are not heard
+            seen_before = str(raw.module.graph)
+            memory.undo()
+            attributes.spoil()
+            raw = trace(around=around)
+            if str(raw.module.graph) != seen_before:
+                raise SetsAttribute(
+                    f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
+                    "to tensors before; a planned step would not. Keep such state in a buffer"
+                )
+        if settled:
+            memory.undo()
+            raw = trace(around=around)
+            if attributes.changes() != settled:
+                raise UnsupportedModel(
+                    f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
+                    "planned step would not. Keep such state in a buffer, or change it outside of forward"
+                )
+        raw = with_sums_in_place(raw, functools.partial(traced_again, around=around))
+        loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
+        other = None
+        if loss_outside:
+            other = with_sums_in_place(trace(expanded=True), functools.partial(traced_again, expanded=True))
+        elsewhere = None if device is None else planned_device.type
+        attributes.pass_over(reads)
+        key = StepKey(model, call, autocast, elsewhere, shards, reads)
+    traced = build_traced(raw, call.names, planned_device)
+    _refuse_hidden_writes(traced, memory)
+    if traced.decisions:  # where forward takes another branch it has to run again
+        _refuse_writes_to(traced, "input", "constant")
+    expanded = None if other is None else build_traced(other, call.names, planned_device)
+    key.guard(traced, raw.attribute_reads)
+    answers = raw.answers[: raw.forward_reads]
+    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
+
+
+def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
+    owners = attribute_owners(model, () if shards is None else shards.attributes)
+    return AttributeReads([owner for _, owner in owners])
+
+
+def _heard(reads: AttributeReads, *args: Any, **kwargs: Any) -> RawTrace:
+    """A trace, with the attributes noted that it reads."""
+    with reads.listening():
+        return trace_step(*args, **kwargs)
+
+
+def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
+    """Shapes of sharded parameters, by name."""
+    if shards is None:
+        return {}
+    return {name: shard.shape for name, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
+
+
+def capture_part(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    around: Surroundings | None = None,
+    shards: Shards | None = None,
+    seen: Sequence[Answer] | None = None,
+) -> Capture:
+    """Capture one call of a submodule, for the step of which it is a part.
+
+    around: what is known of that step; without it, whether the call can be captured at all. Arguments must require
+    grad where they do in the step. shards: who has sharded the parameters, and has them whole around the call. seen: as
+    for `capture`. Raises UnsupportedModel, and of those OpenBranch.
+    """
+    refuse_wrappers(module)
+    _refuse_subclasses(module)
+    device = model_device(module)
+    if any(t.device.type != device.type for t in call.tensors):
+        raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
+    _refuse_odd_arguments(call)
+    _refuse_hooks(module, False, shards)
+    if private.collects_outputs():
+        _refuse_collectors(module)
+    autocast = Autocast.ambient(device.type)
+    shapes, reads = _shapes(module, shards), _reads(module, shards)
+    with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
+        with contextlib.nullcontext() if shards is None else shards.tracing():
+            trace = functools.partial(
+                _heard, reads, module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory,
+                seen=seen,
+            )  # fmt: skip
+            raw = with_sums_in_place(trace(), lambda in_place: trace(in_place=in_place))
+        if attributes.changes():
+            raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
+        if memory.written:
+            raise UnsupportedModel("forward writes to a tensor that is no buffer")
+        key = StepKey(module, call, autocast, device.type, shards, reads)
+    traced = build_traced(raw, input_names(call, around), device)
+    _refuse_writes_to(traced, "input")
+    key.guard(traced, raw.attribute_reads)
+    answers = raw.answers
+    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks, answers=answers)
+
+
+def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
+    for tensor in memory.written:
+        same = [c for c in traced.constants.values() if storage_key(c) == storage_key(tensor)]
+        if not same or any(constant is not tensor for constant in same):
+            raise UnsupportedModel(
+                f"forward writes to a tensor of shape {tuple(tensor.shape)} that is no buffer, under another name than "
+                "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer"
+            )
+
+
+def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
+    for value in traced.graph.values:
+        if value.role in roles and value.reuses is not None:
+            raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
+
+
+def _refuse_collectors(module: nn.Module) -> None:
+    """A hook that collects outputs for a caller outside would run at capture and never again."""
+    for name, inner in module.named_modules():
+        if inner is not module and inner._forward_hooks:
+            raise UnsupportedModel(f"outputs of module {name} are collected by the model around it")
+
+
+def model_device(model: nn.Module) -> torch.device:
+    """The one device of a model's parameters and buffers. Raises UnsupportedModel where there are several, or none."""
+    devices = {t.device for t in [*model.parameters(), *model.buffers()]}
+    if len(devices) > 1:
+        raise UnsupportedModel(
+            f"the model's parameters are on {sorted(map(str, devices))}; one device can be planned at a time. Move the "
+            "model to it, or pass device= to have that done"
+        )
+    if not devices:
+        raise UnsupportedModel("the model has neither parameters nor buffers; there is nothing to train")
+    (device,) = devices
+    if device.type == "meta":
+        raise UnsupportedModel(
+            "the model is on the meta device; materialise it first (model.to_empty), then load weights"
+        )
+    return device
+
+
+def _check_devices(call: Call, device: torch.device, given: bool) -> None:
+    """What a GPU's model takes from the host (lengths, a number in a tensor) may be there beside what it takes from the
+    GPU."""
+    refuse_without_data(call, device)
+    some_there = any(tensor.device.type == device.type for tensor in call.tensors)
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        beside = some_there and tensor.device.type == "cpu"
+        if tensor.device.type != device.type and not given and not beside:
+            raise ValueError(
+                f"sample {name} is on {tensor.device}, the model on {device}. Move the sample, or pass "
+                f"device={str(device)!r} to plan for that device"
+            )
+
+
+def refuse_without_data(call: Call, device: torch.device) -> None:
+    """Refuse tensors on the meta device beside a real one. device: where they should be."""
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_meta and device.type != "meta":
+            raise ValueError(
+                f"sample {name}, of shape {tuple(tensor.shape)}, is on the meta device and has no data. Give one with "
+                f"data, on {device}"
+            )
+
+
+def _refuse_odd_arguments(call: Call) -> None:
+    """An object's attributes would be read at capture and never again."""
+    for name, thing in call.others:
+        if not is_plain(thing) and not isinstance(thing, Enum):
+            raise UnsupportedModel(
+                f"argument {name} is a {type(thing).__module__}.{type(thing).__qualname__}; a planned step takes "
+                "tensors, numbers, strings and containers of them"
+            )
+
+
+def refuse_wrappers(model: nn.Module) -> None:
+    """Refuse models that others have wrapped, compiled or told to recompute, with the fix."""
+    kinds = {kind.__name__ for kind in type(model).__mro__}
+    for kind in (
+        "DataParallel",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+    ):
+        if kind in kinds:
+            raise UnsupportedModel(
+                f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
+            )
+    _refuse_shards(model)
+    for name, module in model.named_modules():
+        if getattr(module, "gradient_checkpointing", False) is True:
+            raise UnsupportedModel(
+                f"gradient checkpointing is on in {name or type(model).__name__}; memplan decides what to recompute. "
+                "Call model.gradient_checkpointing_disable() first"
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedModel(
+                f"module {name or type(model).__name__} went through torch.jit; use the original module, of which "
+                "memplan can see what it does"
+            )
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(isinstance(t, (nn.UninitializedParameter, nn.UninitializedBuffer)) for t in own):
+            raise UnsupportedModel(
+                f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
+                "torch.no_grad(), before you plan it"
+            )
+        own_forward = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+        wrapped = "OptimizedModule" in {kind.__name__ for kind in type(module).__mro__}
+        if wrapped or own_forward is not None or module._compiled_call_impl is not None:
+            raise UnsupportedModel(
+                f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
+                "runs. Leave torch.compile and compile() out, and apply memplan to the original model"
+            )
+
+
+def _refuse_subclasses(model: nn.Module) -> None:
+    """Refuse tensors with a say in what ops do. Packed weights are taken as the integers that they are."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        packed = not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex())
+        if private.changes_ops(tensor) and not packed:
+            raise UnsupportedModel(
+                f"{name} is a {type(tensor).__name__}, whose class has a say in what ops on it do "
+                "(__torch_function__, __torch_dispatch__); a planned step would not ask it"
+            )
+
+
+def _refuse_shards(model: nn.Module) -> None:
+    """Refuse what `fully_shard` has in parts elsewhere: a unit of its own can be captured while it runs."""
+    for name, module in model.named_modules():
+        if module is not model and _is_sharded_unit(module):
+            raise UnsupportedModel(
+                f"module {name} is a unit of fully_shard, and a plan of the whole {type(model).__name__} would run "
+                "without the hooks that gather its parameters. Plan the units: "
+                "memplan.integrations.fsdp.apply_blocks(model, sample, budget)"
+            )
+    for name, parameter in model.named_parameters():
+        if private.is_sharded(parameter):
+            raise UnsupportedModel(
+                f"parameter {name} is a DTensor, of which this rank has a part. The parameters of a unit of "
+                "fully_shard are whole while it runs: leave the sample out (memplan.apply(unit, None, budget)), or use "
+                "memplan.integrations.fsdp.apply_blocks(model, sample, budget). Tensor parallelism can't be planned"
+            )
+
+
+def _is_sharded_unit(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = None) -> None:
+    """A hook on a submodule would run at capture and never again."""
+    if any(map(private.foreign_hooks, private.global_hook_tables())):
+        raise UnsupportedModel(
+            "torch.nn.modules.module has hooks for every module, which a planned step would not run. Remove them"
+        )
+    for name, module in model.named_modules():
+        if module is model and not with_loss:
+            continue  # the model's own hooks run around the planned forward
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            if foreign_hooks(getattr(module, kind), shards):
+                raise UnsupportedModel(
+                    f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
+                    "would not run. Remove them, or put what they do into forward"
+                )

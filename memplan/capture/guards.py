@@ -1,0 +1,62 @@
+"""What forward read from the data of its inputs ("is the mask all ones?"), computed again before each planned call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx, nn
+
+from memplan.capture.analysis.traced import Resident, Traced
+from memplan.capture.ops.dataflow import storage_of, written_nodes
+
+
+class Guards:
+    """One small fx program for all the numbers that forward read, and what they were at capture."""
+
+    def __init__(self, traced: Traced) -> None:
+        self._guards = traced.guards
+        self._sources: list[Resident] = []
+        self._program = self._compile(traced) if traced.guards else None
+
+    def _compile(self, traced: Traced) -> fx.GraphModule:
+        needed = {node for guard in traced.guards for node in guard.nodes}
+        written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
+        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        root = nn.Module()
+        for node in traced.guards[0].node.graph.nodes:
+            if node not in needed:
+                continue
+            if node.op == "placeholder":
+                made[node] = graph.placeholder(node.name)
+                self._sources.append(traced.residents[node])
+            elif node.op == "get_attr":
+                root.register_buffer(str(node.target), traced.constants[str(node.target)], persistent=False)
+                made[node] = graph.get_attr(str(node.target))
+            else:
+                made[node] = graph.node_copy(node, made.__getitem__)
+        for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
+            self._copy_first(graph, made[node])
+        graph.output([made[guard.node] for guard in traced.guards])
+        return fx.GraphModule(root, graph, class_name="Guards")
+
+    @staticmethod
+    def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
+        """The program writes to this input; the caller's tensor stays as it is."""
+        first = next(n for n in graph.nodes if n.op != "placeholder")
+        with graph.inserting_before(first):
+            copied = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
+        placeholder.replace_all_uses_with(copied, lambda user: user is not copied)
+
+    def changed(self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]) -> str | None:
+        """What forward would read otherwise than at capture, in words."""
+        if self._program is None:
+            return None
+        sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
+        with torch.no_grad():
+            results = self._program.forward(*sources)
+        for guard, result in zip(self._guards, results, strict=True):
+            value = result.item()
+            if value != guard.value:
+                return f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
+        return None

@@ -1,0 +1,370 @@
+"""The key of a plan: everything that the trace depended on. Nothing is assumed: a stale plan is a silent wrong answer.
+
+`StepKey.mismatch` runs before each planned call and says what changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.attributes import Snapshot, attribute_tables, is_plain
+from memplan.capture.guards import Guards
+from memplan.capture.ops.layout import storage_key, strided_parts
+from memplan.capture.shards import Shards
+from memplan.capture.trace.call import Call
+from memplan.capture.trace.raw_trace import AttributeRead, Autocast
+from memplan.errors import PlanMismatch
+
+
+def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a tensor, none where it is sparse."""
+    return tensor.stride() if tensor.layout is torch.strided else ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    sharded: bool = False  # of no certain shape
+
+    @staticmethod
+    def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
+        return _Tensor(tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
+
+    def __str__(self) -> str:
+        grad = ", requires grad" if self.requires_grad else ""
+        return f"{self.dtype} {tuple(self.shape)} with strides {self.stride} on {self.device}{grad}"
+
+
+class ArgumentsKey:
+    """What the arguments of a call were, all but the data in its tensors, and whether those of another are alike."""
+
+    def __init__(self, call: Call, device_type: str | None, traced: bool = True) -> None:
+        """device_type: where all tensors will be in the calls to come; None: each where it is in this one. traced: the
+        call was traced, so that what is in objects among its arguments matters too."""
+        self._call = call.without_tensors()
+        self._traced = traced
+        self._others = tuple(leaf if traced or is_plain(leaf) else type(leaf) for leaf in self._call.leaves)
+        if not traced:
+            self._call = dataclasses.replace(self._call, arguments={}, variadic=(), leaves=())
+        self._device_type = device_type
+        self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
+        self._aliases = _aliases(call.tensors)
+
+    def mismatch(self, call: Call) -> str | None:
+        """What differs, in words; None where nothing does."""
+        if call.spec != self._call.spec or call.paths != self._call.paths:
+            return (
+                f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
+            )
+        for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
+            if not self._traced and type(now) is then:
+                continue
+            if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
+        tensors = call.tensors
+        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
+            if (
+                tensor.shape != expected.shape
+                or tensor.dtype != expected.dtype
+                or _stride(tensor) != expected.stride
+                or tensor.device.type != (self._device_type or expected.device.type)
+                or tensor.requires_grad != expected.requires_grad
+            ):
+                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        if _aliases(tensors) != self._aliases:
+            return "other arguments share memory than in the sample"
+        return None
+
+    def differ_in_passing(self, call: Call) -> bool:
+        """Whether the call has the same tensors and values, by other names or positions."""
+        if call.spec == self._call.spec and call.paths == self._call.paths:
+            return False
+        theirs = [leaf for leaf in self._others if not isinstance(leaf, torch.Tensor)]
+        mine = [leaf for _, leaf in call.others]
+        tensors = Counter(map(_Tensor.of, call.tensors)), Counter(self._tensors)
+        return tensors[0] == tensors[1] and sorted(map(repr, mine)) == sorted(map(repr, theirs))
+
+
+_OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"
+
+
+class ModesKey:
+    """Which submodules there are, which train, how many hooks each has, what parameters are like, and autocast."""
+
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        self._model, self._device_type = model, device_type
+        self._structure, self._facts = _structure(model), self._now()
+
+    def rebound(self, model: nn.Module) -> ModesKey:
+        """The same for a copy of the model. Raises PlanMismatch where that has other modules."""
+        if _structure(model) != self._structure:
+            raise PlanMismatch(_OTHER_MODULES)
+        other = copy.copy(self)
+        other._model = model
+        other._facts = (other._now()[0], *self._facts[1:])
+        return other
+
+    def _now(self) -> tuple[Any, ...]:
+        modules = tuple(map(id, self._model.modules()))
+        training = tuple(m.training for m in self._model.modules())
+        hooks = tuple(private.foreign_hooks(table) for _, table in _hook_tables(self._model))
+        tensors = tuple(_Tensor.of(t) for t in (*self._model.parameters(), *self._model.buffers()))
+        return modules, training, hooks, tensors, Autocast.ambient(self._device_type)
+
+    def mismatch(self) -> str | None:
+        """That something differs, in words; None where nothing does."""
+        return None if self._now() == self._facts else "submodules, parameters, hooks, modes or autocast were changed"
+
+
+class StepKey:
+    """What a capture depended on, and whether a call still matches it. Costs about 3 microseconds for each submodule.
+
+    arguments: the part of it that is about the call. autocast: the state at capture.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Call,
+        autocast: Autocast,
+        device_type: str | None,
+        shards: Shards | None,
+        reads: AttributeReads,
+    ) -> None:
+        """reads: attributes that the step reads or sets, the only ones that matter."""
+        self.arguments = ArgumentsKey(call, device_type)
+        self.autocast = autocast
+        self._shards = shards
+        self._switches = _switches()
+        self._training = tuple(m.training for m in model.modules())
+        self._structure = _structure(model)
+        ignored = () if shards is None else shards.attributes
+        self._snapshots = [Snapshot(attribute_tables(model, ignored), model, reads, ignored)]
+        self._state_facts = _facts_of(model, shards)
+        self._hook_counts = tuple(foreign_hooks(table, shards) for _, table in _hook_tables(model))
+        self._guards: Guards | None = None
+        self._attribute_reads: tuple[AttributeRead, ...] = ()
+        self._bind(model)
+
+    def _bind(self, model: nn.Module) -> None:
+        """Look up the live tables of a model that the snapshots are compared with."""
+        self._model = model
+        self._modules = tuple(model.named_modules())
+        self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
+        self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
+        self._attributes = dict(self._tables)
+        self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
+        self._state = tuple(zip(_state(model), self._state_facts, strict=True))
+        self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
+
+    def rebound(self, model: nn.Module) -> StepKey:
+        """The same key for a copy of the model."""
+        if _structure(model) != self._structure:
+            raise PlanMismatch(_OTHER_MODULES)
+        tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
+        if [name for name, _ in tables] != [name for name, _ in self._tables]:
+            raise PlanMismatch("the copy's modules share other objects than the original's")
+        other = copy.copy(self)
+        other._snapshots = [snapshot.adapted(tables) for snapshot in self._snapshots]
+        other._bind(model)
+        return other
+
+    def moved(self) -> None:
+        """Parameters and buffers were moved to where the plan has them."""
+        self._state_facts = _facts_of(self._model, self._shards)
+        self._bind(self._model)
+
+    def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
+        """Attach what forward read from tensor data, to be read again before each call."""
+        self._guards, self._attribute_reads = Guards(traced), attribute_reads
+
+    def attributes(self, owner: str) -> dict[str, Any]:
+        """Those of the model's part, or object behind it, that has this name."""
+        table = self._attributes[owner]
+        assert isinstance(table, dict)  # of a class there is but a view
+        return table
+
+    def heed(self, other: StepKey) -> bool:
+        """Depend on those attributes as well that another capture of the same step has read just now.
+
+        False where other objects hang on the model by now."""
+        if len(self._tables) != len(other._tables) or not all(
+            name == other_name and (table is other_table or name.startswith("class "))  # of these there are views
+            for (name, table), (other_name, other_table) in zip(self._tables, other._tables)
+        ):
+            return False
+        self._snapshots = [*self._snapshots, *other._snapshots]
+        return True
+
+    def mismatch(self, call: Call, hooks: bool = True) -> str | None:
+        """Why a call of the model now would not run the captured step, in words; None where it would.
+
+        hooks: those of submodules count.
+        """
+        return (
+            self.arguments.mismatch(call)
+            or self._model_changed()
+            or (self._hooks_changed() if hooks else None)
+            or self._environment_changed()
+            or self._data_changed(call)
+        )
+
+    # -- the model --------------------------------------------------------------------------------------------------
+
+    def _model_changed(self) -> str | None:
+        for (name, module), training, children in zip(self._modules, self._training, self._children, strict=True):
+            if module.training is not training:
+                mode = "train" if module.training else "eval"
+                return f"module {name or '(the model itself)'} is in {mode} mode"
+            if children != tuple(module._modules.values()):  # modules are equal only to themselves
+                return f"submodules of {name or 'the model'} were exchanged"
+        for snapshot in self._snapshots:
+            problem = snapshot.difference(self._tables)
+            if problem is not None:
+                return problem
+        for name, home, count in self._homes:
+            if len(home) != count:
+                return f"parameters or buffers were added to {name or 'the model'}, or removed"
+        for (name, home, leaf, first_home, first_leaf), facts in self._state:
+            tensor = home.get(leaf)
+            if facts is None:
+                if tensor is not None:
+                    return f"{name} was None and is a tensor now"
+                continue
+            if tensor is not first_home.get(first_leaf) or tensor is None:
+                return f"{name} is gone, or no longer shared as it was"
+            if (
+                tensor.dtype != facts.dtype
+                or tensor.requires_grad != facts.requires_grad
+                or tensor.device != facts.device
+                or (not facts.sharded and (tensor.shape != facts.shape or _stride(tensor) != facts.stride))
+            ):
+                return f"{name} is {_Tensor.of(tensor)}, planned for {facts}"
+        return None
+
+    def _hooks_changed(self) -> str | None:
+        for (name, table), count in self._hooks:
+            if (len(table) or count) and foreign_hooks(table, self._shards) != count:
+                return f"hooks were added to module {name}, or removed"
+        return None
+
+    def _environment_changed(self) -> str | None:
+        now = Autocast.ambient(self.autocast.device_type)
+        if now != self.autocast and (now.enabled or self.autocast.enabled):
+            return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self.autocast)}"
+        for name, value in _switches().items():
+            if self._switches[name] != value:
+                return f"{name} is {value}, planned for {self._switches[name]}"
+        return None
+
+    def _data_changed(self, call: Call) -> str | None:
+        for read in self._attribute_reads:
+            value = getattr(self._model.get_submodule(read.module), read.key).item()
+            if value != read.value:
+                return f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
+        return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
+
+
+def foreign_hooks(table: dict[int, Any], shards: Shards | None) -> int:
+    """Number of hooks in a module's table whose work is neither part of a trace nor done by the plan instead."""
+    if shards is not None:
+        table = {key: hook for key, hook in table.items() if not shards.owns(hook)}
+    return private.foreign_hooks(table)
+
+
+def _same(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    try:
+        return a is b or bool(a == b)
+    except Exception:  # an argument of a type that can't be compared is not the same
+        return False
+
+
+def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """For each tensor the first one that shares its storage, and how far behind its start the tensor starts. Where in a
+    larger storage they all lie is of no concern: batches may be slices of one tensor."""
+    first: dict[int, int] = {}
+    tensors = [strided_parts(t)[-1] for t in tensors]
+    groups = [first.setdefault(storage_key(t), i) for i, t in enumerate(tensors)]
+    return tuple((i, int(t.storage_offset() - tensors[i].storage_offset())) for i, t in zip(groups, tensors))
+
+
+def _facts_of(model: nn.Module, shards: Shards | None = None) -> tuple[_Tensor | None, ...]:
+    tensors = [home[leaf] for _, home, leaf, _, _ in _state(model)]
+    sharded = {id(p) for p in model.parameters() if shards is not None and shards.shard(p) is not None}
+    return tuple(None if tensor is None else _Tensor.of(tensor, id(tensor) in sharded) for tensor in tensors)
+
+
+def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, Any], str]]:
+    """Every parameter and buffer, None ones too, under every name, with home and leaf of the tensor's first name."""
+    first: dict[int, tuple[dict[str, Any], str]] = {}
+    found = []
+    for path, module in model.named_modules():
+        for home in (module._parameters, module._buffers):
+            for leaf, tensor in home.items():
+                origin = (home, leaf) if tensor is None else first.setdefault(id(tensor), (home, leaf))
+                found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
+    return found
+
+
+def _structure(model: nn.Module) -> tuple[Any, ...]:
+    """Types of modules by name, and for each parameter and buffer the first name of the same tensor."""
+    first: dict[int, str] = {}
+    shared = [
+        first.setdefault(id(tensor), name) if tensor is not None else ""
+        for name, home, leaf, _, _ in _state(model)
+        for tensor in (home[leaf],)
+    ]
+    return tuple((name, type(m)) for name, m in model.named_modules()), tuple(shared)
+
+
+def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, home) for name, m in model.named_modules() for home in (m._parameters, m._buffers)]
+
+
+def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
+    """Hook tables of every submodule; the model's own hooks run around the planned forward and need no check."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    tables = [(n, getattr(m, kind)) for n, m in model.named_modules() if m is not model for kind in kinds]
+    return [*tables, *(("(every module)", table) for table in private.global_hook_tables())]
+
+
+def _switches() -> dict[str, Any]:
+    """Global switches that choose kernels."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return private.float32_precisions() | {
+        "cudnn": cudnn.enabled,
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "flash sdp": cuda.flash_sdp_enabled(),
+        "memory-efficient sdp": cuda.mem_efficient_sdp_enabled(),
+        "math sdp": cuda.math_sdp_enabled(),
+        "cudnn sdp": cuda.cudnn_sdp_enabled(),
+        "order of sdp backends": private.attention_order(),
+        "default dtype": torch.get_default_dtype(),
+        "function modes": private.function_modes(),
+        "mkldnn": torch.backends.mkldnn.enabled,
+    }
+
+
+def _autocast_name(state: Autocast) -> str:
+    return f"{state.dtype} on {state.device_type}" if state.enabled else "off"

@@ -1,0 +1,101 @@
+"""What the data of a node in a trace depends on, and how to compute it for real."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.layout import storage_key
+
+aten = torch.ops.aten
+
+_COMPARISONS = (aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar)
+
+
+def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
+    needed = {node}
+    storages = {storage_of(node)}
+    found = []
+    for candidate in reversed(nodes[: nodes.index(node) + 1]):
+        writes = candidate.op == "call_function" and any(storage_of(w) in storages for w in written_nodes(candidate))
+        if candidate in needed or writes:
+            found.append(candidate)
+            needed.update(candidate.all_input_nodes)
+            storages.update(storage_of(n) for n in candidate.all_input_nodes)
+    return found[::-1]
+
+
+def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
+    """What a comparison of a uniform random number, from 0 to less than 1, comes to whatever is drawn.
+
+    closure: all that the comparison depends on. None where that is more than the draw, and where the answer depends on
+    the number. `if torch.rand([]) < p` with a p of 0 is how layers are left out where that is switched off.
+    """
+    if len(closure) != 2 or closure[0].target is not aten.rand.default or closure[1].target not in _COMPARISONS:
+        return None
+    draw, comparison = closure
+    compare: Any = comparison.target
+    dtype, limit = draw.meta["val"].dtype, comparison.args[1:]
+    if dtype not in (torch.float32, torch.float64):
+        return None
+    with private.outside_of_tracing():
+        least, most = torch.zeros((), dtype=dtype), torch.nextafter(*torch.tensor([1, 0], dtype=dtype))
+        answers = {bool(compare(number, *limit)) for number in (least, most)}
+    return answers.pop() if len(answers) == 1 else None
+
+
+def storage_of(node: fx.Node) -> object:
+    """What is equal for nodes that share memory."""
+    value = node.meta.get("val")
+    return storage_key(value) if isinstance(value, torch.Tensor) else node
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """Argument nodes that the op writes to."""
+    found: list[fx.Node] = []
+    for position, name in _written_arguments(node.target):
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        found.extend(n for n in (given if isinstance(given, (list, tuple)) else [given]) if isinstance(n, fx.Node))
+    hidden = op_facts.HIDDEN_WRITES.get(node.target)
+    if hidden is not None and node.args[hidden[1]]:
+        found.extend(n for n in (node.args[i] for i in hidden[0]) if isinstance(n, fx.Node))
+    return found
+
+
+@functools.cache
+def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
+    """(position, name) of each argument that an op's schema says it writes to."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return ()
+    written = [a.alias_info is not None and a.alias_info.is_write for a in schema.arguments]
+    return tuple((i, a.name) for i, a in enumerate(schema.arguments) if written[i])
+
+
+def evaluate(
+    closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
+) -> torch.Tensor:
+    """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
+    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    results: dict[fx.Node, Any] = {}
+    with private.outside_of_tracing(), torch.no_grad():
+        for node in closure:
+            if node.op == "placeholder":
+                real = sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
+                results[node] = real.clone() if storage_of(node) in written else real
+            elif node.op == "get_attr":
+                results[node] = getattr(constants, str(node.target))
+            else:
+                args = fx.map_arg(node.args, results.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, results.__getitem__)
+                results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = results[wanted]
+    assert isinstance(value, torch.Tensor)
+    return value

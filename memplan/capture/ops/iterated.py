@@ -1,0 +1,71 @@
+"""How PyTorch's TensorIterator lays out a new result of its operands.
+
+Strides of dimensions of one element are told exactly too: kernels further on ask them whether channels come last, and
+run in other ways. PyTorch's fake kernels take another order where dimensions have one element or are broadcast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from memplan.capture.ops.layout import dense_stride, is_dense
+
+Sizes = tuple[int, ...]
+
+_CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
+
+
+def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Sizes, Sizes]:
+    """(size, stride) of what an op makes of these operands, the first of which has the first say."""
+    tensors = [t for t in operands if isinstance(t, torch.Tensor)]
+    size = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
+    if all(isinstance(t, torch.Tensor) and t.shape == size for t in operands):
+        for order in (None, _CHANNELS_LAST) if len(size) == 4 else (None,):
+            stride = dense_stride(size, order)
+            if all(_is_like(t, stride) for t in tensors):
+                return size, stride
+        first = tensors[0].stride()
+        if all(t.stride() == first and is_dense(t) for t in tensors):
+            return size, first
+    return size, dense_stride(size, _sorted(size, [_broadcast(size, t) for t in tensors]))
+
+
+def _is_like(tensor: torch.Tensor, stride: Sizes) -> bool:
+    """Whether the elements lie as with these strides; those of dimensions of one element do not count."""
+    return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True))
+
+
+def _broadcast(size: Sizes, tensor: torch.Tensor) -> Sizes:
+    """Strides for all dimensions of the result; 0 where the operand is repeated."""
+    new = len(size) - tensor.dim()
+    own = zip(tensor.shape, tensor.stride(), size[new:], strict=True)
+    return (0,) * new + tuple(0 if n == 1 and whole != 1 else s for n, s, whole in own)
+
+
+def _sorted(size: Sizes, strides: Sequence[Sizes]) -> list[int]:
+    """The dimensions, the innermost first: an insertion sort, for not every two of them can be compared."""
+    order = list(reversed(range(len(size))))
+    for end in range(1, len(order)):
+        place = end
+        for before in reversed(range(end)):
+            swap = _is_outside(size, strides, order[before], order[place])
+            if swap is False:
+                break
+            if swap:
+                order[before], order[place] = order[place], order[before]
+                place = before
+    return order
+
+
+def _is_outside(size: Sizes, strides: Sequence[Sizes], a: int, b: int) -> bool | None:
+    """Whether dimension `a` goes outside of `b`; None where no operand has a say."""
+    for stride in strides:
+        if 0 in (stride[a], stride[b]):
+            continue
+        if stride[a] != stride[b]:
+            return stride[a] > stride[b]
+        if size[a] > size[b]:
+            return True
+    return None

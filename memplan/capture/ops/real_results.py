@@ -1,0 +1,128 @@
+"""What real kernels were found to give where PyTorch's fake ones say otherwise.
+
+`real_outputs` knows many of them beforehand, for CPUs most of all. Others show when ops are run to be
+timed, or in the first run of a program: what they give is noted for the rest of the process, and whoever was planning
+traces and plans once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
+from memplan.capture.ops.signature import signature
+from memplan.errors import UnsupportedModel
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class TensorFacts(NamedTuple):
+    """All that a plan depends on of a result. storage: equal for results of one op that share memory."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    size_bytes: int
+    storage: int
+    device_type: str
+
+
+Facts = tuple[TensorFacts | None, ...]  # None for what is no tensor
+
+_NOTED: dict[str, Facts] = {}  # by signature of the call
+
+
+def facts_of(result: Any) -> Facts:
+    """Facts of each result of an op, fake or real."""
+    results: Sequence[Any] = result if isinstance(result, (list, tuple)) else [result]
+    storages = [storage_key(t) if isinstance(t, torch.Tensor) else None for t in results]
+    return tuple(
+        TensorFacts(
+            t.dtype, tuple(t.shape), tuple(t.stride()), t.untyped_storage().nbytes(), storages.index(key), t.device.type
+        )
+        if isinstance(t, torch.Tensor)
+        else None
+        for t, key in zip(results, storages, strict=True)
+    )
+
+
+class OtherResults(UnsupportedModel):
+    """Ops gave other results than were traced. found: what they gave, by signature of the call."""
+
+    def __init__(self, message: str, found: Mapping[str, Facts]) -> None:
+        super().__init__(message)
+        self.found = found
+
+    def note(self) -> None:
+        """Let traces have these results from now on."""
+        _NOTED.update(self.found)
+
+
+def call_of(node: fx.Node) -> str:
+    """The signature of the call that a node of a trace is."""
+    return _call(node.target, node.args, node.kwargs)
+
+
+def _call(target: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
+    return signature(target, args, {name: value for name, value in kwargs.items() if value is not None})
+
+
+def can_be_noted(traced: Facts, real: Facts) -> bool:
+    """Whether a trace could have the real results: they have the traced shapes, each in memory of its own, or are none.
+
+    What the trace has as none, nobody reads: where there is something, it is let go at once, as scratch.
+    """
+    return len(traced) == len(real) and all(
+        a is None or b is None or (a.shape == b.shape and a.storage == b.storage == place)
+        for place, (a, b) in enumerate(zip(traced, real, strict=True))
+    )
+
+
+def with_noted_results(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Any:
+    """The outputs of a fake op as they were found to be."""
+    noted = _NOTED.get(_call(func, args, kwargs)) if _NOTED else None
+    if noted is None:
+        return outputs
+    several = isinstance(outputs, (list, tuple))
+    found = [_as_noted(t, facts) for t, facts in zip(outputs if several else [outputs], noted, strict=True)]
+    return type(outputs)(found) if several else found[0]
+
+
+def _as_noted(tensor: Any, facts: TensorFacts | None) -> Any:
+    if tensor is None or (facts is not None and facts_of(tensor)[0] == facts._replace(storage=0)):
+        return tensor
+    if facts is None:
+        private.leave_out(tensor)
+        return None
+    return private.exchanged(
+        tensor,
+        dtype=facts.dtype,
+        stride=facts.stride,
+        elements=facts.size_bytes // facts.dtype.itemsize,
+        device=facts.device_type if facts.device_type != tensor.device.type else None,
+    )
+
+
+def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Of a function that traces and plans: it does so again as long as other results of ops are found on the way."""
+
+    @wraps(plan)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        found: Mapping[str, Facts] = {}
+        while True:
+            try:
+                return plan(*args, **kwargs)
+            except OtherResults as error:
+                if error.found == found:
+                    raise
+                found = error.found
+                error.note()
+
+    return call

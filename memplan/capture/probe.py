@@ -1,0 +1,397 @@
+"""Look for the parts of a model that can be planned, where the whole can't be captured.
+
+One forward runs with real data and saves nothing for backward. Each call of a submodule is judged on the spot, from the
+top down: what can be captured is a unit; what can't is looked into; what can't and has no units in it is a unit that
+may run under checkpointing, where nothing would tell a second run of its forward from none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import AttributesKept, held_tensors, is_plain, own_generators
+from memplan.capture.attributes.kept_memory import written_by
+from memplan.capture.capture import capture_part
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.trace.call import Call, CallReader
+from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.source_lines import lines_within, stack_depth
+from memplan.capture.trace.trace import CompiledCode, OpenBranch
+from memplan.errors import UnsupportedModel
+
+Forward = Callable[..., Any]
+Kind = Literal["captured", "opaque", "block", "plain"]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFacts:
+    """A tensor without its data. storage: equal for those of one call that share memory."""
+
+    storage: int
+    storage_bytes: int
+    offset: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    @staticmethod
+    def of_all(tensors: Sequence[torch.Tensor]) -> tuple[TensorFacts, ...]:
+        numbers: dict[int, int] = {}
+        return tuple(
+            TensorFacts(
+                numbers.setdefault(storage_key(t), len(numbers)), t.untyped_storage().nbytes(),
+                int(t.storage_offset()), tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
+            )
+            for t in tensors
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class UnitCall:
+    """A call of a unit: its arguments without their data, and the autocast in which it came."""
+
+    template: Call
+    tensors: tuple[TensorFacts, ...]
+    autocast: Autocast
+
+    @staticmethod
+    def of(call: Call) -> UnitCall:
+        autocast = Autocast.ambient(call.device_type)
+        return UnitCall(call.without_tensors(), TensorFacts.of_all(call.tensors), autocast)
+
+    def sample(self) -> Call:
+        """The call with tensors of the same layout, all zero."""
+        storages: dict[int, torch.UntypedStorage] = {}
+        made = []
+        for facts in self.tensors:
+            if facts.storage not in storages:
+                whole = torch.zeros(facts.storage_bytes, dtype=torch.uint8, device=facts.device)
+                storages[facts.storage] = whole.untyped_storage()
+            tensor = torch.empty(0, dtype=facts.dtype, device=facts.device)
+            tensor.set_(storages[facts.storage], facts.offset, facts.shape, facts.stride)
+            made.append(tensor.requires_grad_(facts.requires_grad))
+        return self.template.filled(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A unit that was found, or ("plain") what is none.
+
+    reason: why what is around it can't be captured, or it itself where it is opaque. answers: what its forward reads
+    from tensors. A block has units in it, and can run again as a whole.
+    """
+
+    name: str
+    kind: Kind
+    reason: str
+    answers: tuple[Answer, ...] = ()
+
+
+@contextlib.contextmanager
+def exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
+    """Give modules other forwards for as long (None: that of their class); nothing of it stays on them."""
+    kept = [(vars(module), vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            _set_forward(vars(module), forward)
+        yield
+    finally:
+        for table, own in kept:
+            _set_forward(table, own)
+
+
+def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
+    if forward is None:
+        table.pop("forward", None)
+    else:
+        table["forward"] = forward
+
+
+def find_sites(
+    model: nn.Module, run: Callable[[], Any], reason: str, decides: bool = False
+) -> tuple[dict[nn.Module, Site], dict[nn.Module, Site]]:
+    """The units, and the blocks, among the submodules that `run` calls. reason: why the model can't be captured.
+    decides: units may branch on what they compute, and are captured with the branches that they take here.
+
+    A block is as large as can be with no more than half of the units in it.
+
+    `run` must run under grad mode; what it changes in the model is for the caller to put back.
+    """
+    search = _Search(model, reason, decides)
+    with nothing_saved():
+        search.run(run)
+    return search.sites(), search.blocks()
+
+
+def nothing_saved() -> contextlib.AbstractContextManager[object]:
+    """Forward under grad mode without what it would hold for backward, which must not come."""
+    return saved_tensors_hooks(lambda tensor: None, _never_unpacked)
+
+
+def _never_unpacked(packed: Any) -> torch.Tensor:
+    raise AssertionError("nothing was saved for a backward pass")
+
+
+class NotedReads(private.TorchDispatchMode):
+    """Notes what is read from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.answers: list[Answer] = []
+
+    def __enter__(self) -> NotedReads:
+        self._depth = stack_depth()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = private.run_in_mode(func, args, kwargs)
+        if func is private.READ_SCALAR:
+            self.answers.append(Answer(result, lines_within(self._depth)))
+        return result
+
+
+class DataFollowed(private.TorchDispatchMode):
+    """Follows the data of some tensors, and random numbers. was_read: numbers were read from what they reached."""
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.was_read = False
+        self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
+
+    def reached(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on the data."""
+        return tensor in self._reached
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = private.run_in_mode(func, args, kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        if any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
+            self.was_read |= func is private.READ_SCALAR
+            for tensor in (*tensors_of(result), *written_by(func, args, kwargs or {})):
+                self._reached[tensor] = True
+        return result
+
+
+class _Search:
+    def __init__(self, model: nn.Module, reason: str, decides: bool) -> None:
+        self._names = {module: name for name, module in model.named_modules()}
+        self._own = {module: vars(module).get("forward") for module in self._names}
+        self._generators = own_generators(model)
+        self._root = model
+        self._reasons = [reason]
+        self._decides = decides
+        self._looking = True
+        self._verdicts: dict[
+            Any, UnsupportedModel | tuple[Answer, ...]
+        ] = {}  # why not, or what forward reads from data
+        self._ways: dict[nn.Module, tuple[Answer, ...] | None] = {}  # which branches are taken; None: not always these
+        self._sites: dict[nn.Module, Site] = {}
+        self._blocks: dict[nn.Module, Site] = {}
+        self._plain: set[nn.Module] = set()
+
+    def run(self, run: Callable[[], Any]) -> None:
+        forwards = {
+            m: self._judged(m, m.forward)
+            for m in self._names
+            if m is not self._root and not isinstance(m, torch.jit.ScriptModule) and _trains(m)
+        }
+        with exchanged(forwards):
+            run()
+
+    def sites(self) -> dict[nn.Module, Site]:
+        """The sites, less those inside of others and those that were not fit for it each time."""
+        inside = {inner for m in self._sites for inner in m.modules() if inner is not m}
+        return {m: site for m, site in self._sites.items() if m not in inside | self._plain}
+
+    def blocks(self) -> dict[nn.Module, Site]:
+        """The largest blocks, none in another."""
+        sites = self.sites().keys()
+        in_sites = {inner for m in sites for inner in m.modules()}
+        fit = {
+            m: site
+            for m, site in self._blocks.items()
+            if m not in self._plain | in_sites and 2 * len(sites & set(m.modules())) <= len(sites)
+        }
+        inside = {inner for m in fit for inner in m.modules() if inner is not m}
+        return {m: site for m, site in fit.items() if m not in inside}
+
+    def _judged(self, module: nn.Module, original: Forward) -> Forward:
+        reader = CallReader(original)
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not self._looking or not torch.is_grad_enabled():
+                if module in self._sites:
+                    self._plain.add(module)
+                return original(*args, **kwargs)
+            call = reader.read(args, kwargs)
+            verdict = self._verdict(module, original, call)
+            if isinstance(verdict, tuple):
+                self._enter(module, Site(self._names[module], "captured", self._reasons[-1], verdict))
+                with self._not_looking():
+                    return original(*args, **kwargs)
+            decides, reads = self._decides and isinstance(verdict, OpenBranch), NotedReads()
+            with reads if decides else contextlib.nullcontext():
+                output, kind = self._look_into(module, original, args, kwargs, str(verdict))
+            site = Site(self._names[module], kind, str(verdict))
+            if decides and kind != "plain":
+                verdict = self._verdict(module, original, call, tuple(reads.answers))
+                if isinstance(verdict, tuple) and self._ways.setdefault(module, verdict) == verdict:
+                    site = Site(self._names[module], "captured", self._reasons[-1], verdict)
+                elif module in self._ways:
+                    self._ways[module] = None
+                    self._sites.pop(module, None)
+            self._enter(module, site)
+            return output
+
+        return forward
+
+    def _enter(self, module: nn.Module, site: Site) -> None:
+        if site.kind == "plain":
+            self._plain.add(module)
+        elif site.kind == "block":
+            self._blocks[module] = site
+        elif self._sites.setdefault(module, site).kind != site.kind:
+            self._plain.add(module)
+
+    @contextlib.contextmanager
+    def _not_looking(self) -> Iterator[None]:
+        self._looking = False
+        try:
+            yield
+        finally:
+            self._looking = True
+
+    def _verdict(
+        self, module: nn.Module, original: Forward, call: Call, seen: tuple[Answer, ...] | None = None
+    ) -> UnsupportedModel | tuple[Answer, ...]:
+        signature = _signature(module, call), seen
+        if signature not in self._verdicts:
+            with private.outside_of_tracing(), exchanged(self._own), private.without_saved_tensor_hooks():
+                try:
+                    self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
+                except CompiledCode:
+                    raise
+                except UnsupportedModel as error:  # which would keep its frames alive
+                    kind = OpenBranch if isinstance(error, OpenBranch) else UnsupportedModel
+                    self._verdicts[signature] = kind(str(error))
+        return self._verdicts[signature]
+
+    def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> tuple[Any, Kind]:
+        """The results of a module that is run and looked into, and what it is fit for."""
+        trial = _SecondRun(module, args, kwargs)
+        self._reasons.append(f"{self._names[module]}: {reason}")
+        with _OwnGenerators(self._generators) as watch:
+            output = original(*args, **kwargs)
+        self._reasons.pop()
+        if watch.seen or trial.would_show(output):
+            return output, "plain"
+        inside = any(inner in self._sites for inner in module.modules() if inner is not module)
+        return output, "block" if inside else "opaque"
+
+
+class _SecondRun:
+    """Whether running a forward a second time would change anything but the generator's state.
+
+    What it does to arguments, buffers, Python attributes and Python's generators is looked at; and so are hooks inside.
+    """
+
+    def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._module = module
+        self._leaves = pytree.tree_leaves((args, kwargs))
+        self._written = [t for t in (*self._leaves, *held_tensors(module)) if isinstance(t, torch.Tensor)]
+        self._versions = [_version(t) for t in self._written]
+        self._buffers = [id(b) for b in module.buffers()]
+        self._attributes = AttributesKept(module)
+        self._generators = _generators()
+
+    def would_show(self, output: Any) -> bool:
+        odd = [x for x in self._leaves if not (isinstance(x, (torch.Tensor, Enum)) or is_plain(x))]
+        tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        inside = [getattr(m, table) for m in self._module.modules() if m is not self._module for table in tables]
+        hooked = any(inside) if private.collects_outputs() else any(private.foreign_hooks(t) for t in inside)
+        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+        return (
+            bool(odd)
+            or hooked
+            or not differentiable
+            or [_version(t) for t in self._written] != self._versions
+            or [id(b) for b in self._module.buffers()] != self._buffers
+            or _generators() != self._generators
+            or self._attributes_changed()
+        )
+
+    def _attributes_changed(self) -> bool:
+        try:
+            return bool(self._attributes.changes())
+        except UnsupportedModel:
+            return True
+
+
+class _OwnGenerators(private.TorchDispatchMode):
+    """Whether an op draws from another generator than the default one, which a second run would find further on.
+
+    known: generators that are put back. Raises UnsupportedModel before an op draws from any other.
+    """
+
+    def __init__(self, known: Sequence[torch.Generator]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self.seen = False
+        self._known = known
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for generator in [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Generator)]:
+            self.seen = True
+            if not any(generator is known for known in self._known):
+                raise UnsupportedModel(
+                    f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
+                    "it an attribute of a module"
+                )
+        return private.run_in_mode(func, args, kwargs)
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Another one once the tensor was written to, or its `.data` exchanged."""
+    return tensor._version, storage_key(tensor) if tensor.layout is torch.strided else 0
+
+
+def _generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest
+
+
+def _trains(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
+
+
+def _signature(module: nn.Module, call: Call) -> Any:
+    """Equal for calls that can, or can't, be captured for the same reason: what differs is found later."""
+    state = [*module.named_parameters(), *module.named_buffers()]
+    return (
+        tuple((name, type(m), m.training) for name, m in module.named_modules()),
+        tuple((name, t.shape, t.dtype, t.requires_grad) for name, t in state),
+        tuple(
+            (t.shape, t.stride(), t.dtype, t.requires_grad) if isinstance(t, torch.Tensor) else repr(t)
+            for t in call.leaves
+        ),
+        call.paths,
+        Autocast.ambient(call.device_type),
+        private.collects_outputs(),
+    )

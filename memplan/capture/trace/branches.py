@@ -1,0 +1,326 @@
+"""Where PyTorch's C++ takes another path as soon as a dispatch mode looks on, and the path that eager takes.
+
+Some composite ops and some formulas of backward ask `isTensorSubclassLike`, which is true of every tensor in a trace.
+Mostly it decides between writing in place and not, to the same bits. Where it decides what is computed, or how a result
+lies in memory, eager's way goes into the trace here; and where eager's way depends on data, the model is refused.
+
+Those that ask are the callers of `c10::impl::dispatch_mode_enabled` in libtorch_cpu (all of 2.13.0's, by disassembly).
+The ones that are not in here give the same bits: out-of-place variants (index, gather, take, trace, cummax, topk and
+other selections, clamp, atan2, matrix_exp, embedding_bag, isclose, quantile, ranking losses, attention's mask), `view`
+for `_reshape_alias`, max_pool1d with indices that nobody asked for, checks of values that are left out (quantile,
+linalg.eig), and what runs for gradients of gradients or forward mode only. `tests/test_branches.py` compares.
+
+Planned ops run without autocast, for what it casts is in the trace. Three kernels call other ops, where autocast meets
+them in eager and never in a trace: they are refused under it. Found by running every kernel of PyTorch's own op
+database with autocast inside and without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.trace.source_lines import caller_line
+from memplan.errors import UnsupportedModel
+
+aten = torch.ops.aten
+
+_MEAN = 1  # the reduction of a loss
+_MAKING = threading.Lock()  # PyTorch takes a kernel for an op but once
+
+Tensors = tuple[torch.Tensor | None, ...]
+# (what the node saved, its results, the gradients it was given) -> eager's results, or None where they are the same
+Formula = Callable[[Sequence[Any], Tensors, Tensors], Tensors | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Differentiated:
+    """Runs an op, and lets its backward give what eager's formula does.
+
+    node: what the name of its node in the autograd graph begins with. saved: what the formula needs of what that saves.
+    """
+
+    op: Any
+    node: str
+    saved: tuple[str, ...]
+    formula: Formula
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        result: torch.Tensor = self.op(*args, **kwargs)
+        node: Any = result.grad_fn
+        if node is None or private.is_transformed(result):  # within torch.func eager takes the way of traces
+            return result
+        if not node.name().startswith(self.node):
+            raise UnsupportedModel(
+                f"{self.op} writes to a view, at {caller_line()}; how gradients pass it can't be seen. Write the "
+                "result to a tensor of its own"
+            )
+        saved = [getattr(node, f"_saved_{name}") for name in self.saved]
+        # A hook that knew its node would keep it alive.
+        saved = [t.detach() if name == "result" else t for name, t in zip(self.saved, saved)]
+        node.register_hook(_Hook(self.formula, saved, caller_line()))
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    """Of one node. place: the line of forward."""
+
+    formula: Formula
+    saved: Sequence[Any]
+    place: str
+
+    def __call__(self, results: Tensors, given: Tensors) -> Tensors | None:
+        try:
+            return self.formula(self.saved, results, given)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{error}. It is run at {self.place}") from None
+
+
+@contextlib.contextmanager
+def as_without_modes() -> Iterator[None]:
+    """Let this thread run, and differentiate, what it does without dispatch modes.
+
+    UnsupportedModel comes out of a forward or a backward pass in there where eager's way depends on data.
+    """
+    with _MAKING:
+        ops = _exchanged_ops()
+    with ops.active():
+        yield
+
+
+# -- composite ops ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _exchanged_ops() -> private.InPlaceOf:
+    return private.InPlaceOf(
+        {
+            "matmul": _matmul,
+            "linear": _linear,
+            "cross_entropy_loss": _cross_entropy,
+            "linalg_eigvals": _eigvals,
+            "linalg_eigvalsh": _eigvalsh,
+            "linalg_svdvals": _svdvals,
+            "max": _Differentiated(aten.max.default, "Max", ("self", "result"), _evenly_distributed),
+            "min": _Differentiated(aten.min.default, "Min", ("self", "result"), _evenly_distributed),
+            "median": _Differentiated(aten.median.default, "Median", ("self", "result"), _evenly_distributed),
+            "nanmedian": _Differentiated(aten.nanmedian.default, "Nanmedian", ("self", "result"), _evenly_distributed),
+            "prod": _Differentiated(aten.prod.default, "Prod", ("self",), _product),
+            "prod.dim_int": _Differentiated(aten.prod.dim_int, "Prod", ("self",), _product),
+            "cumprod": _Differentiated(aten.cumprod.default, "Cumprod", ("self", "dim"), _cumulative_product),
+            "cumprod_": _Differentiated(aten.cumprod_.default, "Cumprod", ("self", "dim"), _cumulative_product),
+            "masked_fill.Tensor": functools.partial(_masked_fill, aten.masked_fill.Tensor),
+            "masked_fill_.Tensor": functools.partial(_masked_fill, aten.masked_fill_.Tensor),
+            "linalg_householder_product": _Differentiated(
+                aten.linalg_householder_product.default, "LinalgHouseholderProduct", ("input", "tau"), _laid_out
+            ),
+            "ormqr": _Differentiated(aten.ormqr.default, "Ormqr", ("self", "input2"), _laid_out),
+            "binary_cross_entropy_with_logits": _Differentiated(
+                aten.binary_cross_entropy_with_logits.default,
+                "BinaryCrossEntropyWithLogits",
+                ("self", "target", "weight", "pos_weight", "reduction"),
+                _bce_with_logits,
+            ),
+            **{
+                name: functools.partial(_without_autocast, op)
+                for name, op in (
+                    ("_trilinear", aten._trilinear.default),
+                    ("affine_grid_generator", aten.affine_grid_generator.default),
+                    ("linalg_pinv.atol_rtol_tensor", aten.linalg_pinv.atol_rtol_tensor),
+                )
+            },
+        }
+    )
+
+
+def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A kernel that multiplies matrices by other ops, which autocast meets where it has none for the kernel itself."""
+    device_type = x.device.type
+    if torch.is_autocast_enabled(device_type) and not private.autocast_knows(op._schema.name[6:], device_type):
+        raise UnsupportedModel(
+            f"{op} multiplies matrices inside, which autocast casts in eager and can't in a planned step, at "
+            f'{caller_line()}. Run it under torch.autocast("{device_type}", enabled=False)'
+        )
+    return op(x, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Of a batch and a single matrix in a batch of its own, which eager expands where it does not require grad."""
+    if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
+        single = a if a.shape[0] == 1 else b
+        if not (single.requires_grad or private.is_transformed(single)):
+            return aten.matmul.default(a.unsqueeze(0), b.unsqueeze(0)).squeeze(0)  # type: ignore[no-any-return]
+    return aten.matmul.default(a, b)  # type: ignore[no-any-return]
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    if bias is not None and bias.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UnsupportedModel(
+            f"a linear layer has a weight of {weight.dtype} and a bias of {bias.dtype}, at {caller_line()}: it gives "
+            "another dtype in a trace than in eager. Let both have the same"
+        )
+    return aten.linear.default(x, weight, bias)  # type: ignore[no-any-return]
+
+
+def _cross_entropy(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The mean of a smoothed loss with weights, which eager divides by the sum of the weights that it selects.
+
+    Weights that require grad are refused by what it runs, in eager too.
+    """
+    smoothed = label_smoothing > 0 and reduction == _MEAN and x.shape != target.shape
+    if weight is None or not smoothed or private.is_transformed(weight):
+        return aten.cross_entropy_loss.default(  # type: ignore[no-any-return]
+            x, target, weight, reduction, ignore_index, label_smoothing
+        )
+    x, weight = _in_the_dtype_of_autocast("cross_entropy_loss", x, weight)
+    with torch.autocast(x.device.type, enabled=False):
+        return _smoothed_mean(x, target, weight, ignore_index, label_smoothing)
+
+
+def _smoothed_mean(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, ignore_index: int, label_smoothing: float
+) -> torch.Tensor:
+    """Op by op what `cross_entropy_loss_label_smoothing` in LossNLL.cpp runs, on tensors of ordinary layouts."""
+    class_dim = 0 if x.dim() == 1 else 1
+    logs = aten.log_softmax.int(x, class_dim, x.dtype)
+    loss = aten.nll_loss_nd.default(logs, target, weight, _MEAN, ignore_index)
+    by_class = weight.view([-1 if i == class_dim else 1 for i in range(x.dim())])
+    smooth = -(logs * by_class).sum(class_dim)
+    smooth = smooth.masked_fill_(target == ignore_index, 0.0)
+    mean = smooth.sum() / private.sum_of_weights(weight, target, ignore_index)
+    result: torch.Tensor = (1 - label_smoothing) * loss + mean * (label_smoothing / x.shape[class_dim])
+    return result
+
+
+def _eigvals(a: torch.Tensor) -> torch.Tensor:
+    if _differentiable(a):
+        return aten.linalg_eigvals.default(a)  # type: ignore[no-any-return]
+    (a,) = _in_the_dtype_of_autocast("linalg_eigvals", a)
+    return aten._linalg_eigvals.default(a)  # type: ignore[no-any-return]
+
+
+def _eigvalsh(a: torch.Tensor, UPLO: str = "L") -> torch.Tensor:
+    if _differentiable(a):
+        return aten.linalg_eigvalsh.default(a, UPLO)  # type: ignore[no-any-return]
+    (a,) = _in_the_dtype_of_autocast("linalg_eigvalsh", a)
+    return aten._linalg_eigh.default(a, UPLO, False)[0]  # type: ignore[no-any-return]
+
+
+def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
+    if _differentiable(a):
+        return aten.linalg_svdvals.default(a, driver=driver)  # type: ignore[no-any-return]
+    (a,) = _in_the_dtype_of_autocast("linalg_svdvals", a)
+    return aten._linalg_svd.default(a, False, False, driver=driver)[1]  # type: ignore[no-any-return]
+
+
+def _differentiable(tensor: torch.Tensor) -> bool:
+    """Whether eager computes vectors beside the values, with another algorithm."""
+    return (torch.is_grad_enabled() and tensor.requires_grad) or private.is_transformed(tensor)
+
+
+def _in_the_dtype_of_autocast(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """An op's arguments as autocast hands them to it, where it knows it as one for float32."""
+    device_type = tensors[0].device.type
+    if not (torch.is_autocast_enabled(device_type) and private.autocast_knows(op, device_type)):
+        return tensors
+    return tuple(t.float() if t.dtype in (torch.bfloat16, torch.float16) else t for t in tensors)
+
+
+def _masked_fill(op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    if not (torch.is_grad_enabled() and value.requires_grad):
+        return op(x, mask, value)  # type: ignore[no-any-return]
+    return _Differentiated(op, "MaskedFill", (), _filled)(x, mask, value)
+
+
+# -- formulas of backward --------------------------------------------------------------------------------------------
+
+
+def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
+    """Of max, min and median of all elements: zeros, with the elements that are the result filled in.
+
+    A mask times the gradient has other signs of zero, and another layout. On CUDA that is eager's way too.
+    """
+    x, value = saved
+    (grad,) = given
+    if grad is None or results[0] is None or grad.device.type != "cpu":
+        return None
+    mask = (x == value).logical_or_(x.isnan().logical_and_(value.isnan()))
+    return (grad.new_zeros(x.shape, dtype=x.dtype).masked_fill_(mask, grad / mask.sum()),)
+
+
+def _laid_out(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors:
+    """Gradients of Householder products lie as the arguments do, and not one row after the other."""
+    found = [None if t is None else _in_the_layout_of(like, t) for like, t in zip(saved, results)]
+    return (*found, *results[len(saved) :])
+
+
+def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    made = torch.empty_like(like)
+    return tensor if made.stride() == tensor.stride() else made.copy_(tensor)
+
+
+def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
+    """In place, so that the dtype of the logits stays, whatever the targets' is."""
+    x, target, weight, pos_weight, reduction = saved
+    (grad,) = given
+    dtypes = {t.dtype for t in (x, target, weight, pos_weight, grad) if t is not None}
+    if grad is None or results[0] is None or len(dtypes) == 1:
+        return None
+    if results[1] is not None:
+        raise UnsupportedModel(
+            "binary_cross_entropy_with_logits of several dtypes with targets that require grad can't be planned: let "
+            "all its arguments have one dtype"
+        )
+    if pos_weight is None:
+        found = x.sigmoid().sub_(target)
+    else:
+        positive = pos_weight.mul(target)
+        found = positive.add(1).sub_(target).mul_(x.sigmoid()).sub_(positive)
+    found = found.mul_(grad)
+    if weight is not None:
+        found = found.mul_(weight)
+    if reduction == _MEAN:
+        found = found.div_(x.numel())
+    return (found.to(results[0].dtype), None)
+
+
+def _product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    (x,) = saved
+    if x.dim():
+        raise UnsupportedModel(_PRODUCT)
+
+
+def _cumulative_product(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    x, dim = saved
+    dim = dim if dim < x.dim() else dim - 2**64  # a negative one is shown as if it had no sign
+    if x.numel() > 1 and x.shape[dim] > 1:
+        raise UnsupportedModel(_PRODUCT)
+
+
+_PRODUCT = (
+    "the backward of prod and cumprod computes other things where an element is zero, which is for data to say. Put it "
+    "into a module of its own or outside of the model: what is around it can be planned"
+)
+
+
+def _filled(saved: Sequence[Any], results: Tensors, given: Tensors) -> None:
+    if results[1] is not None:
+        raise UnsupportedModel(
+            "the gradient of a value that masked_fill fills in is summed in an order that depends on the mask's data. "
+            "Use torch.where(mask, value, x)"
+        )

@@ -1,0 +1,271 @@
+"""Plain ops, written to a trace without asking PyTorch: views, and ops that ran before on tensors that looked the same.
+
+A model of many layers runs few distinct ops, 170 of the 2,100 in a GPT-2 of twelve, and PyTorch takes half a
+millisecond to trace a run of one: proxies, fake kernels, its own cache of what those give. What the first run gave, a
+node and tensors of certain layouts in new memory or in that of arguments, is given here again. Most of the distinct ops
+are views, which run on the meta device in microseconds. What is not that plain goes the long way each time: tensors
+whose data is known, results of unknown shape, views in place, ops that are taken apart on the way.
+
+PyTorch's cache is off meanwhile: it makes a trace of new shapes a sixth slower. The other way to views, the fake
+kernels written in Python, gives some dimensions of one element strides that real tensors do not have.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.layout import storage_key
+
+_SETTINGS = frozenset(
+    (int, float, complex, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+)
+_UNFIT_TAGS = (torch.Tag.inplace_view, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+
+
+class _Unfit(Exception):
+    """An op that is not plain enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How a tensor lies in its memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Layout:
+        return _Layout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+
+    def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """On the meta device."""
+        empty = torch.empty(0, dtype=self.dtype, device="meta")
+        return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.stride)
+
+    def in_memory_of_its_own(self) -> torch.Tensor:
+        """On the meta device."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One tensor that an op gives.
+
+    argument: which of the tensors that the op is given this one is (where `same`), or in whose memory it lies; None for
+    one that fills memory of its own.
+    """
+
+    argument: int | None
+    same: bool
+    layout: _Layout
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class _Results:
+    """What an op gives. kind: list or tuple where there may be several; None among them was not asked for."""
+
+    kind: type | None
+    results: tuple[_Result | None, ...]
+
+
+class _Call:
+    """An op's arguments: the tensors among them, what all look like, and how they are written to the trace."""
+
+    def __init__(self, recording: private.Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Raises _Unfit."""
+        self._recording = recording
+        self.tensors: list[torch.Tensor] = []
+        args_look, self.args = self._apart(args)
+        self.kwargs, looks = dict[str, Any](), [args_look]
+        for name, value in kwargs.items():
+            look, written = self._apart(value)
+            looks.append((name, look))
+            if written is not None:  # an undefined tensor, which is what the argument is by default
+                self.kwargs[name] = written
+        self.looks = tuple(looks)
+
+    def _apart(self, thing: Any) -> tuple[Any, Any]:
+        """(look, what is written) of one argument. 1, 1.0 and True are equal, and not the same to a kernel."""
+        kind = type(thing)
+        if kind is private.FakeTensor:
+            node = self._recording.node(thing)
+            if node is None:
+                raise _Unfit
+            self.tensors.append(thing)
+            return _look(thing), node
+        if kind is tuple or kind is list:
+            parts = [self._apart(part) for part in thing]
+            return (kind, *(look for look, _ in parts)), kind(written for _, written in parts)
+        if kind not in _SETTINGS:
+            raise _Unfit
+        return (kind, thing), thing
+
+
+def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """All that a fake kernel sees of a tensor."""
+    return (
+        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.dtype,
+        tensor.device, tensor.layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
+    )  # fmt: skip
+
+
+class Memo:
+    """What ops gave, by what they were called with. Good for as long as global switches stay as they are."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, _Results | None] = {}
+
+    def run(
+        self,
+        recording: private.Recording,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        trace: Callable[[], Any],
+    ) -> Any:
+        """What `trace()` gives, which runs the op and writes it to the trace, to the same effect."""
+        if torch.is_inference_mode_enabled():
+            return trace()
+        try:
+            call = _Call(recording, args, kwargs)
+            if func in op_facts.VIEWS and _is_plain(call.tensors, args[0]):
+                return _viewed(recording, func, args, call)
+            key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
+            met = key in self._known
+        except (_Unfit, TypeError):  # a size that depends on data can't be a key
+            return trace()
+        if met:
+            known = self._known[key]
+            return trace() if known is None else _repeated(recording, func, call, known)
+        before = recording.length
+        outputs = trace()
+        try:
+            if _Call(recording, args, kwargs).looks != call.looks:
+                raise _Unfit
+            self._known[key] = _results(recording, func, call, outputs, before)
+        except _Unfit:
+            self._known[key] = None
+        return outputs
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def _is_plain(given: Sequence[torch.Tensor], first: Any) -> bool:
+    """Whether the first argument is the only tensor, and its layout all that a view depends on."""
+    if len(given) != 1 or given[0] is not first or first.is_inference():
+        return False
+    return first.layout is torch.strided and not (first.is_complex() or first.is_neg())
+
+
+def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _Call) -> Any:
+    """The results of a view, and nodes for them in the trace."""
+    (tensor,) = call.tensors
+    with private.without_modes():
+        results = func(_Layout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
+    node = recording.write(func, call.args, call.kwargs)
+    if isinstance(results, torch.Tensor):
+        return _bound(recording, node, results, tensor.device)
+    outputs = [
+        _bound(recording, recording.write(operator.getitem, (node, index), {}), result, tensor.device)
+        for index, result in enumerate(results)
+    ]
+    node.meta["val"] = [n.meta["val"] for n in node.users]
+    return outputs
+
+
+def _bound(
+    recording: private.Recording,
+    node: fx.Node,
+    memory: torch.Tensor,
+    device: torch.device,
+    output: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A result for which `node` stands from now on: a new tensor, or `output`, which was there before."""
+    node.meta["val"] = recording.fake(memory, device)  # what becomes of the result is none of its concern
+    if output is None:
+        output = recording.fake(memory, device)
+    recording.bind(output, node)
+    return output
+
+
+def _repeated(recording: private.Recording, func: Any, call: _Call, known: _Results) -> Any:
+    """The results of an op once more, and nodes for them in the trace."""
+    node = recording.write(func, call.args, call.kwargs)
+    outputs, seen = list[Any](), list[Any]()
+    for index, result in enumerate(known.results):
+        place = node if known.kind is None else recording.write(operator.getitem, (node, index), {})
+        outputs.append(None if result is None else _output(recording, place, call.tensors, result))
+        seen.append(place.meta.get("val"))
+    if known.kind is None:
+        return outputs[0]
+    node.meta["val"] = known.kind(seen)
+    return known.kind(outputs)
+
+
+def _output(
+    recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
+) -> torch.Tensor:
+    """One of these results."""
+    with private.without_modes():
+        if result.argument is None:
+            memory = result.layout.in_memory_of_its_own()
+        else:
+            memory = result.layout.in_memory_of(given[result.argument])
+    same = given[result.argument] if result.argument is not None and result.same else None
+    return _bound(recording, node, memory, result.device, same)
+
+
+# -- reading ---------------------------------------------------------------------------------------------------------
+
+
+def _results(recording: private.Recording, func: Any, call: _Call, outputs: Any, before: int) -> _Results:
+    """What an op gave that was traced just now, where there were `before` nodes. Raises _Unfit."""
+    kind = type(outputs) if type(outputs) in (list, tuple) else None
+    several = list(outputs) if kind else [outputs]
+    results = tuple(None if output is None else _result(recording, output, call.tensors) for output in several)
+    made = [storage_key(t) for t, result in zip(several, results, strict=True) if result and result.argument is None]
+    nodes = [recording.node(output) for output in several if output is not None]
+    if not nodes or None in nodes or len(set(made)) < len(made) or any(tag in func.tags for tag in _UNFIT_TAGS):
+        raise _Unfit
+    node = nodes[0].args[0] if kind else nodes[0]  # type: ignore[union-attr]
+    if not isinstance(node, fx.Node) or (node.target, node.args, node.kwargs) != (func, call.args, call.kwargs):
+        raise _Unfit
+    if func.namespace != "aten":
+        raise _Unfit  # of a user's own op nobody knows what its results depend on
+    if recording.length - before != 1 + (len(several) if kind else 0) or (kind and type(node.meta["val"]) is not kind):
+        raise _Unfit
+    return _Results(kind, results)
+
+
+def _result(recording: private.Recording, output: Any, given: Sequence[torch.Tensor]) -> _Result:
+    """One result of an op in terms of the tensors that it was given. Raises _Unfit."""
+    if type(output) is not private.FakeTensor or output.layout is not torch.strided:
+        raise _Unfit
+    if output.is_conj() or output.is_neg() or output.is_inference():
+        raise _Unfit
+    layout, storage = _Layout.of(output), storage_key(output)
+    around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
+    if len(around) > 1:
+        raise _Unfit  # in whose memory it would lie were they not in one is not known
+    same = bool(around) and given[around[0]] is output
+    if output.requires_grad and not same:
+        raise _Unfit
+    if around:
+        return _Result(around[0], same, layout, output.device)
+    with private.without_modes():
+        own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
+    if layout.offset or own_bytes != output.untyped_storage().nbytes():
+        raise _Unfit
+    return _Result(None, False, layout, output.device)

@@ -1,0 +1,77 @@
+"""Where in the user's code something happened."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from memplan import errors
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0]
+
+
+_LIBRARIES = (
+    str(Path(torch.__file__).parent) + os.sep,
+    str(Path(errors.__file__).parent) + os.sep,
+    contextlib.__file__,
+)
+
+
+_ENGINE, _FUNCTIONS = torch.autograd.graph.__file__, torch.autograd.function.__file__
+
+
+def line_of(error: BaseException) -> str:
+    """The innermost line outside of torch and memplan that an error passed through."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_LIBRARIES)]
+    return _frame_name(frames[-1]) if frames else "source line unknown"
+
+
+def caller_line() -> str:
+    """The innermost line outside of torch and memplan that is being executed."""
+    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_LIBRARIES)]
+    return _frame_name(frames[-1]) if frames else "source line unknown"
+
+
+def stack_depth() -> int:
+    """How many calls are being executed in this thread around the one that asks: where a context is entered, those
+    around its body."""
+    return len(_frames()) - 1
+
+
+def lines_within(depth: int) -> tuple[tuple[str, int], ...]:
+    """(file, line) of each call outside of torch and memplan that is deeper than so many calls, the outermost first."""
+    within = reversed(_frames()[:-depth])
+    return tuple((name, line) for name, line in within if not name.startswith(_LIBRARIES))
+
+
+def in_python_backward() -> bool:
+    """Whether the backward of somebody's own autograd function is being executed."""
+    for name, _ in _frames():
+        if name == _FUNCTIONS:
+            return True
+        if name == _ENGINE:
+            break
+    return False
+
+
+def _frames() -> list[tuple[str, int]]:
+    """(file, line) of each call, the innermost first."""
+    found = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        found.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
+def _frame_name(frame: traceback.FrameSummary) -> str:
+    return f"{frame.filename}:{frame.lineno}: {(frame.line or '').strip()}"

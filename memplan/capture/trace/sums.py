@@ -1,0 +1,56 @@
+"""Sums of gradients that eager makes in place, and so in the strides of what came first.
+
+Autograd's engine adds a gradient to the first that came for the same tensor in that one's memory, where nothing else
+holds it; a dispatch mode, as a trace is, makes it add out of place. Where the strides come out otherwise then (those of
+dimensions of one element: kernels further on ask them whether channels come last), the step is traced again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import fx
+
+from memplan.capture.ops.layout import is_dense, storage_key
+from memplan.capture.trace.raw_trace import RawTrace
+
+
+def with_sums_in_place(raw: RawTrace, again: Callable[[frozenset[int]], RawTrace]) -> RawTrace:
+    """The trace, or that of `again`, which lets sums with these numbers have the strides of their first operands."""
+    known: frozenset[int] = frozenset()
+    while not (found := _in_place(raw)) <= known:
+        known |= found
+        raw = again(known)
+    return raw
+
+
+def is_odd(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> bool:
+    """Whether a sum would have other strides, were it made in place."""
+    return (
+        first.stride() != total.stride()
+        and first.shape == second.shape == total.shape
+        and first.dtype == second.dtype == total.dtype
+        and is_dense(first)
+    )
+
+
+def _in_place(raw: RawTrace) -> frozenset[int]:
+    """Numbers of the odd sums whose first operand nobody else holds."""
+    if not raw.odd_sums:
+        return frozenset()
+    nodes = list(raw.module.graph.nodes)
+    position = {node: index for index, node in enumerate(nodes)}
+    looks: dict[int, list[fx.Node]] = {}
+    for node in nodes:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            looks.setdefault(storage_key(node.meta["val"]), []).append(node)
+
+    def is_alone(total: fx.Node, first: fx.Node) -> bool:
+        seen_as = looks[storage_key(first.meta["val"])]
+        made_here = first.op == "call_function" and seen_as[0] is first
+        return made_here and all(
+            user is total or position[user] < position[total] for look in seen_as for user in look.users
+        )
+
+    return frozenset(number for number, total, first in raw.odd_sums if is_alone(total, first))

@@ -1,0 +1,481 @@
+"""Seconds and scratch bytes of every distinct op: measured on the model's device, or estimated by a roofline.
+
+Each distinct op (kind, shapes, strides, dtypes, settings) is run once with made-up data of the right layout:
+parameters, buffers and inputs are read where the op reads them, and never written; the generator is put back. Results
+are kept on disk by device, thread count and torch version. Real results are compared with the trace's, so a fake kernel
+that is wrong about a shape, a dtype or a size is found before anything is planned on it.
+
+Ops are timed with cold caches, for most of what an op of a step reads was made long before. With warm ones elementwise
+ops, which are what is recomputed first, came out a third too fast: for GPT-2 with 6 layers of 256 predicted overheads
+were 54, 16 and 3.4% where 64, 19 and 5.2% were measured; with cold ones they were 65, 20 and 5.5%. Not known here is
+what an op finds in caches because it was recomputed a moment ago. Where a whole step nearly fits in them (the same
+model, 480 MB of last-level cache) that makes steps with recomputation 2% faster than predicted.
+
+The fastest run counts. With the median an op came out ten times too slow now and then, on a machine that did nothing
+else: page faults and the time they take come in bursts. Predicted seconds of a step varied by 9%, now by 5%.
+
+Where other processes keep the machine busy even the fastest run may be slow. Where no second run comes near it, or the
+first step takes much less than predicted, the figure is doubted: the next process measures it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import sys
+import tempfile
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import flop_registry
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.ops.layout import storage_key, strides_that_matter
+from memplan.capture.ops.real_results import Facts, OtherResults, TensorFacts, call_of, can_be_noted, facts_of
+from memplan.errors import BudgetInfeasible, UnsupportedModel
+from memplan.problem.data import Costs, Roofline
+from memplan.units import format_bytes
+
+_ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
+_FEWEST_RUNS, _MOST_RUNS = 2, 5
+_LONG_S = 0.1  # the first run of an op that takes longer is one of two that it gets
+_SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
+_MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
+_SETTLED = -1
+_CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
+_MARK = "memplan op "
+_FORMAT = 4  # of the cache file
+
+# (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
+StateOf = Callable[[str, str, int], torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What runs of an op showed.
+
+    doubts: 0 where repeats agreed. More: the seconds may be those of a busy machine, and are measured again; so often
+    they were. `_SETTLED`: they have been measured again, and count. process: the one that measured what is doubted,
+    which goes on with it, so that its plans are alike.
+    """
+
+    time_s: float
+    scratch_bytes: int
+    doubts: int = 0
+    process: int = 0
+
+
+def measure(
+    traced: Traced,
+    resident: StateOf,
+    budget_bytes: int | None = None,
+    progress: bool = False,
+    use_cache: bool = True,
+    quick: bool = False,
+) -> Costs:
+    """Run each distinct op and time it. `resident` gives the real parameters, buffers and inputs.
+
+    quick: ops that are not in the cache run once, and are not entered: seconds are rough then, scratch is not.
+    budget_bytes: kept, as far as the largest op fits it with everything resident.
+
+    Raises BudgetInfeasible where the device has no room for that, OtherResults where real results differ from traced
+    ones, UnsupportedModel where they could not be traced.
+    """
+    cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
+    distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
+    missing = sorted(index for key, index in distinct.items() if cache.wants(key, quick))
+    if missing:
+        needed_bytes, index = max((traced.graph.op_bytes(i), i) for i in distinct.values())
+        largest, needed_bytes = traced.graph.ops[index], needed_bytes + traced.graph.resident_bytes
+        if budget_bytes is not None:
+            budget_bytes = max(budget_bytes, needed_bytes)
+        bench = _Bench(traced, resident, budget_bytes)
+        with _generator_and_grad_mode_kept(traced.device):
+            try:
+                scratch, first_s = bench.first_runs(missing, progress)
+            except RuntimeError as error:
+                if not private.is_out_of_memory(error):
+                    raise
+                raise BudgetInfeasible(
+                    f"{traced.device} has no room to time single ops: {largest.kind} in {largest.layer or 'the model'} "
+                    f"takes {format_bytes(needed_bytes)}. Use a smaller batch, or costs='estimate'",
+                    needed_bytes,
+                ) from error
+            of_all = zip(missing, first_s, scratch, strict=True)
+            times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
+        for index, times_s, scratch_bytes in zip(missing, times, scratch, strict=True):
+            cache.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
+        if not quick:
+            cache.save()
+    facts = [cache.facts[op.key] for op in traced.graph.ops]
+    return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), "measured")
+
+
+def _cache_bytes(traced: Traced) -> int:
+    """What has to be written so that caches hold nothing of an op's operands. A small step may fit in them whole."""
+    if traced.device.type == "cuda":
+        cache_bytes = int(torch.cuda.get_device_properties(traced.device).L2_cache_size)
+    else:
+        cache_bytes = _CPU_CACHE_BYTES
+    return min(cache_bytes, sum(v.size_bytes for v in traced.graph.values if v.reuses is None))
+
+
+class _Bench:
+    """Runs single ops of a trace on made-up data."""
+
+    def __init__(self, traced: Traced, resident: StateOf, budget_bytes: int | None = None) -> None:
+        self.traced, self.resident, self.budget_bytes = traced, resident, budget_bytes
+        self.cache_bytes = _cache_bytes(traced)
+        self._read = {v for op in traced.graph.ops for v in op.inputs}
+        self._pool: list[torch.Tensor] = []  # arguments of the latest op
+        self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
+        self._other: dict[str, Facts] = {}  # results that are not those of the trace
+        self._told = ""  # what is said of the first of them
+
+    def times_s(self, index: int, first_s: float, scratch_bytes: int) -> list[float]:
+        """Seconds of some runs with cold caches. first_s: of the first run, which counts for ops that take long."""
+        target = self.traced.kernels[index].target
+        args, kwargs = self._arguments(index)
+        something_else = torch.empty(
+            self._room_bytes(index, scratch_bytes), dtype=torch.uint8, device=self.traced.device
+        )
+        times = [first_s] if first_s > _LONG_S else []
+        while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _ENOUGH_S):
+            something_else.fill_(1)
+            times.append(_timed(target, args, kwargs, self.traced.device))
+        return times
+
+    def _room_bytes(self, index: int, scratch_bytes: int) -> int:
+        """What to write between runs of an op: what caches hold, as far as the budget has room; nothing where the op
+        itself goes through more."""
+        alone_bytes = self.traced.graph.op_bytes(index)
+        if alone_bytes > self.cache_bytes:
+            return 0
+        room_bytes = self.cache_bytes
+        if self.budget_bytes is not None:
+            room_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
+        return max(0, min(self.cache_bytes, room_bytes))
+
+    def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Run each op once: its result is compared with the trace's.
+
+        Gives what each kernel holds at its peak beyond its new outputs, and the seconds, which count for long ops.
+        """
+        run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
+        peaks, times = run(indices, progress)
+        if self._other:
+            raise OtherResults(self._told, self._other)
+        return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times
+
+    def _new_bytes(self, index: int) -> int:
+        values = self.traced.graph.values
+        return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
+
+    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
+        """The result of a run and its seconds, after a look at the result."""
+        target = self.traced.kernels[index].target
+        start = time.perf_counter()
+        try:
+            with torch.profiler.record_function(f"{_MARK}{index}"):
+                result = target(*args, **kwargs)
+        except Exception as error:
+            if self._other:  # then the arguments may be none that there ever are
+                raise OtherResults(self._told, self._other) from error
+            raise
+        time_s = time.perf_counter() - start
+        self._compare(index, result, (*args, *kwargs.values()))
+        return result, time_s
+
+    def _first_runs_cpu(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Peaks from the profiler's memory events, all ops in one session (starting the first one costs a second)."""
+        times, cpu = [], [torch.profiler.ProfilerActivity.CPU]
+        with (
+            private.quiet_profiler(),
+            torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler,
+        ):
+            for done, index in enumerate(indices):
+                times.append(self._first_run(index, *self._arguments(index))[1])
+                if progress:
+                    _show_progress(done + 1, len(indices))
+        events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+        memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
+        marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
+        starts = [at for at, _ in memory]
+        peaks = []
+        for index in indices:
+            begin, end = marks[f"{_MARK}{index}"]
+            changes = [size for _, size in memory[bisect_left(starts, begin) : bisect_right(starts, end)]]
+            peaks.append(max(accumulate(changes), default=0))
+        return peaks, times
+
+    def _first_runs_cuda(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+        """Peaks from the allocator. Each op has run once before: then libraries take workspaces, which they keep, and
+        look for the fastest algorithm."""
+        peaks, device = [], self.traced.device
+        for done, index in enumerate(indices):
+            args, kwargs = self._arguments(index)
+            self._first_run(index, args, kwargs)
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self._first_run(index, args, kwargs)
+            torch.cuda.synchronize(device)
+            peaks.append(torch.cuda.max_memory_allocated(device) - before)
+            if progress:
+                _show_progress(done + 1, len(indices))
+        return peaks, [0.0] * len(indices)  # launches return before kernels end
+
+    def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
+        written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
+        wanted = {_count_and_dtype(n.meta["val"]) for n in kernel.reads}
+        self._spare, self._pool = [t for t in self._pool if (t.numel(), t.dtype) in wanted], []
+        storages: dict[int, torch.Tensor] = {}
+        real = {node: self._tensor(node, value in written, storages) for node, value in kernel.reads.items()}
+        self._spare = []
+        return _substituted(kernel.args, real), dict(zip(kernel.kwargs, _substituted(kernel.kwargs.values(), real)))
+
+    def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        fake = node.meta["val"]
+        root = node
+        while root in self.traced.parents:
+            root = self.traced.parents[root]
+        source = self.traced.residents.get(root)
+        if source is not None and not is_written:
+            if source.kind == "constant":
+                real: torch.Tensor | None = self.traced.constants[source.name]
+            else:
+                real = self.resident(source.kind, source.name, source.position)
+            if real is not None and real.dtype == fake.dtype and real.device.type == fake.device.type:
+                return private.plain(real).as_strided(fake.shape, fake.stride(), fake.storage_offset())
+        return self._made_up(fake, storages)
+
+    def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+        """A tensor with the layout of `fake`; what shares a storage in the trace shares one here.
+
+        Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
+        """
+        key = storage_key(fake)
+        if key not in storages or storages[key].dtype != fake.dtype:
+            device = self.traced.device if fake.device.type == self.traced.device.type else fake.device
+            count, dtype = _count_and_dtype(fake)
+            fitting = [i for i, t in enumerate(self._spare) if (t.numel(), t.dtype, t.device) == (count, dtype, device)]
+            flat = self._spare.pop(fitting[0]) if fitting else torch.empty(count, dtype=dtype, device=device)
+            flat.fill_(0.5 if fake.dtype.is_floating_point else 0)  # indices of 0 are valid everywhere
+            storages[key] = flat
+            self._pool.append(flat)
+        return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
+
+    def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
+        """The real result against the traced one.
+
+        Where it is an argument, written in place, bytes are not compared. Where no op reads it, as with most gradients
+        of parameters, strides of dimensions of one element are not: nothing depends on them.
+        """
+        op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
+        own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
+        last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
+        real, traced = facts_of(result), facts_of(kernel.node.meta["val"])
+        results = result if isinstance(result, (list, tuple)) else [result]
+        in_place = [isinstance(t, torch.Tensor) and storage_key(t) in own for t in results]
+        if len(real) == len(traced) and all(
+            _alike(a, b, here, place in last)
+            for place, (a, b, here) in enumerate(zip(real, traced, in_place, strict=True))
+        ):
+            return
+        message = (
+            f"{op.kind} in {op.layer or 'the model'} gives {_shown(real)} (dtype, shape, strides, bytes), where the "
+            f"trace has {_shown(traced)}: PyTorch's fake kernel for it is wrong, and a plan would be too"
+        )
+        own_op = not isinstance(kernel.node.target, torch._ops.OpOverload) or kernel.target is not kernel.node.target
+        if own_op or any(in_place) or not can_be_noted(traced, real):
+            raise UnsupportedModel(message)
+        self._other[call_of(kernel.node)] = real
+        self._told = self._told or message
+
+
+def _alike(real: TensorFacts | None, traced: TensorFacts | None, in_place: bool, is_last: bool) -> bool:
+    """Whether a result is what it was traced to be, as far as anything depends on it."""
+    if real is None or traced is None:
+        return traced is None  # nobody reads it then
+    if traced.device_type == "meta":  # of an op of memplan's own
+        traced = traced._replace(device_type=real.device_type)
+    if in_place:
+        traced = traced._replace(size_bytes=real.size_bytes, storage=real.storage)
+    if is_last and strides_that_matter(real.shape, real.stride) == strides_that_matter(traced.shape, traced.stride):
+        traced = traced._replace(stride=real.stride)
+    return real == traced
+
+
+def _shown(facts: Facts) -> list[tuple[Any, ...]]:
+    return [tuple(t[:4]) for t in facts if t is not None]
+
+
+def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:
+    """Arguments of a kernel with real tensors in place of the trace's nodes."""
+    found: list[Any] = []
+    for thing in arguments:
+        if isinstance(thing, fx.Node):
+            found.append(real[thing])
+        elif isinstance(thing, MetaTensor):
+            found.append(thing.build())
+        elif isinstance(thing, (list, tuple)):
+            found.append(type(thing)(_substituted(thing, real)))
+        else:
+            found.append(thing)
+    return tuple(found)
+
+
+def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
+    """What it takes to make the storage behind a tensor."""
+    return fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype
+
+
+def _timed(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
+    if device.type == "cuda":
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+    start = time.perf_counter()
+    target(*args, **kwargs)
+    return time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
+    on_cuda = device.type == "cuda"
+    with (
+        torch.cuda.device(device) if on_cuda else contextlib.nullcontext(),  # events are those of the current device
+        torch.random.fork_rng(devices=[device] if on_cuda else []),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def _show_progress(done: int, total: int) -> None:
+    width = 30
+    filled = width * done // total
+    end = "\n" if done == total else ""
+    sys.stderr.write(f"\rmemplan: timing ops [{'#' * filled}{'.' * (width - filled)}] {done}/{total}{end}")
+    sys.stderr.flush()
+
+
+@dataclass(slots=True)
+class _Cache:
+    """Facts of ops on one device, thread count and torch version, in one JSON file."""
+
+    path: Path | None
+    facts: dict[str, OpFacts]
+
+    @staticmethod
+    def open(device: torch.device) -> _Cache:
+        path = cache_dir() / f"costs-{device_name(device)}.json"
+        try:
+            content = json.loads(path.read_text())
+            if content["format"] != _FORMAT:
+                return _Cache(path, {})
+            facts = {str(k): OpFacts(float(t), int(s), *map(int, d)) for k, (t, s, *d) in content["facts"].items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return _Cache(path, {})  # absent, or damaged: measure again
+        return _Cache(path, facts)
+
+    def wants(self, key: str, quick: bool) -> bool:
+        """Whether an op is to be measured: it is not known, or doubted and there is time."""
+        known = self.facts.get(key)
+        return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
+
+    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
+        """Seconds of all repeats: whatever else the machine does only adds to them, so the fewest count."""
+        before, (time_s, *others) = self.facts.get(key), sorted(times_s)
+        if not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s):
+            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
+            return
+        doubts = 1 if before is None else before.doubts + 1
+        time_s = time_s if before is None else min(time_s, before.time_s)
+        doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
+        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid())
+
+    def save(self) -> None:
+        if self.path is None:
+            return
+        facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process] for k, f in sorted(self.facts.items())}
+        content = {"format": _FORMAT, "facts": facts}
+        with contextlib.suppress(OSError):  # a read-only home is no reason to fail
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                json.dump(content, file)
+            os.replace(file.name, self.path)
+
+
+def doubt(traced: Traced) -> None:
+    """Have the ops of a step measured again for the next plan, once: it takes much less than their costs say."""
+    cache = _Cache.open(traced.device)
+    for key in {op.key for op in traced.graph.ops} & cache.facts.keys():
+        if not cache.facts[key].doubts:
+            cache.facts[key] = dataclasses.replace(cache.facts[key], doubts=1)
+    cache.save()
+
+
+def clear_costs() -> int:
+    """Forget all measured costs of this user, on any device. Gives the number of files that held them."""
+    files = list(cache_dir().glob("costs-*.json"))
+    for file in files:
+        file.unlink(missing_ok=True)
+    return len(files)
+
+
+def cache_dir() -> Path:
+    """`MEMPLAN_CACHE_DIR`, or memplan's folder in the user's cache."""
+    given = os.environ.get("MEMPLAN_CACHE_DIR")
+    if given:
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memplan"
+
+
+def device_name(device: torch.device) -> str:
+    """Names the hardware, the thread count and the torch version: what measured figures hold for."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
+    name = f"{device.type}-{hardware}-torch{torch.__version__}"
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
+
+
+# -- estimates --------------------------------------------------------------------------------------------------------
+
+
+def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
+    """The larger of arithmetic and traffic of each op. Nothing is run; scratch counts as 0."""
+    roofline = roofline or Roofline()
+    times = []
+    for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
+        values = [traced.graph.values[v] for v in (*op.inputs, *op.outputs)]
+        traffic = sum(v.size_bytes for v in values)
+        times.append(roofline.launch_s + max(_flops(kernel) / roofline.flops_per_s, traffic / roofline.bytes_per_s))
+    return Costs(tuple(times), (0,) * len(times), "estimated")
+
+
+def _flops(kernel: Kernel) -> float:
+    """Multiply-adds count twice. PyTorch's own table knows matrix products, convolutions and attention."""
+    count = flop_registry.get(getattr(kernel.target, "overloadpacket", None))
+    if count is None:
+        return 0.0
+    args, kwargs = fx.map_arg((kernel.args, kernel.kwargs), lambda n: n.meta["val"])
+    return float(count(*args, **kwargs, out_val=kernel.node.meta["val"]))

@@ -1,0 +1,266 @@
+"""What an optimizer holds and needs: its step is run on fake tensors, at no memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections import defaultdict
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.attributes.kept_memory import written_by
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.layout import allocated_bytes, storage_key
+from memplan.errors import UnsupportedModel
+from memplan.problem.data import Roofline
+
+_EXAMPLE = (2048, 2048)
+
+
+def optimizer_needs(
+    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
+) -> tuple[int, int]:
+    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), with parameters on `device`.
+
+    without: parameters that are left out, because they live elsewhere.
+
+    Raises UnsupportedModel for an optimizer whose step needs more than gradients (LBFGS).
+    """
+    with private.FakeTensorMode(allow_non_fake_inputs=True), private.stepped_as_real(_parameters(optimizer)):
+        memo = _fakes(optimizer, device)
+        twin = _twin(optimizer, memo)
+        elsewhere = {id(memo[id(p)]) for p in without if id(p) in memo}
+        for group in twin.param_groups:
+            here = [p for p in group["params"] if id(p) not in elsewhere]
+            if len(here) < len(group["params"]) and group.get("foreach", True) is None:
+                group["foreach"] = False  # parameters of several devices are stepped one by one
+            group["params"] = here
+        twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
+        peak_bytes = _step(twin, device).peak_bytes
+        state_bytes = _state_bytes(twin, device)
+        left_out = {id(p) for p in without}
+        grown = state_bytes - _state_bytes(optimizer, device, left_out)
+        return state_bytes, max(0, peak_bytes - grown)
+
+
+def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
+    """Bytes that updating each parameter by itself allocates beyond its state, with parameters on `device`.
+
+    Raises UnsupportedModel as `optimizer_needs` does.
+    """
+    found: dict[torch.Tensor, int] = {}
+    known: dict[Any, int] = {}
+    with private.FakeTensorMode(allow_non_fake_inputs=True), private.stepped_as_real(_parameters(optimizer)):
+        twin = _twin(optimizer, _fakes(optimizer, device))
+        for index, (group, fakes) in enumerate(zip(optimizer.param_groups, twin.param_groups, strict=True)):
+            for parameter, fake in zip(group["params"], fakes["params"], strict=True):
+                if not parameter.requires_grad:
+                    continue
+                key = (index, fake.shape, fake.stride(), fake.dtype, tuple(twin.state.get(fake, ())))
+                if key not in known:
+                    alone = _copied(twin)
+                    alone.param_groups = [{**fakes, "params": [fake]}]
+                    alone.state = defaultdict(dict, {fake: twin.state[fake]} if fake in twin.state else {})
+                    before_bytes = _state_bytes(alone, device)
+                    peak_bytes = _step(alone, device).peak_bytes
+                    known[key] = max(0, peak_bytes - (_state_bytes(alone, device) - before_bytes))
+                found[parameter] = known[key]
+    return found
+
+
+def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> float:
+    """Seconds that the CPU takes to update parameters, for each byte of their gradients.
+
+    measured: time an update by an optimizer of torch.optim, the best of three; else it is what its ops read and write,
+    at the speed of a laptop's memory. 0 where nothing is to be updated. Raises UnsupportedModel for an optimizer that
+    can't step parameters on the CPU.
+    """
+    example = _Example.of(optimizer)
+    if example is None:
+        return 0.0
+    if measured and _is_of_torch(optimizer):
+        return example.timed_s() / example.size_bytes
+    return example.traffic_bytes() / example.size_bytes / Roofline().bytes_per_s
+
+
+def fused_host_update_s_per_byte(optimizer: torch.optim.Optimizer) -> float | None:
+    """The same, timed, were the optimizer made with `fused=True`. None where it was, or can't be."""
+    example = _Example.of(optimizer)
+    if example is None or not _is_of_torch(optimizer) or example.group.get("fused", True):
+        return None
+    if example.group.get("differentiable") or not example.dtype.is_floating_point:
+        return None
+    fused = replace(example, group={**example.group, "fused": True, "foreach": False})
+    return fused.timed_s() / fused.size_bytes
+
+
+def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).step.__module__.startswith("torch.optim.")
+
+
+@dataclass(frozen=True)
+class _Example:
+    """An update of 4 million numbers, as that of an optimizer's largest parameter. group: its settings."""
+
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer) -> _Example | None:
+        found = [(group, p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if not found:
+            return None
+        group, largest = max(found, key=lambda pair: pair[1].numel())
+        return _Example(optimizer, group, largest.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        return _EXAMPLE[0] * _EXAMPLE[1] * self.dtype.itemsize
+
+    def timed_s(self) -> float:
+        """Seconds that it takes."""
+        twin, best_s = self._twin(), float("inf")
+        try:
+            for _ in range(4):  # the first makes the state
+                start_s = time.perf_counter()
+                type(twin).step(twin)
+                best_s = min(best_s, time.perf_counter() - start_s)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"{type(twin).__name__}.step() fails for parameters that live on the host ({error}). Change its "
+                "settings, or leave host_budget= out"
+            ) from error
+        return best_s
+
+    def traffic_bytes(self) -> int:
+        """Bytes that its ops read and write."""
+        cpu = torch.device("cpu")
+        with private.FakeTensorMode(allow_non_fake_inputs=True):
+            twin = self._twin()
+            _step(twin, cpu)  # makes the state
+            if self.group.get("fused"):  # one op, which by its schema writes to gradients too
+                return 3 * self.size_bytes + 2 * _state_bytes(twin, cpu)
+            return _step(twin, cpu).traffic_bytes
+
+    def _twin(self) -> torch.optim.Optimizer:
+        parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=self.dtype))
+        parameter.grad = torch.ones_like(parameter)
+        twin = _copied(self.optimizer)
+        twin.param_groups = [{**self.group, "params": [parameter]}]
+        twin.state = defaultdict(dict)
+        return twin
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, Any]:
+    """Fake tensors for parameters, with gradients, and for state, by the id of what they stand for."""
+    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+    # A learning rate may be a tensor.
+    states += [t for group in optimizer.param_groups for t in group.values() if isinstance(t, torch.Tensor)]
+    # A count of steps on the CPU is read as a number. A fake tensor has one only where it is made from one.
+    counts = [t for t in states if not t.dim() and t.device.type == "cpu"]
+    memo: dict[int, Any] = {}
+    for t in counts:
+        with private.outside_of_tracing():
+            number = t.item()
+        memo[id(t)] = torch.tensor(number, dtype=t.dtype)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            here = private.part_here(parameter)
+            there = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
+            fake = torch.nn.Parameter(there, parameter.requires_grad)
+            fake.grad = torch.empty_like(fake) if parameter.requires_grad else None
+            memo[id(parameter)] = fake
+    for t in states:
+        if id(t) not in memo:  # it will be where its parameter is
+            here = private.part_here(t)
+            memo[id(t)] = torch.empty_strided(here.shape, here.stride(), dtype=here.dtype, device=device)
+    return memo
+
+
+def _step(twin: torch.optim.Optimizer, device: torch.device) -> _AllocationMeter:
+    """Step a twin. Gives what it allocated."""
+    meter = _AllocationMeter(device)
+    try:
+        with meter, torch.no_grad():
+            type(twin).step(twin)  # not twin.step: schedulers replace that on the instance
+    except Exception as error:
+        raise UnsupportedModel(
+            f"the memory of {type(twin).__name__}.step() can't be foreseen ({error}). Leave optimizer= out, "
+            "and allow for its state in the budget"
+        ) from error
+    return meter
+
+
+def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim.Optimizer:
+    """An optimizer over fake parameters with the same settings and state."""
+    twin = _copied(optimizer)
+    twin.param_groups = copy.deepcopy(optimizer.param_groups, memo)
+    twin.state = copy.deepcopy(optimizer.state, memo)
+    return twin
+
+
+def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """A copy with all attributes; what optimizers copy of themselves leaves out whether they have warned of things."""
+    twin = copy.copy(optimizer)
+    vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in vars(twin)})
+    return twin
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> int:
+    states = [s for p, s in optimizer.state.items() if id(p) not in left_out]
+    tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
+    storages = {storage_key(t): t for t in tensors if t.device.type == device.type}
+    return sum(allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values())
+
+
+class _AllocationMeter(private.TorchDispatchMode):
+    """Bytes of new storages that are alive, and the most there were. traffic_bytes: that ops read and write."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._device = device
+        self._known: dict[int, int] = {}
+        self._live_bytes = self.peak_bytes = self.traffic_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = _tensors((args, kwargs))
+        given = {storage_key(t) for t in inputs}
+        try:
+            result = func(*args, **(kwargs or {}))
+        except private.DATA_DEPENDENT_ERRORS:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            return 1  # a number such as a norm (Adafactor) says by how much to update, not what that takes
+        if not op_facts.is_view(func):
+            made = [t for t in _tensors(result) if storage_key(t) not in given]
+            self.traffic_bytes += sum(t.nbytes for t in (*inputs, *made, *written_by(func, args, kwargs or {})))
+        for tensor in _tensors(result):
+            if tensor.device.type == self._device.type:
+                if storage_key(tensor) not in given and storage_key(tensor) not in self._known:
+                    self._add(tensor)
+        return result
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        key, storage = storage_key(tensor), tensor.untyped_storage()
+        size = allocated_bytes(storage.nbytes(), self._device)
+        self._known[key] = size
+        self._live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self._live_bytes -= self._known.pop(key, 0)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

@@ -1,0 +1,99 @@
+"""From the fronts of a step to its plan: what is taken within the limits, or what is said where nothing fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from memplan.errors import BudgetInfeasible
+from memplan.planning.residency import Residency
+from memplan.plans.plan import Plan
+from memplan.problem.data import Problem
+from memplan.problem.simulate import simulate
+from memplan.solvers import Candidate, Front
+from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
+from memplan.units import format_bytes
+
+
+def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:
+    """A plan without copies. chosen: one of the front's schedules, within the budget."""
+    problem = dataclasses.replace(problem, budget_bytes=budget_bytes)
+    timeline = simulate(problem, chosen.schedule)
+    assert timeline.peak_bytes <= budget_bytes
+    bound_s = min(front.bound.time_s(budget_bytes), timeline.time_s)
+    floor = front.floor
+    return Plan(
+        problem, chosen.schedule, timeline, chosen.solver, bound_s, floor.peak_bytes, floor.time_s, front.truncated
+    )
+
+
+def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
+    """A plan that may offload. fronts: what it was made from. least_bytes: the smallest peak that copies reach."""
+    found = chosen.found
+    bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
+    return Plan(
+        dataclasses.replace(chosen.problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
+        found.solver, bound_s, min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s,
+        any(front.truncated for front in fronts),
+    )  # fmt: skip
+
+
+def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_bytes: int) -> Plan:
+    """A plan that gathers sharded parameters. front: of the step without what is gathered."""
+    problem, found = chosen.problem, chosen.found
+    bound_s = max(front.bound.time_s(budget_bytes) if problem.link is None else 0.0, gather_bound_s(problem))
+    if problem.link is not None:
+        bound_s = max(bound_s, offload_bound_s(problem, budget_bytes))
+    return Plan(
+        dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
+        f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),
+        min(least_bytes, found.timeline.peak_bytes), found.timeline.time_s, front.truncated,
+    )  # fmt: skip
+
+
+def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
+    """floor: the schedule with the smallest peak that was found."""
+    overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
+    return BudgetInfeasible(
+        f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
+        f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
+        f"{format_bytes(problem.resident_bytes)} are resident{_too_large(problem, limit)}. Raise the budget, or use a "
+        f"smaller batch{_fewer_outputs(problem)}",
+        floor.peak_bytes,
+        overhead,
+    )
+
+
+def _too_large(problem: Problem, limit: int) -> str:
+    """That one op does not fit, in words."""
+    graph = problem.graph
+    needed_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
+    needed_bytes, op = needed_bytes + problem.resident_bytes, graph.ops[index]
+    if needed_bytes <= limit:
+        return ""
+    where = op.layer or "the model"
+    return f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and all that, even alone"
+
+
+def _fewer_outputs(problem: Problem) -> str:
+    """That a plan for one loss may take less, where there is none in the step."""
+    count = len(problem.graph.tangents)
+    if count < 2:
+        return ""
+    return f". This is for gradients of {count} outputs; with loss_fn= the plan is for those that the loss uses alone"
+
+
+def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
+    """The same where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
+    if host_limit is None:
+        return BudgetInfeasible(
+            f"no schedule fits {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} bytes) is the least. "
+            f"Raise the budget, or use a smaller batch{_fewer_outputs(problem)}",
+            floor_bytes,
+        )
+    return BudgetInfeasible(
+        f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
+        f"enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the device is the least. Raise one "
+        f"of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
+        floor_bytes,
+    )

@@ -1,0 +1,113 @@
+"""Where parameters live between steps, written into a captured step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops.layout import allocated_bytes
+from memplan.capture.shards import Shard
+from memplan.errors import UnsupportedModel
+from memplan.problem.data import Value
+
+
+@dataclass(frozen=True, slots=True)
+class Movable:
+    """A parameter that may live on the host. value, gradient: in the graph; it need not have the latter.
+
+    names: by which the model knows it (the first is the one that the step looks it up by). used: by the step.
+    """
+
+    value: int
+    names: tuple[str, ...]
+    gradient: int | None
+    size_bytes: int
+    used: bool = True
+
+
+def movables(traced: Traced) -> tuple[Movable, ...]:
+    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use;
+    then those that it does not use.
+
+    Only those with memory of their own: parameters that share it, or are parts of something larger, stay together.
+    """
+    graph = traced.graph
+    taken = {v.reuses for v in graph.values if v.reuses is not None}
+    outputs = {o.value for o in traced.outputs}
+    gradient_of: dict[str, int] = {}
+    shared: set[int] = set()
+    for gradient in traced.gradients:
+        for name, _ in gradient.nodes:
+            kind, _, leaf = name.partition(" ")
+            if kind == "parameter":
+                gradient_of[leaf] = gradient.value
+        if len(gradient.nodes) != 1 or not gradient.nodes[0][0].startswith("parameter "):
+            shared.add(gradient.value)
+    found = []
+    in_order = _in_order_of_use(traced)
+    used = set(in_order)
+    for v in (*in_order, *(v for v in range(len(graph.values)) if v not in used)):
+        value = graph.values[v]
+        names = tuple(r.name for n in traced.roots.get(v, ()) if (r := traced.residents.get(n)) is not None)
+        gradients = {gradient_of[n] for n in names if n in gradient_of}
+        if value.role != "parameter" or not names or v in taken | outputs or value.reuses is not None:
+            continue
+        if len(names) > 1 or not _is_all_of_its_memory(traced, v) or gradients & (shared | outputs):
+            continue
+        found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes, v in used))
+    return tuple(found)
+
+
+def _is_all_of_its_memory(traced: Traced, value: int) -> bool:
+    tensors = [node.meta["val"] for node in traced.roots[value] if node in traced.residents]
+    return all(t.storage_offset() == 0 and t.untyped_storage().nbytes() == t.nbytes for t in tensors)
+
+
+def _in_order_of_use(traced: Traced) -> list[int]:
+    return list(dict.fromkeys(v for op in traced.graph.ops for v in op.inputs))
+
+
+def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] = ()) -> Traced:
+    """The same step where the movable parameters of these names, and their gradients, live on the host.
+
+    lasting: names of parameters to which nothing writes between steps.
+    """
+    values: list[Value] = list(traced.graph.values)
+    for movable in movables(traced):
+        if not any(name in host for name in movable.names):
+            continue
+        lasts = movable.gradient is None and all(name in lasting for name in movable.names)
+        values[movable.value] = dataclasses.replace(values[movable.value], home="host", lasting=lasts)
+        if movable.gradient is not None:
+            gradient = values[movable.gradient]
+            values[movable.gradient] = dataclasses.replace(gradient, home="host", held=False, update_bytes=0)
+    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))
+
+
+def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
+    """The same step where parameters of these names are gathered, and their gradients are sharded.
+
+    Raises UnsupportedModel where such a parameter is written to or returned, which would outlive what was gathered.
+    """
+    values: list[Value] = list(traced.graph.values)
+    taken = {v.reuses for v in values if v.reuses is not None}
+    outputs = {output.value for output in traced.outputs}
+    for node, resident in traced.residents.items():
+        shard = sharded.get(resident.name) if resident.kind == "parameter" else None
+        if shard is None or shard.stays:
+            continue
+        value = next(v for v, roots in traced.roots.items() if node in roots and values[v].reuses is None)
+        if value in taken | outputs:
+            raise UnsupportedModel(
+                f"forward writes to parameter {resident.name}, or returns it, and it is sharded: what was gathered is "
+                "freed. Return a copy, and write to buffers only"
+            )
+        size_bytes = allocated_bytes(shard.gathered_bytes, traced.device)
+        values[value] = dataclasses.replace(values[value], home="sharded", size_bytes=size_bytes)
+    for gradient in traced.gradients:
+        kinds = [name.partition(" ") for name, _ in gradient.nodes]
+        if all(kind == "parameter" and leaf in sharded for kind, _, leaf in kinds):
+            values[gradient.value] = dataclasses.replace(values[gradient.value], home="sharded")
+    return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

@@ -1,0 +1,81 @@
+"""A plan of parts: what it will hold and cost, and that as a page of text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memplan.units import format_bytes, format_seconds
+
+_MOST_REASONS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRow:
+    """What one call of a unit does.
+
+    kind: "captured", "opaque" or "block" (units and what is between them). way: "keep" (it runs as it is), "recompute"
+    (all of it runs again in backward) or "planned". saved_bytes: held for its backward, beyond what it saves at the
+    least memory. recompute_s: seconds more than kept. reason: why what is around it (of an opaque unit or a block: it
+    itself) can't be captured.
+    """
+
+    name: str
+    kind: str
+    way: str
+    saved_bytes: int
+    recompute_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPlan:
+    """What a step of a model that is planned in parts will hold and cost.
+
+    peak_bytes: the larger of what was worked out and what a run on the sample held. baseline_peak_bytes: worked out
+    for the unplanned step. floor_bytes: the smallest budget that could have been met. time_s: measured on the sample.
+    """
+
+    peak_bytes: int
+    baseline_peak_bytes: int
+    budget_bytes: int
+    resident_bytes: int
+    floor_bytes: int
+    time_s: float
+    baseline_time_s: float
+    units: tuple[UnitRow, ...]
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """`peak_bytes` less parameters, buffers and inputs."""
+        return self.peak_bytes - self.resident_bytes
+
+    @property
+    def overhead(self) -> float:
+        """Extra time over the unplanned step: 0.1 is 10% more."""
+        return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
+
+    def report(self) -> str:
+        """The plan as a page of text."""
+        return _report_text(self)
+
+
+def _report_text(plan: PartialPlan) -> str:
+    """Budget, peaks, overhead; how each part runs; why the model could not be planned whole."""
+    lines = [
+        f"budget            {format_bytes(plan.budget_bytes)}",
+        f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
+        f"  resident        {format_bytes(plan.resident_bytes)}  parameters, buffers, inputs",
+        f"  activations     {format_bytes(plan.activation_peak_bytes)}  with gradients",
+        f"time a step       {format_seconds(plan.time_s)}  ({plan.overhead:+.1%} over unplanned)",
+        f"smallest budget   {format_bytes(plan.floor_bytes)}",
+        "",
+        f"planned in {len(plan.units)} parts; what is between them runs as it is:",
+        f"  {'part':40s} {'how':24s} {'saves':>10s} {'recomputes':>10s}",
+    ]
+    for unit in plan.units:
+        how = f"{unit.way} ({unit.kind})"
+        saved, again = format_bytes(unit.saved_bytes), format_seconds(unit.recompute_s)
+        lines.append(f"  {unit.name:40s} {how:24s} {saved:>10s} {again:>10s}")
+    reasons = dict.fromkeys(unit.reason.splitlines()[0] for unit in plan.units if unit.reason)
+    lines += ["", "why not as a whole:", *(f"  {reason}" for reason in list(reasons)[:_MOST_REASONS])]
+    return "\n".join(lines) + "\n"

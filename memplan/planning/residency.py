@@ -1,0 +1,158 @@
+"""Which parameters live on the host, and a plan for a step that may offload.
+
+Every parameter that lives there has to be fetched for the forward and for the backward pass, and its gradient sent
+back; what that frees on the device (the parameter, its gradient, its optimizer state) is free all the time. So a few
+shares are tried, from none to all of them, each with orders of one front of recomputations, then shares around the
+best, and the fastest is taken. A share is spread evenly over the step, so that copies of what lives on the host have
+computing to hide behind.
+
+The best schedule without any copies is the one to beat, so a host budget never makes a step slower. Where copies of
+frozen parameters may stay on the device between steps, the best without that is the one to beat next.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from memplan.planning.homes import Movable
+from memplan.problem.addresses import host_bytes_beside
+from memplan.problem.data import Problem
+from memplan.solvers import Front
+from memplan.solvers.bounds.offload_bound import residency_bound_s
+from memplan.solvers.offload.fit_copies import Offloaded, least_bytes, solve_offload
+
+_UNUSED = 1e-9  # a share that has none of the parameters which the step uses
+_SHARES = (0.0, _UNUSED, 0.125, 0.25, 0.5, 0.75, 1.0)
+_ROUNDS = 5  # of shares halfway to the next ones, around the best
+_ORDERS = 24
+_WORTH = 1e-3  # of a step: for less, no further parameters move to the host
+
+ProblemOf = Callable[[frozenset[str]], Problem]  # the step's problem where these parameters live on the host
+
+
+@dataclass(frozen=True, slots=True)
+class Residency:
+    """host: names of the parameters that live there. problem: the step with those homes."""
+
+    host: frozenset[str]
+    problem: Problem
+    found: Offloaded
+
+
+def all_names(movables: Sequence[Movable]) -> frozenset[str]:
+    """Every name of every parameter that can live on the host."""
+    return frozenset(name for movable in movables for name in movable.names)
+
+
+def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
+    """Names of about this share of the bytes, spread evenly over the order of first use, once all are there that the
+    step does not use: those cost it nothing."""
+    chosen = [name for movable in movables if share and not movable.used for name in movable.names]
+    owed_bytes = 0.0
+    for movable in movables:
+        if not movable.used:
+            continue
+        owed_bytes += share * movable.size_bytes
+        if owed_bytes >= movable.size_bytes * (1 - 1e-9):
+            owed_bytes -= movable.size_bytes
+            chosen += movable.names
+    return frozenset(chosen)
+
+
+def choose(
+    movables: Sequence[Movable],
+    front: Front,
+    alone: Front | None,
+    problem_of: ProblemOf,
+    host_budget_bytes: int,
+    fixed: frozenset[str] | None,
+    budget_bytes: int,
+    *,
+    stays: bool = False,
+) -> Residency | None:
+    """The fastest step that keeps both budgets; None where there is none.
+
+    front: of the step without its movable parameters. alone: of the step with all of them on the device, as it would be
+    planned without a host budget; None where that is known to be too large. fixed: parameters that live on the host
+    because of another call; more go there only where nothing fits without. stays: copies of lasting parameters may stay
+    on the device between steps.
+    """
+    best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
+    search = _Search(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
+    if fixed is not None:
+        for host in (fixed, *(fixed | spread_share(movables, share) for share in _SHARES)):
+            if search.best is not None and host != fixed:
+                break
+            search.tries(host)
+        return search.best
+    chosen = 0.0
+    for share in _SHARES:
+        chosen = share if search.tries(spread_share(movables, share)) else chosen
+    known = set(_SHARES)
+    for _ in range(_ROUNDS if chosen else 0):  # what lives there is slow to update, so a little less may be best
+        below, above = max(s for s in known if s < chosen), min((s for s in known if s > chosen), default=chosen)
+        for share in sorted({(below + chosen) / 2, (chosen + above) / 2} - known):
+            known.add(share)
+            chosen = share if search.tries(spread_share(movables, share)) else chosen
+    return search.best
+
+
+class _Search:
+    """The best residency so far."""
+
+    def __init__(
+        self,
+        front: Front,
+        alone: Front | None,
+        problem_of: ProblemOf,
+        host_budget_bytes: int,
+        budget_bytes: int,
+        best: Residency | None,
+        stays: bool,
+    ) -> None:
+        self.front, self.alone, self.problem_of = front, alone, problem_of
+        self.host_budget_bytes, self.budget_bytes, self.best = host_budget_bytes, budget_bytes, best
+        self.stays = stays
+        self.seen: set[frozenset[str]] = set()
+
+    def tries(self, host: frozenset[str]) -> bool:
+        """Whether the step is the fastest so far with these parameters on the host."""
+        best = self.best
+        if host in self.seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
+            return False  # nothing can be faster
+        self.seen.add(host)
+        problem = dataclasses.replace(self.problem_of(host), budget_bytes=self.budget_bytes)
+        room_bytes = self.host_budget_bytes - host_bytes_beside(problem)
+        under_s = float("inf") if best is None else best.found.timeline.time_s * (1 - _WORTH)
+        if room_bytes < 0 or residency_bound_s(problem) >= under_s:
+            return False
+        other = self.alone if not host and self.alone is not self.front else None
+        for front in (self.front,) if other is None else (other, self.front):
+            found = solve_offload(problem, front.points, self.budget_bytes, room_bytes, under_s, self.stays)
+            if found is not None:
+                self.best = Residency(host, problem, found)
+                under_s = found.timeline.time_s * (1 - _WORTH)
+        return self.best is not best
+
+
+def _without_copies(alone: Front, problem_of: ProblemOf, budget_bytes: int) -> Residency | None:
+    """The fastest step that only recomputes."""
+    best = alone.best(budget_bytes)
+    if best is None:
+        return None
+    problem = dataclasses.replace(problem_of(frozenset()), budget_bytes=budget_bytes)
+    return Residency(frozenset(), problem, Offloaded(best.solver, best.schedule, best.timeline))
+
+
+def least_resident_bytes(problem: Problem) -> int:
+    """No schedule without copies holds less at its end: what is resident, and every gradient."""
+    values = problem.graph.values
+    held = sum(v.size_bytes for v in values if v.role == "gradient" and v.held and v.reuses is None)
+    return problem.resident_bytes + (0 if problem.frees_gradients else held)
+
+
+def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
+    """The smallest budget on the device that copies can reach from these orders, with these parameters on the host."""
+    return least_bytes(problem_of(host), *(c.order for c in front.spread(_ORDERS)))

@@ -1,0 +1,119 @@
+"""What a plan promises: a problem, the schedule chosen for it, and what the accountant says of both."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from memplan.problem.addresses import host_bytes_beside, place_host_copies
+from memplan.problem.data import Problem
+from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
+from memplan.problem.simulate import unplanned
+
+
+@dataclass(frozen=True)
+class PlanFigures:
+    """What one training step will do, hold and cost.
+
+    problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
+    timeline: what `simulate` says of `schedule`. solver: where the schedule came from.
+    lower_bound_s: no schedule within the budget takes less that runs backward ops in the traced order. floor_bytes: the
+    smallest budget that could have been met.
+    floor_time_s: the seconds of a step there. truncated: the search for the schedule was stopped before it was done.
+    """
+
+    problem: Problem
+    schedule: Schedule
+    timeline: Timeline
+    solver: str
+    lower_bound_s: float
+    floor_bytes: int
+    floor_time_s: float
+    truncated: bool = False
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes held at any moment of the step: everything that the budget counts, kernel scratch included."""
+        return self.timeline.peak_bytes
+
+    @property
+    def live_peak_bytes(self) -> int:
+        """`peak_bytes` without kernel scratch and saved generator states."""
+        return self.timeline.live_peak_bytes
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """`peak_bytes` less parameters, buffers, inputs and declared optimizer state."""
+        return self.peak_bytes - self.problem.resident_bytes
+
+    @cached_property
+    def _baseline(self) -> Timeline:
+        return unplanned(self.problem)
+
+    @property
+    def baseline_peak_bytes(self) -> int:
+        """Peak of the unplanned step."""
+        return self._baseline.peak_bytes
+
+    @property
+    def waiting_bytes(self) -> int:
+        """What each forward that waits for its backward holds on the device: saved values, inputs and outputs."""
+        return self.timeline.waiting_bytes
+
+    @property
+    def time_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.timeline.time_s
+
+    @property
+    def baseline_time_s(self) -> float:
+        """Predicted seconds of the unplanned step."""
+        return self.problem.baseline_time_s
+
+    @property
+    def overhead(self) -> float:
+        """Predicted extra time over a step that recomputes and moves nothing: 0.1 is 10% more."""
+        return self.time_s / self.baseline_time_s - 1 if self.baseline_time_s else 0.0
+
+    @property
+    def gap(self) -> float:
+        """How far the plan may be from the fastest schedule in the budget: time / lower bound - 1."""
+        return self.time_s / self.lower_bound_s - 1 if self.lower_bound_s else 0.0
+
+    @property
+    def overhead_gap(self) -> float | None:
+        """`gap` of the extra time alone: extra time / least extra time - 1, which is (time - lower bound) / (lower
+        bound - baseline time). None where the lower bound knows of no extra time."""
+        least_s = self.lower_bound_s - self.baseline_time_s
+        return (self.time_s - self.lower_bound_s) / least_s if least_s > 0 else None
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Bytes that the step copies to host memory, gradients of parameters that live there included."""
+        values = self.problem.graph.values
+        return sum(values[step.value].size_bytes for step in self.schedule if isinstance(step, Offload))
+
+    @property
+    def staying_bytes(self) -> int:
+        """Bytes of copies of frozen parameters that stay on the device from one step to the next."""
+        values = self.problem.graph.values
+        return sum(values[step.value].size_bytes for step in self.schedule if isinstance(step, Stay))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that the step needs: the slab for offloaded values, and parameters that live there with their
+        gradients and the declared optimizer's state. Pinned blocks count as the powers of two that they take."""
+        slab = place_host_copies(self.problem.graph, self.schedule)
+        return slab.pinned_bytes * self.problem.in_flight + host_bytes_beside(self.problem)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Ops that run more than once, each as often as it runs again."""
+        seen: set[int] = set()
+        again = []
+        for step in self.schedule:
+            if isinstance(step, Compute):
+                if step.op in seen:
+                    again.append(step.op)
+                seen.add(step.op)
+        return tuple(again)

@@ -1,0 +1,153 @@
+"""A plan and its doors: a page of text, a networkx graph, and JSON in and out, never pickle."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+
+from memplan.errors import IllegalSchedule, InvalidPlanFile
+from memplan.plans.figures import PlanFigures
+from memplan.plans.plan_graph import step_graph
+from memplan.plans.plan_text import report_text
+from memplan.problem.data import Graph
+from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
+from memplan.problem.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Stay,
+    Step,
+    SurfaceGrads,
+    Wait,
+)
+from memplan.problem.simulate import simulate
+
+_FORMAT = "memplan.plan"
+_VERSION = 4
+_STEP_NAMES: dict[str, type[Any]] = {
+    "compute": Compute,
+    "drop": Drop,
+    "save_rng": SaveRng,
+    "drop_rng": DropRng,
+    "boundary": Boundary,
+    "surface": SurfaceGrads,
+    "stay": Stay,
+    "offload": Offload,
+    "prefetch": Prefetch,
+    "wait": Wait,
+    "drop_host": DropHost,
+}
+_NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Plan(PlanFigures):
+    """What one training step will do, hold and cost: `PlanFigures` with what can be done with them."""
+
+    def report(self) -> str:
+        """A page of text: budget, peaks, overhead, bound, what is recomputed and what the peak consists of."""
+        return report_text(self)
+
+    def graph(self) -> nx.DiGraph:
+        """The step as a networkx graph with bytes, seconds and decisions on it, for looking at it.
+
+            kept = [v for v, facts in plan.graph().nodes(data=True) if facts.get("decision") == "keep"]
+
+        Nodes are ("op", i) and ("value", i). An op has name, kind, phase, layer, random, time_s, scratch_bytes and runs
+        (how often a step runs it); a value has name, size_bytes, role, held, and the decision "keep", "recompute" or
+        "offload" where it is there for backward, else None. Edges run from a value to the ops that read it and from an
+        op to the values that it writes; one with reuses=True runs from a value to that which takes over its memory.
+        """
+        return step_graph(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON, gzipped where it is large."""
+        Path(path).write_bytes(plan_to_bytes(self))
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan, check every index in it, and simulate it again.
+
+        Raises InvalidPlanFile for anything but a sound plan, OSError where the file can't be read.
+        """
+        return plan_from_bytes(Path(path).read_bytes())
+
+
+def plan_to_bytes(plan: Plan) -> bytes:
+    """The contents of a plan file."""
+    return pack(_to_json(plan))
+
+
+def plan_from_bytes(data: bytes) -> Plan:
+    """A plan from the contents of a plan file. Raises InvalidPlanFile."""
+    with unsound("plan"):
+        try:
+            return _from_json(unpack(data))
+        except IllegalSchedule as error:
+            raise InvalidPlanFile(f"the plan file's schedule is not legal: {error}") from error
+
+
+def _to_json(plan: Plan) -> dict[str, Any]:
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "solver": plan.solver,
+        "lower_bound_s": plan.lower_bound_s,
+        "floor_bytes": plan.floor_bytes,
+        "floor_time_s": plan.floor_time_s,
+        "truncated": plan.truncated,
+        "schedule": [_step_to_json(s) for s in plan.schedule],
+    } | problem_to_json(plan.problem)
+
+
+def _step_to_json(step: Step) -> list[Any]:
+    return [_NAMES_OF_STEPS[type(step)], *asdict(step).values()]
+
+
+def _from_json(content: Any) -> Plan:
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise InvalidPlanFile("this is not a memplan plan file")
+    if content.get("version") != _VERSION:
+        raise InvalidPlanFile(f"plan file version {content.get('version')!r}; this memplan reads version {_VERSION}")
+    problem = problem_from_json(content)
+    schedule = tuple(_read_step(s, problem.graph) for s in Reader.typed(content, "schedule", list))
+    timeline = simulate(problem, schedule)
+    if problem.budget_bytes is not None and timeline.peak_bytes > problem.budget_bytes:
+        raise InvalidPlanFile(
+            f"the plan peaks at {timeline.peak_bytes} bytes, over its budget of {problem.budget_bytes}"
+        )
+    plan = Plan(
+        problem,
+        schedule,
+        timeline,
+        Reader.typed(content, "solver", str),
+        Reader.typed(content, "lower_bound_s", float),
+        Reader.typed(content, "floor_bytes", int),
+        Reader.typed(content, "floor_time_s", float),
+        Reader.typed(content, "truncated", bool),
+    )
+    if plan.lower_bound_s > plan.time_s or plan.floor_bytes > plan.peak_bytes:
+        raise InvalidPlanFile("the plan beats its own lower bound or floor")
+    _ = plan.baseline_peak_bytes  # replays the unplanned step, which must be legal too
+    return plan
+
+
+def _read_step(content: Any, graph: Graph) -> Step:
+    name, *arguments = content
+    if name == "boundary" and not arguments:
+        return Boundary()
+    if name == "surface" and len(arguments) == 1:
+        return SurfaceGrads(Reader.indices(arguments[0], len(graph.values), "surface"))
+    if name not in _STEP_NAMES or len(arguments) != 1:
+        raise InvalidPlanFile(f"unknown step {content!r}")
+    limit = len(graph.ops) if name in ("compute", "save_rng", "drop_rng") else len(graph.values)
+    (index,) = Reader.indices(arguments, limit, name)
+    return _STEP_NAMES[name](index)  # type: ignore[no-any-return]

@@ -1,0 +1,137 @@
+"""Steps of several ranks that differ, for their batches do, and what it takes to run one schedule on all of them.
+
+Most often they differ by sizes alone. A schedule means the same for steps of equal structure, and what it holds at each
+moment is a sum of sizes, so it peaks nowhere higher than for a step that is, value by value, as large as the largest of
+them. Steps that run a few other ops (a model leaves its mask out where nothing is padded) are given the same schedule
+with their own ops in it, so that they gather in the same order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any
+
+from memplan.problem.data import Graph, Problem
+from memplan.problem.schedule import (
+    BOUNDARY,
+    Boundary,
+    Compute,
+    Drop,
+    Offload,
+    Prefetch,
+    Schedule,
+    Step,
+    Wait,
+    order_of,
+    schedule_of,
+)
+from memplan.problem.structure import structure
+
+
+def kind_of(graph: Graph) -> tuple[object, ...]:
+    """Equal for steps that differ by sizes alone, and read the same parameters from the same homes."""
+    return structure(graph), tuple((v.name, v.home) for v in graph.values)
+
+
+def figures_of(problem: Problem) -> dict[str, Any]:
+    """What `widest` has to know of a step, as anything that JSON can hold."""
+    return {
+        "sizes_bytes": [v.size_bytes for v in problem.graph.values],
+        "rng_state_bytes": problem.graph.rng_state_bytes,
+        "times_s": problem.costs.time_s,
+        "scratch_bytes": problem.costs.scratch_bytes,
+        "extra_resident_bytes": problem.extra_resident_bytes,
+        "update_bytes": problem.update_bytes,
+    }
+
+
+def widest(problem: Problem, figures: Sequence[dict[str, Any]]) -> Problem:
+    """The step with the largest of each size, and the longest of each time, that steps of its kind have."""
+
+    def most(key: str) -> Any:
+        return max(of_rank[key] for of_rank in figures)
+
+    def each(key: str) -> tuple[Any, ...]:
+        return tuple(map(max, zip(*(of_rank[key] for of_rank in figures), strict=True)))
+
+    values = tuple(
+        dataclasses.replace(value, size_bytes=size_bytes)
+        for value, size_bytes in zip(problem.graph.values, each("sizes_bytes"), strict=True)
+    )
+    return dataclasses.replace(
+        problem,
+        graph=dataclasses.replace(problem.graph, values=values, rng_state_bytes=most("rng_state_bytes")),
+        costs=dataclasses.replace(problem.costs, time_s=each("times_s"), scratch_bytes=each("scratch_bytes")),
+        extra_resident_bytes=most("extra_resident_bytes"),
+        update_bytes=most("update_bytes"),
+    )
+
+
+# -- steps that run other ops -----------------------------------------------------------------------------------------
+
+
+def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | None:
+    """The schedule of the step `planned` for another step of the model, which may run other ops here and there.
+
+    What both run, it runs in the same order and as often; what only this step runs, once, where it does without a plan.
+    Parameters are gathered and freed in the same order and between the same ops. None where a copy to the host is in
+    the schedule, or where the steps do not read the same sharded parameters. `simulate` judges whether it is legal.
+    """
+    own_values = {v.name: i for i, v in enumerate(graph.values) if v.resident and v.home == "sharded"}
+    names = {i: v.name for i, v in enumerate(planned.values) if v.resident and v.home == "sharded"}
+    if set(names.values()) != set(own_values) or any(isinstance(step, Offload) for step in schedule):
+        return None
+    order, places = _translated_order(order_of(schedule), planned, graph)
+    moves: dict[int, list[Step]] = defaultdict(list)  # by the position in the order before which they are
+    position = 0
+    for step in schedule:
+        if isinstance(step, (Compute, Boundary)):
+            position += 1
+        elif isinstance(step, (Prefetch, Wait, Drop)) and step.value in names:
+            moves[places[position]].append(type(step)(own_values[names[step.value]]))
+    steps: list[Step] = []
+    position = 0
+    for step in schedule_of(graph, order):
+        if isinstance(step, (Compute, Boundary)):
+            steps += moves[position]
+            position += 1
+        steps.append(step)
+    return (*steps, *moves[position])
+
+
+def _translated_order(order: Sequence[int], planned: Graph, graph: Graph) -> tuple[list[int], list[int]]:
+    """An order of this step's ops, and where each position of the planned order, and its end, comes to lie in it."""
+    counterparts = dict(zip(_marks(planned), range(len(planned.ops)), strict=True))
+    own_of = {counterparts[mark]: op for op, mark in enumerate(_marks(graph)) if mark in counterparts}
+    left = dict.fromkeys(op for op in range(len(graph.ops)) if op not in set(own_of.values()))
+    found: list[int] = []
+    places: list[int] = []
+
+    def run_before(end: int) -> None:
+        """What only this step runs, as far as it comes before this op."""
+        for op in [op for op in left if op < end]:
+            del left[op]
+            found.append(op)
+
+    for op in order:
+        places.append(len(found))
+        if op == BOUNDARY:
+            run_before(graph.boundary)
+            found.append(BOUNDARY)
+        elif op in own_of:
+            run_before(own_of[op])
+            found.append(own_of[op])
+    run_before(len(graph.ops))
+    return found, [*places, len(found)]
+
+
+def _marks(graph: Graph) -> Iterator[Hashable]:
+    """What tells each op from others, and is the same in another trace of the model: the kind of it, where in the model
+    it is, and which of those there."""
+    seen: Counter[Hashable] = Counter()
+    for op in graph.ops:
+        mark = op.phase, op.layer, op.kind
+        seen[mark] += 1
+        yield *mark, seen[mark]

@@ -1,0 +1,252 @@
+"""Problems as JSON, gzipped where large, never pickle: in plan files, and by themselves for work on solvers."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import math
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from memplan.errors import InvalidPlanFile
+from memplan.problem.data import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Value
+
+_FORMAT = "memplan.problem.data"
+_VERSION = 4
+_GZIP_OVER_BYTES = 4 << 20
+_MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller
+_T = TypeVar("_T")
+
+
+def save_problem(problem: Problem, path: str | Path) -> None:
+    """Write a problem as JSON, gzipped where it is large or the name ends in `.gz`."""
+    content = {"format": _FORMAT, "version": _VERSION} | problem_to_json(problem)
+    Path(path).write_bytes(pack(content, gzipped=str(path).endswith(".gz")))
+
+
+def load_problem(path: str | Path) -> Problem:
+    """Read a problem and check every index in it. Raises InvalidPlanFile, OSError where the file can't be read."""
+    with unsound("problem"):
+        content = unpack(Path(path).read_bytes())
+        if not isinstance(content, dict) or content.get("format") != _FORMAT or content.get("version") != _VERSION:
+            raise InvalidPlanFile(f"this is not a memplan problem file of version {_VERSION}")
+        return problem_from_json(content)
+
+
+def problem_to_json(problem: Problem) -> dict[str, Any]:
+    """Plain lists, dicts, strings and numbers."""
+    return {
+        "budget_bytes": problem.budget_bytes,
+        "extra_resident_bytes": problem.extra_resident_bytes,
+        "accumulate": problem.accumulate,
+        "takes_gradients": problem.takes_gradients,
+        "update_bytes": problem.update_bytes,
+        "extra_host_bytes": problem.extra_host_bytes,
+        "in_flight": problem.in_flight,
+        "host_update_s_per_byte": problem.host_update_s_per_byte,
+        "knows_optimizer": problem.knows_optimizer,
+        "link": None if problem.link is None else asdict(problem.link),
+        "gather": None if problem.gather is None else asdict(problem.gather),
+        "costs": asdict(problem.costs),
+        "graph": {
+            "boundary": problem.graph.boundary,
+            "rng_state_bytes": problem.graph.rng_state_bytes,
+            "values": [asdict(v) for v in problem.graph.values],
+            "ops": [asdict(op) for op in problem.graph.ops],
+        },
+    }
+
+
+def problem_from_json(content: dict[str, Any]) -> Problem:
+    """The problem in such a dict. Raises InvalidPlanFile, or what `unsound` turns into it."""
+    graph = _read_graph(Reader.typed(content, "graph", dict))
+    return Problem(
+        graph,
+        _read_costs(Reader.typed(content, "costs", dict), len(graph.ops)),
+        Reader.optional(content, "budget_bytes", int),
+        Reader.typed(content, "extra_resident_bytes", int),
+        Reader.typed(content, "accumulate", bool),
+        Reader.typed(content, "update_bytes", int),
+        _read_link(content["link"]),
+        Reader.typed(content, "extra_host_bytes", int),
+        _read_in_flight(content["in_flight"]),
+        _read_gather(content["gather"]),
+        Reader.typed(content, "takes_gradients", bool),
+        Reader.typed(content, "host_update_s_per_byte", float),
+        Reader.typed({"knows_optimizer": False} | content, "knows_optimizer", bool),  # older files do not say
+    )
+
+
+def pack(content: dict[str, Any], gzipped: bool = False) -> bytes:
+    """JSON as bytes, gzipped where asked for or large."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    return gzip.compress(data, mtime=0) if gzipped or len(data) > _GZIP_OVER_BYTES else data
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` packed. Raises InvalidPlanFile, or what `unsound` turns into it."""
+    return json.loads(_gunzip(data) if data[:2] == b"\x1f\x8b" else data)
+
+
+def _gunzip(data: bytes) -> bytes:
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+            content = file.read(_MOST_BYTES + 1)
+    except zlib.error as error:
+        raise InvalidPlanFile(f"the file is damaged: {error}") from error
+    if len(content) > _MOST_BYTES:
+        raise InvalidPlanFile("the file unpacks to more than 1 GiB")
+    return content
+
+
+@contextlib.contextmanager
+def unsound(what: str) -> Iterator[None]:
+    """Turn whatever reading damaged content raises into InvalidPlanFile. An unreadable file stays an OSError."""
+    try:
+        yield
+    except InvalidPlanFile:
+        raise
+    except (
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        gzip.BadGzipFile,
+        EOFError,
+    ) as error:
+        raise InvalidPlanFile(f"not a sound {what} file: {type(error).__name__}: {error}. Make it again") from error
+
+
+class Reader:
+    """Reads JSON of exactly the expected types."""
+
+    @staticmethod
+    def typed(content: dict[str, Any], key: str, kind: type[_T]) -> _T:
+        value = content[key]
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise InvalidPlanFile(f"{key!r} is {type(value).__name__}, expected {kind.__name__}")
+        if isinstance(value, float) and not (math.isfinite(value) and value >= 0):
+            raise InvalidPlanFile(f"{key!r} is {value}, expected a number of 0 or more")
+        if isinstance(value, int) and value < 0:
+            raise InvalidPlanFile(f"{key!r} is {value}, expected 0 or more")
+        return value
+
+    @classmethod
+    def optional(cls, content: dict[str, Any], key: str, kind: type[_T]) -> _T | None:
+        return None if content[key] is None else cls.typed(content, key, kind)
+
+    @staticmethod
+    def indices(values: Any, limit: int, what: str) -> tuple[int, ...]:
+        if not isinstance(values, list) or any(type(v) is not int or not 0 <= v < limit for v in values):
+            raise InvalidPlanFile(f"{what} must be a list of indices below {limit}")
+        return tuple(values)
+
+
+def _read_costs(content: dict[str, Any], op_count: int) -> Costs:
+    times, scratch = Reader.typed(content, "time_s", list), Reader.typed(content, "scratch_bytes", list)
+    if len(times) != op_count or len(scratch) != op_count:
+        raise InvalidPlanFile(f"costs of {len(times)} and {len(scratch)} ops for {op_count} ops")
+    return Costs(
+        tuple(Reader.typed({"time_s": t}, "time_s", float) for t in times),
+        tuple(Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
+        Reader.typed(content, "source", str),
+    )
+
+
+def _read_graph(content: dict[str, Any]) -> Graph:
+    values, ops = Reader.typed(content, "values", list), Reader.typed(content, "ops", list)
+    boundary = Reader.typed(content, "boundary", int)
+    graph = Graph(
+        tuple(_read_value(v, i) for i, v in enumerate(values)),
+        tuple(_read_op(op, len(values)) for op in ops),
+        boundary,
+        Reader.typed(content, "rng_state_bytes", int),
+    )
+    phases = [op.phase for op in graph.ops]
+    if boundary > len(ops) or phases != ["forward"] * boundary + ["backward"] * (len(ops) - boundary):
+        raise InvalidPlanFile("the boundary does not stand between forward and backward ops")
+    written = [v for op in graph.ops for v in (*op.outputs, *(e.new for e in op.effects))]
+    if len(set(written)) != len(written):
+        raise InvalidPlanFile("a value is written by two ops")
+    taken = [v.reuses for v in graph.values if v.reuses is not None]
+    if len(set(taken)) != len(taken):
+        raise InvalidPlanFile("two values take over the memory of one")
+    return graph
+
+
+def _read_in_flight(content: Any) -> int:
+    if type(content) is not int or content < 1:
+        raise InvalidPlanFile(f"'in_flight' is {content!r}, expected an integer of 1 or more")
+    return content
+
+
+def _read_link(content: Any) -> Link | None:
+    if content is None:
+        return None
+    link = Link(*(Reader.typed(content, field.name, float) for field in fields(Link)))
+    if not link.to_host_bytes_per_s or not link.to_device_bytes_per_s:
+        raise InvalidPlanFile("a link of no bytes per second")
+    return link
+
+
+def _read_gather(content: Any) -> GatherSpeed | None:
+    if content is None:
+        return None
+    gather = GatherSpeed(*(Reader.typed(content, field.name, float) for field in fields(GatherSpeed)))
+    if not gather.bytes_per_s:
+        raise InvalidPlanFile("gathers of no bytes per second")
+    return gather
+
+
+def _read_value(content: Any, index: int) -> Value:
+    role = Reader.typed(content, "role", str)
+    if role not in RESIDENT_ROLES | {"tangent", "activation", "gradient"}:
+        raise InvalidPlanFile(f"value {index} has role {role!r}")
+    reuses = Reader.optional(content, "reuses", int)
+    if reuses is not None and reuses >= index:
+        raise InvalidPlanFile(f"value {index} reuses the memory of value {reuses}, which comes later")
+    home = Reader.typed(content, "home", str)
+    if home not in ("device", "host", "sharded") or (home != "device" and role not in ("parameter", "gradient")):
+        raise InvalidPlanFile(f"value {index}, a {role}, has its home on {home!r}")
+    return Value(
+        Reader.typed(content, "name", str),
+        Reader.typed(content, "size_bytes", int),
+        role,  # type: ignore[arg-type]
+        Reader.typed(content, "held", bool),
+        reuses,
+        home,  # type: ignore[arg-type]
+        Reader.indices(content["updates"], index, "updates"),
+        Reader.typed(content, "update_bytes", int),
+        Reader.typed(content, "lasting", bool),
+    )
+
+
+def _read_op(content: Any, value_count: int) -> Op:
+    phase = Reader.typed(content, "phase", str)
+    if phase not in ("forward", "backward"):
+        raise InvalidPlanFile(f"an op has phase {phase!r}")
+    effects = [Reader.indices(e, value_count, "an effect") for e in Reader.typed(content, "effects", list)]
+    if any(len(e) != 2 for e in effects):
+        raise InvalidPlanFile("an effect has two values")
+    return Op(
+        name=Reader.typed(content, "name", str),
+        kind=Reader.typed(content, "kind", str),
+        phase=phase,  # type: ignore[arg-type]
+        inputs=Reader.indices(content["inputs"], value_count, "inputs"),
+        outputs=Reader.indices(content["outputs"], value_count, "outputs"),
+        effects=tuple(Effect(old, new) for old, new in effects),
+        random=Reader.typed(content, "random", bool),
+        recomputable=Reader.typed(content, "recomputable", bool),
+        layer=Reader.typed(content, "layer", str),
+        key=Reader.typed(content, "key", str),
+    )

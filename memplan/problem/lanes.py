@@ -1,0 +1,109 @@
+"""Seconds of a schedule: ops one after the other, and beside them copies, gathers and updates by the CPU, each kind in
+a lane of its own.
+
+Where several microbatches are in flight they share the lanes. Their order is a pipeline's own affair; what is counted
+is that all go forward and then all go backward, as in GPipe: copies out have the forward passes to hide behind, copies
+back the backward passes, and what one leaves running the next one has to wait for. Schedules that take turns (1F1B)
+give copies more room.
+"""
+
+from __future__ import annotations
+
+from memplan.problem.data import Problem, total_s
+from memplan.problem.schedule import Boundary, Compute, Offload, Prefetch, Schedule, SurfaceGrads, Wait
+
+
+class Lanes:
+    """Where the clock stands, and how long each lane is taken.
+
+    time_s: now. stall_s: of it, what was spent waiting.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.time_s = self.stall_s = 0.0
+        self._free_s = {"out": 0.0, "in": 0.0, "gather": 0.0}
+        self._updated_s = 0.0  # when the CPU is done with updates
+
+    def compute(self, op: int) -> None:
+        """Run an op."""
+        self.time_s += self.problem.costs.time_s[op]
+
+    def copy(self, value: int, direction: str) -> float:
+        """Begin to copy a value: "out" to the host, "in" to the device, or "gather" from all ranks. Gives when it will
+        be done."""
+        link, gather = self.problem.link, self.problem.gather
+        if direction == "gather":
+            assert gather is not None
+            latency_s, speed = gather.latency_s, gather.bytes_per_s
+        else:
+            assert link is not None
+            latency_s = link.latency_s
+            speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
+        begin_s = max(self.time_s, self._free_s[direction])
+        end_s = begin_s + latency_s + self.problem.graph.values[value].size_bytes / speed
+        self._free_s[direction] = end_s
+        return end_s
+
+    def wait(self, end_s: float) -> None:
+        """Compute nothing before that."""
+        stall_s = max(0.0, end_s - self.time_s)
+        self.time_s += stall_s
+        self.stall_s += stall_s
+
+    def update(self, gradient: int) -> None:
+        """Let the CPU update what a gradient on the host belongs to, once it is done with those before."""
+        begin_s = max(self.time_s, self._updated_s)
+        size_bytes = self.problem.graph.values[gradient].size_bytes
+        self._updated_s = begin_s + size_bytes * self.problem.host_update_s_per_byte
+
+    def finish(self) -> None:
+        """The step ends when the CPU is done, with what it updates after the step as well."""
+        self.wait(self._updated_s)
+        for index, value in enumerate(self.problem.graph.values):
+            if value.role == "gradient" and value.home == "host" and not value.updates:
+                self.update(index)
+        self.wait(self._updated_s)
+
+
+def direction_of(problem: Problem, value: int) -> str:
+    """In which lane a value comes to the device."""
+    return "gather" if problem.graph.values[value].home == "sharded" else "in"
+
+
+def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, float]:
+    """Seconds that each of the microbatches in flight takes on the average, and those that it waits.
+
+    schedule: a legal one, which all of them run.
+    """
+    lanes, turn = Lanes(problem), schedule.index(Boundary())
+    arriving: list[dict[int, float]] = [{} for _ in range(problem.in_flight)]
+    for steps in (schedule[:turn], schedule[turn:]):
+        for own in arriving:
+            _run(lanes, steps, own)
+    for _ in arriving:
+        lanes.finish()
+    ran_s = total_s(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute))
+    stall_s = lanes.stall_s / problem.in_flight
+    return ran_s + stall_s, stall_s
+
+
+def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:
+    """Half of a step of one microbatch. arriving: when its copies will be done."""
+    values = lanes.problem.graph.values
+    for step in steps:
+        match step:
+            case Compute(op):
+                lanes.compute(op)
+            case Offload(value):
+                arriving[value] = lanes.copy(value, "out")
+            case Prefetch(value):
+                arriving[value] = lanes.copy(value, direction_of(lanes.problem, value))
+            case Wait(value):
+                lanes.wait(arriving.pop(value))
+            case SurfaceGrads(gradients):
+                for gradient in gradients:
+                    if values[gradient].updates and values[gradient].home == "host":
+                        lanes.update(gradient)
+            case _:
+                pass

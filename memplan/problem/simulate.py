@@ -1,0 +1,419 @@
+"""The accountant: replays a schedule, refuses an illegal one, and says what it holds at every step and its seconds.
+
+Nobody else says what a schedule peaks at. Every solver's answer passes through here, and every measured step is
+compared with it: on a CPU the two agree to the byte.
+
+What is counted, in the order in which the runtime does it:
+
+- a run of an op holds its inputs, then its outputs and its scratch; what the schedule drops goes after the run;
+- an output that is still live when its op runs again is made a second time and thrown away after the run;
+- an op that writes in place takes over the memory of the value that it overwrites;
+- replaying a random op holds one more generator state while it runs;
+- microbatches that wait hold what the running one holds at the boundary, beside it in every step: in the forward pass
+  as in the backward pass, all but one of those in flight wait;
+- the optimizer's step comes last, where one was declared, when nothing waits; where parameters are updated with their
+  gradients as those are handed over, each update has its own moment;
+- what stays on the device between steps is there from the first moment to the last, and while the optimizer steps and
+  the next batch arrives.
+
+Copies to and from host memory run beside the ops, one after the other in each direction, and so do gathers of sharded
+parameters. A copy begins when it is issued, or when its direction is free. Legal is only what a wait makes sure of:
+what is being fetched can't be read,
+what is being copied out can't be overwritten or freed, and host memory can't be freed under a copy.
+
+Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
+update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
+it comes after the step, in the time of `optimizer.step()`. What a device takes to update its own parameters is left
+out. Nothing of the next step begins before this one ends, so every step of a loop takes this long. Where frozen
+parameters stay on the device, a loop is periodic: what is there when a step begins is there when it ends, and the first
+step takes as much longer as fetching that takes. Of microbatches in flight that copy, `lanes` says what each takes on
+the average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from memplan.errors import IllegalSchedule
+from memplan.problem.data import Op, Problem, Value
+from memplan.problem.lanes import Lanes, direction_of, seconds_in_flight
+from memplan.problem.schedule import (
+    BOUNDARY,
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Schedule,
+    Stay,
+    Step,
+    SurfaceGrads,
+    Timeline,
+    Wait,
+    schedule_of,
+)
+
+_T = TypeVar("_T")
+
+
+def simulate(problem: Problem, schedule: Schedule) -> Timeline:
+    """Replay `schedule` and account for it. Raises IllegalSchedule with the index of the first bad step."""
+    machine = _Machine(problem)
+    for index, step in enumerate(schedule):
+        try:
+            machine.run(step)
+        except _Refusal as refusal:
+            raise IllegalSchedule(index, str(refusal)) from None
+    try:
+        machine.finish()
+    except _Refusal as refusal:
+        raise IllegalSchedule(len(schedule), str(refusal)) from None
+    timeline = machine.timeline()
+    if problem.in_flight > 1 and any(isinstance(step, (Offload, Prefetch)) for step in schedule):
+        time_s, stall_s = seconds_in_flight(problem, schedule)
+        timeline = replace(timeline, time_s=time_s, stall_s=stall_s)
+    return timeline
+
+
+def unplanned(problem: Problem) -> Timeline:
+    """What the step comes to when it runs without a plan: every op once, everything on the device."""
+    problem = problem.all_on_device
+    graph = problem.graph
+    order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
+    return simulate(problem, schedule_of(graph, order))
+
+
+class _Refusal(Exception):
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """direction: "out" to the host, "in" to the device, or "gather" from all ranks. end_s: when it will be done."""
+
+    direction: str
+    end_s: float
+
+
+class _Machine:
+    """The state of a replay: which values are live, and how many bytes that makes."""
+
+    def __init__(self, problem: Problem) -> None:
+        graph = problem.graph
+        self.problem, self.graph = problem, graph
+        self.live = [v.resident and v.home == "device" and v.reuses is None for v in graph.values]
+        self.elsewhere = [v.fetched for v in graph.values]  # on the host, or sharded
+        self.copying: dict[int, _Copy] = {}
+        self.overwritten = [False] * len(graph.values)
+        self.runs = [0] * len(graph.ops)
+        self.saved_rng: set[int] = set()
+        self.surfaced: set[int] = set()
+        self.updated: set[int] = set()
+        self.staying: set[int] = set()
+        self.next_random = 0
+        self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
+        self.in_backward = False
+        self.live_bytes = problem.resident_bytes  # without saved generator states
+        self.rng_bytes = self.host_bytes = 0
+        self.lanes = Lanes(problem)
+        self.after: list[int] = []
+        self.during: list[int] = []
+        self.host_after: list[int] = []
+        self.host_peak = 0
+        self.live_peak = self.live_bytes
+        self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
+
+    def run(self, step: Step) -> None:
+        match step:
+            case Compute(op):
+                peak = self._compute(_indexed(op, self.graph.ops, "op"), op)
+            case Drop(value):
+                peak = self._drop(value)
+            case SaveRng(op):
+                peak = self._save_rng(op)
+            case DropRng(op):
+                peak = self._drop_rng(op)
+            case Boundary():
+                peak = self._cross_boundary()
+            case SurfaceGrads(values):
+                peak = self._surface(values)
+            case Stay(value):
+                peak = self._stay(value)
+            case Offload(value):
+                peak = self._offload(value)
+            case Prefetch(value):
+                peak = self._prefetch(value)
+            case Wait(value):
+                peak = self._wait(value)
+            case DropHost(value):
+                peak = self._drop_host(value)
+        self.host_after.append(self.host_bytes)
+        self.during.append(peak)
+        self.after.append(self.live_bytes + self.rng_bytes)
+
+    def _compute(self, op: Op, index: int) -> int:
+        values, live = self.graph.values, self.live
+        first = self.runs[index] == 0
+        if first:
+            self._check_first_run(op, index)
+        elif not op.recomputable:
+            raise _Refusal(f"{op.name} writes to what outlives the step and can't run again")
+        elif op.random and index not in self.saved_rng:
+            raise _Refusal(f"{op.name} is random and no generator state was kept for running it again")
+        for v in op.inputs:
+            if not live[v]:
+                raise _Refusal(self._missing(op, v))
+            if v in self.updated:
+                raise _Refusal(f"{op.name} reads {values[v].name}, which has been updated")
+            if v in self.copying and self.copying[v].direction != "out":
+                raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
+        new_bytes = gone_bytes = 0
+        for v in op.outputs:
+            value = values[v]
+            taken = value.reuses
+            if taken is not None:
+                self._take_over(op, taken)
+                if live[v] and not value.resident:
+                    gone_bytes += value.size_bytes  # the second copy, in the memory of `taken`, is thrown away
+            elif live[v]:
+                new_bytes += value.size_bytes
+                gone_bytes += value.size_bytes
+            else:
+                new_bytes += value.size_bytes
+            live[v] = True
+        if first:
+            for effect in op.effects:
+                self._take_over(op, effect.old)
+                live[effect.new] = True
+        self.runs[index] += 1
+        self.lanes.compute(index)
+        self.live_bytes += new_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
+        peak = self.live_bytes + self.rng_bytes + self.problem.costs.scratch_bytes[index] + replay_bytes
+        self.live_bytes -= gone_bytes
+        return peak
+
+    def _check_first_run(self, op: Op, index: int) -> None:
+        if op.phase == "backward" and not self.in_backward:
+            raise _Refusal(f"{op.name} belongs to the backward pass and runs before the boundary")
+        if (op.effects or not op.recomputable) and op.phase == "forward" and self.in_backward:
+            raise _Refusal(f"{op.name} writes to what outlives the step and must run in the forward pass")
+        if op.random:
+            if self.random_ops[self.next_random] != index:
+                raise _Refusal(f"{op.name} would draw random numbers out of turn")
+            self.next_random += 1
+
+    def _take_over(self, op: Op, value: int) -> None:
+        held = self.graph.values[value]
+        if not self.live[value]:
+            raise _Refusal(self._missing(op, value))
+        if value in self.copying:
+            raise _Refusal(f"{op.name} would overwrite {held.name}, which is being copied")
+        if held.held:
+            raise _Refusal(f"{op.name} would overwrite {held.name}, which the caller holds")
+        self.live[value] = False
+        if held.resident:
+            self.overwritten[value] = True
+
+    def _missing(self, op: Op, value: int) -> str:
+        name = self.graph.values[value].name
+        if self.overwritten[value]:
+            return f"{op.name} reads {name}, which has been overwritten"
+        return f"{op.name} reads {name}, which is not live"
+
+    def _drop(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if (value.resident and not value.fetched) or value.held or value.role == "tangent":
+            raise _Refusal(f"{value.name} is held from outside and can't be dropped")
+        if not self.live[index]:
+            raise _Refusal(f"{value.name} is dropped but not live")
+        if index in self.copying:
+            raise _Refusal(f"{value.name} is dropped while it is being copied")
+        peak = self.live_bytes + self.rng_bytes
+        self.live[index] = False
+        self.live_bytes -= value.size_bytes
+        return peak
+
+    def _save_rng(self, index: int) -> int:
+        op = _indexed(index, self.graph.ops, "op")
+        if not op.random or self.runs[index] or index in self.saved_rng:
+            raise _Refusal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
+        if self.random_ops[self.next_random] != index:
+            raise _Refusal(f"{op.name} is not the next random op, so this is not its generator state")
+        self.saved_rng.add(index)
+        self.rng_bytes += self.graph.rng_state_bytes
+        return self.live_bytes + self.rng_bytes
+
+    def _drop_rng(self, index: int) -> int:
+        op = _indexed(index, self.graph.ops, "op")
+        if index not in self.saved_rng:
+            raise _Refusal(f"no generator state is kept for {op.name}")
+        peak = self.live_bytes + self.rng_bytes
+        self.saved_rng.remove(index)
+        self.rng_bytes -= self.graph.rng_state_bytes
+        return peak
+
+    def _cross_boundary(self) -> int:
+        if self.in_backward:
+            raise _Refusal("the boundary is crossed twice")
+        for v in self.graph.outputs:
+            if not self.live[v]:
+                raise _Refusal(f"output {self.graph.values[v].name} is not there at the boundary")
+            if v in self.copying:
+                raise _Refusal(f"output {self.graph.values[v].name} is being copied at the boundary")
+        self.in_backward = True
+        self.saved_bytes = self.live_bytes - self.problem.resident_bytes + self.graph.input_bytes
+        self.saved_rng_bytes, self.saved_host_bytes = self.rng_bytes, self.host_bytes
+        for v in self.graph.tangents:
+            self.live[v] = True
+            self.live_bytes += self.graph.values[v].size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        return self.live_bytes + self.rng_bytes
+
+    def _surface(self, values: tuple[int, ...]) -> int:
+        peak = self.live_bytes + self.rng_bytes
+        for index in values:
+            value = _indexed(index, self.graph.values, "value")
+            if value.role != "gradient" or index in self.surfaced:
+                raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
+            self.surfaced.add(index)
+            if value.updates:
+                self._update(value)
+                peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
+            if value.home == "host":
+                if not self.elsewhere[index] or index in self.copying:
+                    raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
+                if value.updates:
+                    self.lanes.update(index)
+                continue
+            if not self.live[index]:
+                raise _Refusal(f"gradient {value.name} is handed over but not live")
+            if self.problem.frees_gradients:
+                self.live_bytes -= value.size_bytes
+        return peak
+
+    def _update(self, gradient: Value) -> None:
+        for parameter in gradient.updates:
+            if parameter in self.copying:
+                raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
+            self.updated.add(parameter)
+        self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
+
+    def _stay(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not value.lasting or value.home != "host" or self.problem.in_flight > 1:
+            raise _Refusal(f"{value.name} can't stay on the device between steps")
+        if self.live[index] or any(self.runs):
+            raise _Refusal(f"{value.name} is there already, or the step has begun without it")
+        self.staying.add(index)
+        self.live[index] = True
+        self.live_bytes += value.size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        return self.live_bytes + self.rng_bytes
+
+    # -- copies -----------------------------------------------------------------------------------------------------
+
+    def _offload(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not self.live[index] or self.elsewhere[index] or index in self.copying:
+            raise _Refusal(f"{value.name} can't be offloaded: it is not live, on the host already, or being copied")
+        if value.resident:
+            raise _Refusal(f"{value.name} is resident on the device and is not offloaded")
+        self.elsewhere[index] = True
+        self.host_bytes += value.size_bytes
+        self.host_peak = max(self.host_peak, self.host_bytes)
+        self._begin(index, "out")
+        return self.live_bytes + self.rng_bytes
+
+    def _prefetch(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if self.live[index] or not self.elsewhere[index] or index in self.copying:
+            raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied")
+        if index in self.updated:
+            raise _Refusal(f"{value.name} can't be fetched: it has been updated")
+        self.live[index] = True
+        self.live_bytes += value.size_bytes
+        self.live_peak = max(self.live_peak, self.live_bytes)
+        self._begin(index, direction_of(self.problem, index))
+        return self.live_bytes + self.rng_bytes
+
+    def _begin(self, index: int, direction: str) -> None:
+        if direction == "gather" and self.problem.gather is None:
+            raise _Refusal("the problem does not say how fast sharded parameters are gathered")
+        if direction != "gather" and self.problem.link is None:
+            raise _Refusal("the problem has no link to host memory")
+        self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
+
+    def _wait(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if index not in self.copying:
+            raise _Refusal(f"{value.name} is waited for, but is not being copied")
+        self.lanes.wait(self.copying.pop(index).end_s)
+        return self.live_bytes + self.rng_bytes
+
+    def _drop_host(self, index: int) -> int:
+        value = _indexed(index, self.graph.values, "value")
+        if not self.elsewhere[index] or index in self.copying:
+            raise _Refusal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
+        if value.home != "device":
+            raise _Refusal(f"{value.name} does not live on the device and can't be freed elsewhere")
+        self.elsewhere[index] = False
+        self.host_bytes -= value.size_bytes
+        return self.live_bytes + self.rng_bytes
+
+    def finish(self) -> None:
+        if not self.in_backward:
+            raise _Refusal("the boundary is never crossed")
+        for index, op in enumerate(self.graph.ops):
+            if not self.runs[index]:
+                raise _Refusal(f"{op.name} never runs")
+        for index in self.graph.gradients:
+            if index not in self.surfaced:
+                raise _Refusal(f"gradient {self.graph.values[index].name} is never handed over")
+        if self.saved_rng:
+            raise _Refusal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
+        for index, value in enumerate(self.graph.values):
+            outlives = value.resident and not value.fetched
+            if index in self.staying and not self.live[index]:
+                raise _Refusal(f"{value.name} is to stay, and is not there for the next step")
+            outlives |= index in self.staying
+            if self.live[index] and not (outlives or value.held or value.role == "tangent"):
+                raise _Refusal(f"{value.name} is never freed")
+            if self.elsewhere[index] and value.home != "host" and not value.fetched:
+                raise _Refusal(f"the host copy of {value.name} is never freed")
+            if index in self.copying:
+                raise _Refusal(f"the copy of {value.name} is never waited for")
+        self.lanes.finish()
+
+    def timeline(self) -> Timeline:
+        """What the steps come to beside the microbatches that wait. None waits while the optimizer steps."""
+        others = self.problem.in_flight - 1
+        waiting = others * (self.saved_bytes + self.saved_rng_bytes)
+        waiting_on_host = others * self.saved_host_bytes
+        after_bytes = self.problem.bytes_after(bool(self.staying))
+        later = self.live_bytes + after_bytes if after_bytes else 0
+        during = tuple(size_bytes + waiting for size_bytes in self.during)
+        peak = max([self.problem.resident_bytes, *during, later])
+        return Timeline(
+            live_bytes=tuple(size_bytes + waiting for size_bytes in self.after),
+            peak_bytes_at=during,
+            peak_bytes=peak,
+            live_peak_bytes=max(self.live_peak + others * self.saved_bytes, later),
+            peak_step=during.index(peak) if peak in during else 0,
+            time_s=self.lanes.time_s,
+            host_bytes=tuple(size_bytes + waiting_on_host for size_bytes in self.host_after),
+            host_peak_bytes=self.host_peak + waiting_on_host,
+            stall_s=self.lanes.stall_s,
+            waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
+        )
+
+
+def _indexed(index: int, among: tuple[_T, ...], what: str) -> _T:
+    if not 0 <= index < len(among):
+        raise _Refusal(f"there is no {what} {index}")
+    return among[index]

@@ -1,0 +1,40 @@
+"""Whether two graphs are the same step, and where they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from memplan.problem.data import Graph, Op, Value
+
+
+def structure(graph: Graph) -> tuple[object, ...]:
+    """Equal for graphs for which one schedule means the same: which are equal but for sizes and layouts."""
+    ops = tuple((op.kind, op.phase, op.inputs, op.outputs, op.effects, op.random) for op in graph.ops)
+    return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
+
+
+def same_structure(a: Graph, b: Graph) -> bool:
+    """Whether one schedule means the same for both."""
+    return structure(a) == structure(b)
+
+
+def first_difference(planned: Graph, captured: Graph) -> str | None:
+    """What differs between two graphs, in words; None where they are equal."""
+    if planned == captured:
+        return None
+    pairs: tuple[tuple[str, Sequence[Value | Op], Sequence[Value | Op]], ...] = (
+        ("value", planned.values, captured.values),
+        ("op", planned.ops, captured.ops),
+    )
+    for what, mine, theirs in pairs:
+        for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+            if a != b:
+                fields = [k for k, v in asdict(a).items() if asdict(b)[k] != v]
+                shown = ", ".join(
+                    f"{k}: {asdict(a)[k]!r} in the plan, {asdict(b)[k]!r} in the model" for k in fields[:3]
+                )
+                return f"{what} {index} ({b.name}) differs: {shown}"
+        if len(mine) != len(theirs):
+            return f"the plan has {len(mine)} {what}s, the model's step has {len(theirs)}"
+    return "the boundary between forward and backward, or the size of a generator state, differs"

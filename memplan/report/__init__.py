@@ -1,1 +1,0 @@
-"""Plans told to people. Plain data only."""

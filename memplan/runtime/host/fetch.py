@@ -1,0 +1,139 @@
+"""Lets a model whose parameters live partly on the host run its own forward: evaluation, `generate`."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memplan.capture.attributes.kept_memory import written_by
+from memplan.capture.ops.layout import storage_key
+from memplan.capture.trace.branches import as_without_modes
+from memplan.torch_private import TorchDispatchMode, run_in_mode
+
+aten = torch.ops.aten
+
+# Ops that take operands of one dtype, and that autocast casts operands for.
+_CAST = frozenset(
+    getattr(aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "convolution")
+)
+
+
+class FetchedWhereUsed(TorchDispatchMode):
+    """Has modules find copies on the device of their parameters that are on the host, freed when nobody holds them.
+
+    What a module's code sees as `self.weight` is on the device then, as autocast and whoever asks for its device need
+    it; what is written to such a copy is written to the host as well. Where code has a parameter in another way, each
+    op that reads it gets a copy, and an op that writes to it writes to it on the host. Nothing is fetched ahead, so
+    this is slow, and it takes hardly more memory than the parameters of the largest module. Where gradients are
+    recorded, parameters that require them are left where they are: those of a copy would be lost.
+    """
+
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], device: torch.device, model: nn.Module | None = None
+    ) -> None:
+        """model: of which modules find copies."""
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._device = device
+        self._model = model
+        self._host = {storage_key(p) for p in parameters}
+        self._copies: dict[int, torch.Tensor] = {}  # what the copy with this storage is of
+        self._exchanged: list[tuple[nn.Module, dict[str, Any]]] = []
+        self._around = contextlib.ExitStack()
+
+    def __enter__(self) -> FetchedWhereUsed:
+        for module in () if self._model is None else self._model.modules():
+            own = module._parameters
+            if any(p is not None and storage_key(p) in self._host for p in dict.values(own)):
+                self._exchanged.append((module, own))
+                module._parameters = _Fetching(own, self._for_module, self._behind)
+        self._around.enter_context(as_without_modes())
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._around.close()
+        for module, own in self._exchanged:
+            found = dict(dict.items(module._parameters))
+            module._parameters = own
+            if [*map(id, found.values())] != [*map(id, dict.values(own))]:  # forward has exchanged some
+                own.clear()
+                own.update(found)
+        self._exchanged.clear()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        written = list(written_by(func, args, kwargs))
+        if not func.is_view and not any(storage_key(t) in self._host for t in written):
+            args, kwargs = pytree.tree_map_only(torch.Tensor, self._fetched, (args, kwargs))
+            if func in _CAST:
+                args = self._in_one_dtype(args)
+        result = run_in_mode(func, args, kwargs)
+        for tensor in written:
+            if (host := self._copies.get(storage_key(tensor))) is not None:
+                host.untyped_storage().copy_(tensor.untyped_storage())
+        return result
+
+    def _for_module(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What a module finds in the place of its parameter."""
+        if storage_key(parameter) not in self._host or (torch.is_grad_enabled() and parameter.requires_grad):
+            return parameter
+        copy = nn.Parameter(self._fetched(parameter.detach()), parameter.requires_grad)
+        storage = copy.untyped_storage()
+        self._copies[storage_key(copy)] = parameter
+        weakref.finalize(storage, self._copies.pop, storage_key(copy), None).atexit = False
+        return copy
+
+    def _behind(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The parameter that something is a copy of, else itself."""
+        return self._copies.get(storage_key(tensor), tensor)
+
+    def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
+        if storage_key(tensor) not in self._host:
+            return tensor
+        here = torch.empty(tensor.untyped_storage().nbytes(), dtype=torch.uint8, device=self._device)
+        here.untyped_storage().copy_(tensor.untyped_storage())
+        empty = torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return empty.set_(here.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _in_one_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The operands in the lowest precision that there is among them, or in that of autocast: it casts for the
+        device what is there before an op gets here, and leaves tensors on the host alone."""
+        dtypes = {t.dtype for t in args if isinstance(t, torch.Tensor)}
+        if torch.float32 in dtypes and torch.is_autocast_enabled(self._device.type):
+            dtypes.add(torch.get_autocast_dtype(self._device.type))
+        if len(dtypes) < 2:
+            return args
+        lowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+        return tuple(t.to(lowest) if isinstance(t, torch.Tensor) else t for t in args)
+
+
+class _Fetching(dict[str, Any]):
+    """A module's parameters, of which it finds those on the host as copies."""
+
+    def __init__(
+        self,
+        own: dict[str, Any],
+        fetch: Callable[[torch.Tensor], torch.Tensor],
+        behind: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        super().__init__(dict.items(own))
+        self._fetch, self._behind = fetch, behind
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        return parameter if parameter is None else self._fetch(parameter)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value if value is None else self._behind(value))
+
+    def items(self) -> Any:
+        return ((name, self[name]) for name in [*self])
+
+    def values(self) -> Any:
+        return (self[name] for name in [*self])

@@ -1,0 +1,421 @@
+"""Copies between device and host memory: the one place with streams, events and pinned memory.
+
+A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
+of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. It is one
+block of PyTorch's allocator for pinned memory, all of what that rounds it up to, so that plans for other batches may
+find it large enough; where one does not, the allocator keeps the smaller block for others. A copy's source and target
+are kept alive until somebody has waited for it, so no allocator has to know about streams; where a step is given up
+half way, whoever gave it up waits (`Transfers.settle`).
+
+Without a GPU the same program runs on `FakeStreams`: a copy happens when it is waited for, or at random before, and its
+target holds NaN until then, so that a wait or a reference that is missing shows as wrong numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from memplan import torch_private as private
+from memplan.problem.addresses import pinned_bytes
+from memplan.problem.data import Link
+from memplan.runtime.host.standing import Contents, Standing
+
+Direction = Literal["out", "in"]
+_POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
+
+
+class Streams(Protocol):
+    """Copies that run beside the computing stream, one after the other in each direction."""
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        """Begin to copy bytes once all that was issued before is done. Gives what `wait` takes."""
+
+    def wait(self, event: Any) -> None:
+        """Let what is computed from here on wait for the copy."""
+
+    def finish(self, event: Any) -> None:
+        """Return when the copy is done."""
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New host memory that copies can use."""
+
+    def computing(self) -> Any:
+        """What tells the computing stream from others."""
+
+
+class CudaStreams:
+    """A stream for each direction of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._streams = {"out": torch.cuda.Stream(device), "in": torch.cuda.Stream(device)}
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
+        stream = self._streams[direction]
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record(stream)
+        return event
+
+    def wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
+
+    def finish(self, event: Any) -> None:
+        event.synchronize()
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def computing(self) -> Any:
+        return torch.cuda.current_stream(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """Bytes of a storage that may be gone by the time that somebody looks."""
+
+    storage: weakref.ref[Any]
+    start: int
+    size_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> _Span:
+        # A storage's Python object lives exactly as long as the storage, whoever holds that.
+        return _Span(weakref.ref(tensor.untyped_storage()), int(tensor.storage_offset()), tensor.numel())
+
+    def tensor(self) -> torch.Tensor | None:
+        storage = self.storage()
+        return None if storage is None else _bytes(storage, self.start, self.size_bytes)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _FakeCopy:
+    source: _Span
+    target: _Span
+
+    def run(self) -> None:
+        source, target = self.source.tensor(), self.target.tensor()
+        if source is not None and target is not None:  # else the memory is somebody else's by now
+            target.copy_(source)
+
+
+class FakeStreams:
+    """Streams on a CPU whose copies are as late as they may be, or early at random. They keep nothing alive.
+
+    Harder than real ones: copies are in no order, so that each has to be waited for. seed: of the random early copies;
+    None never copies early. Threads that update parameters wait for copies, too.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self._random = None if seed is None else random.Random(seed)
+        self._pending: list[_FakeCopy] = []
+        self._lock = threading.RLock()  # a copy that frees memory may end in here again
+
+    def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> _FakeCopy:
+        target.fill_(_POISON)
+        copy = _FakeCopy(_Span.of(source), _Span.of(target))
+        with self._lock:
+            self._pending.append(copy)
+            self._run_some()
+        return copy
+
+    def wait(self, event: _FakeCopy) -> None:
+        with self._lock:
+            if event in self._pending:
+                self._pending.remove(event)
+                event.run()
+            self._run_some()
+
+    def finish(self, event: _FakeCopy) -> None:
+        self.wait(event)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        with private.outside_of_tracing():  # no meter counts it, for it is not on the device
+            return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+
+    def computing(self) -> Any:
+        return None
+
+    def _run_some(self) -> None:
+        if self._random is not None:
+            early = [copy for copy in self._pending if self._random.random() < 0.3]
+            self._pending = [copy for copy in self._pending if copy not in early]
+            for copy in early:
+                copy.run()
+
+
+def streams_for(device: torch.device) -> Streams:
+    """The streams of a device."""
+    return CudaStreams(device) if device.type == "cuda" else FakeStreams()
+
+
+class Transfers:
+    """The copies of one planned model.
+
+    slabs: pinned memory that no forward is using. allocations: slabs that were ever made. standing: what stays on the
+    device between steps.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
+        self.device = device
+        self._streams = streams
+        self.slabs: list[torch.Tensor] = []
+        self.allocations = 0
+        self.standing = Standing()
+        self._host: set[int] = set()
+        self._reads: dict[int, list[Any]] = {}  # by the address of what is read
+        self._kept: dict[int, _Kept] = {}
+
+    @property
+    def streams(self) -> Streams:
+        """Made when the first copy is."""
+        if self._streams is None:
+            self._streams = streams_for(self.device)
+        return self._streams
+
+    def open(self, size_bytes: int) -> Slab:
+        """A slab for one forward and its backward; its memory comes back when nobody holds the slab any more."""
+        self._settle([kept for kept in self._kept.values() if kept.slab() is None])  # of steps that were given up
+        fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
+        if fitting:
+            memory = self.slabs.pop(min(fitting, key=lambda i: self.slabs[i].numel()))
+        else:
+            del self.slabs[:]  # too small for this; host memory is for one size at a time
+            memory = self.pinned(pinned_bytes(size_bytes))
+            self.allocations += 1
+        slab = Slab(self, memory)
+        weakref.finalize(slab, self.slabs.append, memory).atexit = False
+        return slab
+
+    def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
+        """Begin a copy; both ends are kept until it has been waited for."""
+        event = self.streams.copy(direction, source, target)
+        self._keep(slab, event, source, target)
+        return Ticket(event, target)
+
+    def _keep(self, slab: Slab, event: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+        self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
+
+    def wait(self, ticket: Ticket) -> torch.Tensor:
+        """Let what is computed from here on wait for a copy. Gives what it wrote."""
+        if ticket.event is None:
+            return ticket.data
+        self.streams.wait(ticket.event)
+        self._kept.pop(id(ticket.event), None)
+        return ticket.data
+
+    def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
+        """Remember that a copy reads a parameter that lives on the host."""
+        self._reads.setdefault(parameter.data_ptr(), []).append(ticket.event)
+
+    def reads_done(self, parameter: torch.Tensor) -> None:
+        """Return when no copy reads a parameter that lives on the host, so that it can be written to."""
+        for event in self._reads.pop(parameter.data_ptr(), ()):
+            self.streams.finish(event)
+
+    def all_reads_done(self) -> None:
+        """The same of all such parameters: an optimizer that steps them next runs on the CPU, and waits for no copy."""
+        for events in list(self._reads.values()):
+            for event in events:
+                self.streams.finish(event)
+        self._reads.clear()
+
+    def forward_reads_done(self) -> None:
+        """The same at the end of a forward pass of those that ops have waited for: a device that is told to wait may be
+        far behind, and where no backward follows, somebody may write to parameters next. What is on its way to backward
+        stays: who writes to that is told so there."""
+        for address, events in list(self._reads.items()):
+            for event in events:
+                if id(event) not in self._kept:
+                    self.streams.finish(event)
+            self._reads[address] = [event for event in events if id(event) in self._kept]
+
+    def keep(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A step begins that has use for copies of these on the device: free all others, and what is stale."""
+        if len(self.standing):
+            self.standing.keep(parameters, self.streams.computing())
+
+    def settle(self) -> None:
+        """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
+        self._settle(list(self._kept.values()))
+
+    def _settle(self, copies: list[_Kept]) -> None:
+        for kept in copies:
+            self.streams.wait(kept.event)
+            self._kept.pop(id(kept.event), None)
+
+    def pinned(self, size_bytes: int) -> torch.Tensor:
+        """New host memory."""
+        memory = self.streams.pinned(size_bytes)
+        storage = memory.untyped_storage()
+        self._host.add(storage._cdata)
+        weakref.finalize(storage, self._host.discard, storage._cdata).atexit = False
+        return memory
+
+    def is_host(self, storage: torch.UntypedStorage) -> bool:
+        """Whether that is host memory of these copies."""
+        return storage._cdata in self._host
+
+    def close(self) -> None:
+        """Give all pinned memory back that no forward is using."""
+        del self.slabs[:]
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """A copy that nobody has waited for yet, of the step that has this slab."""
+
+    event: Any
+    slab: weakref.ref[Slab]
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+@dataclass(eq=False)
+class Slab:
+    """Pinned host memory of one forward and its backward."""
+
+    transfers: Transfers
+    memory: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Ticket:
+    """A copy. event: None where it was made in the step before. data: what it writes, as bytes. stride: of what is
+    copied, where that is a gradient."""
+
+    event: Any
+    data: torch.Tensor
+    stride: tuple[int, ...] = ()
+
+
+def open_slab(store: Any, size_bytes: int) -> Slab:
+    """Host memory for one forward and its backward."""
+    return store.transfers.open(size_bytes)  # type: ignore[no-any-return]
+
+
+def offload(slab: Slab, tensor: torch.Tensor, offset_bytes: int) -> Ticket:
+    """Begin to copy the memory behind `tensor` into the slab."""
+    source = _bytes_of(tensor)
+    return slab.transfers.begin(slab, "out", source, slab.memory[offset_bytes : offset_bytes + source.numel()])
+
+
+def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
+    """Begin to copy the memory behind a gradient into host memory of its own, which outlives the step."""
+    source = _bytes_of(tensor)
+    ticket = slab.transfers.begin(slab, "out", source, slab.transfers.pinned(source.numel()))
+    return replace(ticket, stride=tensor.stride())
+
+
+def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
+    """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
+    held = source.data if isinstance(source, Ticket) else _own_bytes(source)
+    target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
+    ticket = slab.transfers.begin(slab, "in", held, target)
+    if isinstance(source, torch.Tensor):
+        slab.transfers.read(source, ticket)
+    return ticket
+
+
+def contents(parameter: torch.Tensor) -> Contents:
+    """What a parameter holds now, so that it can be told later whether that has changed."""
+    return Contents.of(parameter)
+
+
+def stayed(slab: Slab, parameter: torch.Tensor) -> Ticket:
+    """The copy of a parameter that has stayed from the step before. Where there is none, begin to fetch one."""
+    memory = slab.transfers.standing.take(parameter)
+    return prefetch(slab, parameter) if memory is None else Ticket(None, memory)
+
+
+def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor]) -> None:
+    """Leave copies of parameters for the next step. began: what these held when this one began."""
+    transfers = slab.transfers
+    transfers.standing.leave(zip(began, map(_bytes_of, copies), strict=True), transfers.streams.computing())
+
+
+def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
+    """Let what follows wait for a copy; gives what it wrote."""
+    return slab.transfers.wait(ticket)
+
+
+def on_host(
+    slab: Slab, ticket: Ticket, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int] | None, offset: int
+) -> torch.Tensor:
+    """A gradient on the host, once it is there for the CPU to read. stride: None for that of what was copied."""
+    slab.transfers.streams.finish(ticket.event)
+    return look_at(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
+
+
+def look_at(
+    memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor over memory that was copied as bytes. offset: in elements."""
+    empty = torch.empty(0, dtype=dtype, device=memory.device)
+    return empty.set_(memory.untyped_storage(), offset, tuple(size), tuple(stride))
+
+
+def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
+    """A parameter's memory. It had a storage of its own when it was planned, and may lie in a larger one by now
+    (`vector_to_parameters`)."""
+    start = int(parameter.storage_offset()) * parameter.element_size()
+    return _bytes(parameter.detach().untyped_storage(), start, parameter.nbytes)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.detach().untyped_storage()
+    return _bytes(storage, 0, storage.nbytes())
+
+
+def _bytes(storage: torch.UntypedStorage, start: int, size_bytes: int) -> torch.Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return empty.set_(storage, start, (size_bytes,), (1,))
+
+
+_SAMPLE_BYTES, _LEAST_SAMPLE_BYTES = 64 << 20, 1 << 20
+_PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Express 4.0 with 16 lanes gives
+
+
+@functools.cache
+def measure_link(device: torch.device) -> Link:
+    """The speed of pinned copies to and from a device, the better of three each way, with both ways busy.
+
+    Less is copied where the device has no room for more.
+    """
+    if device.type != "cuda":
+        return _PRETENDED
+    size_bytes = _SAMPLE_BYTES
+    while True:
+        try:
+            return _speed_of_copies(device, size_bytes)
+        except torch.OutOfMemoryError:
+            if size_bytes <= _LEAST_SAMPLE_BYTES:
+                raise
+            size_bytes //= 4
+
+
+def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:
+    out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
+    there = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    best = [0.0, 0.0]
+    for _ in range(3):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]
+        for way, (stream, source, target) in enumerate(((out, there[0], host[0]), (back, host[1], there[1]))):
+            with torch.cuda.stream(stream):
+                events[way][0].record(stream)
+                target.copy_(source, non_blocking=True)
+                events[way][1].record(stream)
+        torch.cuda.synchronize(device)
+        best = [max(b, size_bytes / (1e-3 * e[0].elapsed_time(e[1]))) for b, e in zip(best, events)]
+    return Link(best[0], best[1])

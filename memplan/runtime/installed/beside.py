@@ -1,0 +1,130 @@
+"""What there may be beside a planned step: gradients of earlier ones, and other forwards in the same backward."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.runtime.program.step import Step, WholeStep
+from memplan.units import format_bytes
+
+
+class HeldGradients:
+    """Gradients of earlier steps that are there as a call begins, of parameters that do not live on the host.
+
+    exist: whether there are any. extra_bytes: of them, those that plans for one step alone do not count.
+    """
+
+    def __init__(self, model: nn.Module, host: Collection[str]) -> None:
+        self.exist, self.extra_bytes = False, 0
+        self._counting: list[Step] = []  # steps whose plans count such
+        self.belong_to(model, host)
+
+    def belong_to(self, model: nn.Module, host: Collection[str]) -> None:
+        """To the parameters of a model that are trained. host: names of those that live there."""
+        names = model.named_parameters()
+        self._owners = [weakref.ref(p) for name, p in names if p.requires_grad and name not in host]
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """Those that have a gradient now."""
+        return [p for owner in self._owners if (p := owner()) is not None and p.grad is not None]
+
+    def look(self, extra: bool) -> None:
+        """As a call begins. extra: plans for one step alone do not count them, and could."""
+        gradients = [p.grad for p in self.parameters]
+        self.exist = bool(gradients)
+        strided = (g for g in gradients if g is not None and g.layout is torch.strided)
+        self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
+
+    def beyond(self, step: Step, limit_bytes: int | None) -> str | None:
+        """That they do not fit beside a step whose plan does not count them, in words. limit_bytes: the budget."""
+        plan = step.plan
+        if not self.extra_bytes or plan is None or limit_bytes is None or self.are_counted_by(step):
+            return None
+        held_bytes = plan.peak_bytes + self.extra_bytes
+        if held_bytes <= limit_bytes:
+            return None
+        return (
+            f"{format_bytes(self.extra_bytes)} of gradients are there when forward begins, which the plan does not "
+            f"count: up to {format_bytes(held_bytes)} may be held, over the budget of {format_bytes(limit_bytes)}. "
+            "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
+        )
+
+    def are_counted_by(self, step: Step) -> bool:
+        planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
+        return planned_so or any(step is known for known in self._counting)
+
+    def are_counted_from_now_by(self, step: Step, steps: Iterable[Step]) -> None:
+        """steps: all that are kept; others are forgotten here."""
+        kept = list(steps)
+        self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
+
+
+def news_of_flight(step: WholeStep, steps: Sequence[Step], limit_bytes: int | None) -> dict[str, str]:
+    """By subject, what is to be known when a step begins. steps: all of the model's. limit_bytes: the budget."""
+    waiting = [s for known in steps if isinstance(known, WholeStep) for s in known.runner.waiting if s.saved]
+    if not waiting:
+        return {}
+    count, peak_bytes = len(waiting) + 1, step.plan.peak_bytes + sum(state.saved_bytes for state in waiting)
+    news = {}
+    if limit_bytes is not None and peak_bytes > limit_bytes:
+        news["budget"] = (
+            f"the plan is for one: they may hold {format_bytes(peak_bytes)}, over the budget of "
+            f"{format_bytes(limit_bytes)}. Say in_flight={count}, or call backward after each forward"
+        )
+    if step.key.autocast.enabled and step.key.autocast.cache_enabled:
+        news["casts"] = (
+            "in one context of autocast eager shares casts of parameters between them, which a plan does not: the last "
+            "bits of gradients may differ. Say cache_enabled=False to torch.autocast, and nobody shares any"
+        )
+    return {subject: f"{count} forwards wait for their backward at once, and {text}" for subject, text in news.items()}
+
+
+class SharedBackward:
+    """Notices backward passes that go through several forwards, or through parameters beside the planned forward.
+
+    Autograd adds up, one by one, what all uses of a parameter give, and adds that to the gradient that is there. A plan
+    adds up what the uses in its own forward give, and hands that over.
+    """
+
+    def __init__(self) -> None:
+        self._number, self._held = -1, False
+
+    def news(self, step: WholeStep, held: Sequence[nn.Parameter]) -> Mapping[str, str]:
+        """By subject, what is to be known when the backward of a step begins.
+
+        held: parameters with gradients of an earlier backward.
+        """
+        before, self._number = self._number, private.backward_in_progress()
+        surfaces, summed = step.runner.program.grads == "surface", step.capture.traced.summed
+        news = {}
+        if self._number != before:
+            self._held = surfaces and bool(held)
+            if self._held and any(private.also_arrives_otherwise(p) for p in held):
+                news["order beside"] = f"through parameters beside it, and {_ORDER}"
+            if surfaces and any(private.also_arrives_otherwise(step.runner.store[name]) for name in summed):
+                news["sums beside"] = f"through parameters beside it, and {_sums(summed)}"
+        else:
+            if self._held:
+                news["order"] = f"others, and {_ORDER}"
+            if summed:
+                news["sums"] = f"others, and {_sums(summed)}, or call backward for each"
+        return {subject: f"one backward goes through a planned forward and {text}" for subject, text in news.items()}
+
+
+_ORDER = (
+    'adds to gradients that are there already in another order than eager does: last bits may differ. Say grads="edges"'
+)
+
+
+def _sums(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return (
+        f"adds up the gradients of {names[0]}{more}, which forward uses more than once, in another order than eager "
+        "does: last bits may differ. Put all of it into one plan with loss_fn="
+    )

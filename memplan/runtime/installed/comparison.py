@@ -1,0 +1,68 @@
+"""The first step that was planned in full, as it really ran, against its prediction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from memplan.costs.measure import doubt
+from memplan.logs import log
+from memplan.runtime.program.step import WholeStep
+from memplan.runtime.watch.observe import Observer
+from memplan.units import format_bytes
+
+_SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by so much: costs are wrong
+
+
+class Comparison:
+    """Has a step watched when it runs, and says in one line of the log how that compares.
+
+    done: takes the bytes that were measured, and how much that is beyond the prediction (0.01 is 1%). It is not called
+    where an optimizer that steps in backward, or an engine's hook, holds what no plan knows of.
+    """
+
+    def __init__(self, model: nn.Module, step: WholeStep, done: Callable[[int, float], None]) -> None:
+        self._model, self._step, self._done = model, step, done
+        hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
+        self._comparable = not hooks and step.runner.store.updates is None
+        self._absent_bytes = 0  # of gradients that are not there when the step begins
+        runner = step.runner
+        is_host = runner.store.transfers.is_host
+        self._observer = runner.watch = Observer(runner.device, self._held, self._compare, is_host)
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the step held beyond what was there before it; None before it is over."""
+        return self._observer.grown_bytes
+
+    def _held(self) -> list[Any]:
+        parameters = list(self._model.parameters())
+        self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
+        gradients, constants = [p.grad for p in parameters], list(self._step.capture.traced.constants.values())
+        return [parameters, gradients, list(self._model.buffers()), constants]
+
+    def _compare(self, grown_bytes: int, time_s: float) -> None:
+        if not self._comparable:
+            return
+        plan = self._step.plan
+        on_cuda = self._step.runner.device.type == "cuda"
+        predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes
+        measured_bytes = plan.problem.resident_bytes + grown_bytes
+        if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
+            measured_bytes -= self._absent_bytes
+        log.info(
+            "the step peaks at %s%s, predicted %s; it takes %.3g s, predicted %.3g s",
+            format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
+            time_s, plan.time_s,
+        )  # fmt: skip
+        costs_say_s = plan.problem.costs.source == "measured" and plan.time_s
+        if costs_say_s > _SLOW * time_s and costs_say_s > time_s + _MUCH_S:
+            doubt(self._step.capture.traced)
+            log.warning(
+                "the step takes %.3g s, predicted %.3g s: the machine was busy when ops were timed, and the plan may "
+                "recompute the wrong ones. The next plan times them again; 'python -m memplan clear-costs' forgets all",
+                time_s, plan.time_s,
+            )  # fmt: skip
+        self._done(measured_bytes, measured_bytes / predicted_bytes - 1)

@@ -1,0 +1,447 @@
+"""Run a step on the sample to see what it holds and what reaches its units, and leave no trace of it.
+
+In a rehearsal every unit runs at the least memory: as its program, or recomputed as a whole. Arguments and results of
+the latter go through marks, which tell when backward enters and leaves the unit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import set_checkpoint_early_stop
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, own_generators
+from memplan.capture.attributes.kept_memory import has_memory
+from memplan.capture.ops.layout import storage_key, strided_parts
+from memplan.capture.probe import DataFollowed, Forward, NotedReads, UnitCall, exchanged, nothing_saved
+from memplan.capture.trace.call import Call, CallReader, OutputTemplate
+from memplan.capture.trace.edges import Edge, Edges
+from memplan.capture.trace.raw_trace import Answer
+from memplan.capture.trace.trace import differentiated_outputs, shared_objects
+from memplan.runtime.parts.forward_writes import WritesUndone
+from memplan.runtime.parts.measures import Event, StepMeasure, step_measure
+from memplan.runtime.parts.part_runners import UnitObserver, UnitStep, recomputed
+from memplan.runtime.program.decisions import OtherBranch
+from memplan.runtime.program.execute import TangentLayout
+from memplan.runtime.watch.meter import LeavesOut, LiveMeter
+
+
+class EditedArguments(Exception):
+    """Forward writes to arguments of these modules after they have run, so they can't run again in backward."""
+
+    def __init__(self, modules: set[nn.Module]) -> None:
+        super().__init__(f"{len(modules)} modules")
+        self.modules = modules
+
+
+@dataclass(eq=False)
+class Visit:
+    """One call of a unit in a rehearsal. occurrence: which of its calls in this forward.
+
+    tangents: by output, the gradients that arrived. uses: by argument, how many ops in here read it, where they are
+    several. twice: two arguments are one tensor. edited: a result is written to later in forward.
+    """
+
+    module: nn.Module
+    occurrence: int
+    call: UnitCall
+    tangents: dict[int, TangentLayout] = field(default_factory=dict)
+    uses: dict[int, int] = field(default_factory=dict)
+    twice: bool = False
+    edited: bool = False
+    seen: list[tuple[bool, torch.Tensor, int]] = field(default_factory=list)  # (is a result, it, its version then)
+    arguments: dict[int, Edge] = field(default_factory=dict)
+    mark: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """One call of a block: the visits first to end - 1 are in it; what is held before and after it."""
+
+    block: nn.Module
+    first: int
+    end: int
+    before_bytes: int
+    after_bytes: int
+
+
+@contextlib.contextmanager
+def nothing_kept(
+    model: nn.Module, call: Call, takes_gradients: bool = False, written: Sequence[torch.Tensor] | None = None
+) -> Iterator[WritesUndone]:
+    """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
+
+    Hooks of parameters do not run. What autocast has cast of parameters is cast anew in here, and afterwards: a step
+    that shared those of another would add gradients in another order. takes_gradients: those of parameters are let go
+    of as they come, as where a hook takes them. written: what forward writes to, as an earlier run has told; None: ops
+    are watched, which takes time.
+    """
+    writes = WritesUndone(model, call, written or ())
+    leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
+    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
+    stand_ins = {b: b.detach().clone() for b in dict.fromkeys(model.buffers())}  # the buffers are not touched at all
+    devices = sorted({t.device for t in leaves if t.device.type == "cuda"}, key=str)
+    # Such a hook may well be an optimizer's step.
+    tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
+    hooks = [(table, dict(table)) for table in tables]
+    taken: list[Any] = []
+    python_state, numpy_state = random.getstate(), np.random.get_state()
+    generators = [(g, g.get_state()) for g in own_generators(model)]
+    torch.clear_autocast_cache()
+    try:
+        for leaf in leaves:
+            leaf.grad = None
+        for home, before in homes:
+            home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
+        for table, _ in hooks:
+            table.clear()
+        if takes_gradients:
+            for parameter in model.parameters():
+                if parameter.requires_grad:
+                    taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
+        watching: contextlib.AbstractContextManager[object] = writes if written is None else contextlib.nullcontext()
+        with torch.random.fork_rng(devices=devices), AttributesKept(model), watching:
+            yield writes
+    finally:
+        torch.clear_autocast_cache()
+        writes.undo()
+        for hook in taken:
+            hook.remove()
+        for table, held in hooks:
+            table.update(held)
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        for generator, state in generators:
+            generator.set_state(state)
+        for home, before in homes:
+            home.clear()
+            home.update(before)
+        for leaf, gradient in gradients:
+            leaf.grad = gradient
+
+
+def _let_go(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+@dataclass(frozen=True, slots=True)
+class OneForward:
+    """What one run of forward tells.
+
+    answers: what it read from tensors. left: what it left in the model. caches: of that, what depends on shapes and on
+    buffers that no data reach, not on parameters, inputs or random numbers, so that any first run leaves the same.
+    """
+
+    answers: list[Answer]
+    left: LeftBehind
+    caches: LeftBehind
+
+
+def one_forward(
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    around: contextlib.AbstractContextManager[object] | None = None,
+) -> OneForward:
+    """Run forward once on a call, inside of a context. Nothing of it stays.
+
+    Raises ForwardFails from what it raises.
+    """
+    with nothing_kept(model, call), nothing_saved(), AttributesKept(model) as attributes:
+        data = DataFollowed([*model.parameters(), *call.tensors])
+        standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
+        with around or contextlib.nullcontext(), data, NotedReads() as reads:
+            try:
+                run(*call.variadic, **call.arguments)
+            except Exception as error:
+                raise ForwardFails(error) from error
+        left = attributes.left()
+        caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
+        return OneForward(reads.answers, left, LeftBehind([], []) if data.was_read else caches)
+
+
+class ForwardFails(Exception):
+    """The model's own forward raises this error on this call."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def errors_of_forward() -> Iterator[None]:
+    """Lets through what the model's own forward raises, as it is."""
+    try:
+        yield
+    except ForwardFails as failure:
+        raise failure.error from None
+
+
+class Rehearsal(UnitObserver):
+    """One step with real data.
+
+    events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        call: Call,
+        metered: bool = True,
+        leaves_out: LeavesOut | None = None,
+        takes_gradients: bool = False,
+    ) -> None:
+        """metered: bytes are counted, which slows the step down. leaves_out: storages that do not count.
+        takes_gradients: those of parameters are let go of as they come."""
+        self.events: list[Event] = []
+        self.visits: list[Visit] = []
+        self.passages: list[Passage] = []
+        self._metered = metered
+        self.last_bytes = self.left_bytes = 0
+        self._model, self._original, self._call = model, forward, call
+        self._takes_gradients = takes_gradients
+        self._meter = LiveMeter(leaves_out)
+
+    @property
+    def measure(self) -> StepMeasure:
+        """What the step held, by unit."""
+        return step_measure(self.events, len(self.visits), self.last_bytes, self.left_bytes)
+
+    def run(self, ways: Mapping[nn.Module, Sequence[UnitStep | None]], blocks: Collection[nn.Module] = ()) -> None:
+        """Run forward and backward.
+
+        ways: how each call of a unit runs: as a program, or (None) recomputed as a whole. blocks: modules with units in
+        them that are looked at as well.
+        Raises UnsupportedModel where no output is differentiable.
+        """
+        forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
+        forwards |= {m: self._passed(m, m.forward) for m in blocks}
+        args, kwargs = self._call.variadic, self._call.arguments
+        with nothing_kept(self._model, self._call, self._takes_gradients), torch.enable_grad():
+            self._meter.register(resident_tensors(self._model, self._call))
+            with self._meter if self._metered else contextlib.nullcontext():
+                # A rerun that stopped early would not tell what a forward leaves.
+                with exchanged(forwards), set_checkpoint_early_stop(False):
+                    output = self._original(*args, **kwargs)
+                starts = starts_of(self._model, output)
+                del output
+                self._look_for_edits()
+                self._look_at_edges(Edges(starts))
+                self.begin(-1, "turn")
+                _run_backward(starts)
+            self.last_bytes, self.left_bytes = self._meter.reset_peak(), self._meter.live_bytes
+        del starts
+
+    # -- units ------------------------------------------------------------------------------------------------------
+
+    def begin(self, index: int, phase: str) -> None:
+        self._note(index, phase, True)
+
+    def end(self, index: int, phase: str) -> None:
+        self._note(index, phase, False)
+
+    def _note(self, index: int, phase: str, begins: bool) -> None:
+        if not self._metered:
+            _wait_for_device(self._model)  # or its seconds would be those of launches
+        peak_bytes = self._meter.reset_peak()
+        self.events.append(Event(index, phase, begins, self._meter.live_bytes, peak_bytes, time.perf_counter()))
+
+    def _followed(self, module: nn.Module, original: Forward, ways: Sequence[UnitStep | None]) -> Forward:
+        reader = CallReader(original)
+        count = 0
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            if not torch.is_grad_enabled():
+                return original(*args, **kwargs)
+            index, way = len(self.visits), ways[count] if count < len(ways) else None
+            call = reader.read(args, kwargs)
+            visit = Visit(module, count, UnitCall.of(call))
+            count += 1
+            self.visits.append(visit)
+            self.begin(index, "forward")
+            serves = way is not None and way.key.mismatch(call) is None
+            if way is not None and serves:
+                way.runner.watcher, way.runner.index = self, index
+                try:
+                    output = way.run(call)
+                except OtherBranch:
+                    serves = False
+            if not serves:
+                output = self._marked(index, visit, original, call)
+            del call
+            self.end(index, "forward")
+            return output
+
+        return forward
+
+    def _passed(self, block: nn.Module, original: Forward) -> Forward:
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            first, before_bytes = len(self.visits), self._meter.live_bytes
+            output = original(*args, **kwargs)
+            self.passages.append(Passage(block, first, len(self.visits), before_bytes, self._meter.live_bytes))
+            return output
+
+        return forward
+
+    def _marked(self, index: int, visit: Visit, original: Forward, call: Call) -> Any:
+        tensors = list(call.tensors)
+        wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+        if wanted:
+            edges = {i: get_gradient_edge(tensors[i]) for i in wanted}
+            visit.arguments = {i: (edge.node, edge.output_nr) for i, edge in edges.items()}
+            through = _Mark.apply(self, index, *(tensors[i] for i in wanted))  # type: ignore[no-untyped-call]
+            visit.mark = through[0].grad_fn
+            for i, tensor in zip(wanted, through, strict=True):
+                tensors[i] = tensor
+        args, kwargs = call.with_tensors(tensors)
+        visit.seen = [(False, t.detach(), t._version) for t in tensors]
+        del tensors
+        output = recomputed(visit.module, original, index, args, kwargs, self)
+        template = OutputTemplate(output, shared_objects(visit.module))
+        results = [self._tapped(index, visit, i, t) for i, t in enumerate(template.tensors)]
+        visit.seen += [(True, t.detach(), t._version) for t in results]
+        return template.fill(results)
+
+    def _tapped(self, index: int, visit: Visit, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        tap = tensor.view_as(tensor)  # gradients of readers outside of the unit meet here, and no others
+
+        def arrived(gradient: torch.Tensor) -> None:
+            if not visit.tangents:
+                self.begin(index, "backward")
+            visit.tangents[position] = TangentLayout.of(str(position), gradient)
+
+        tap.register_hook(arrived)
+        return tap
+
+    def _look_for_edits(self) -> None:
+        edited = set()
+        for visit in self.visits:
+            changed = {is_result for is_result, tensor, version in visit.seen if tensor._version != version}
+            visit.edited, visit.seen = True in changed, []
+            if False in changed:
+                edited.add(visit.module)
+        if edited:
+            raise EditedArguments(edited)
+
+    def _look_at_edges(self, edges: Edges) -> None:
+        for visit in self.visits:
+            visit.twice = len(set(visit.arguments.values())) < len(visit.arguments)
+            for number, position in enumerate(visit.arguments):
+                count = len(edges.into(visit.mark, number))
+                if count > 1:
+                    visit.uses[position] = count
+            visit.arguments, visit.mark = {}, None
+
+
+class _Mark(torch.autograd.Function):
+    """Hands its arguments on, and tells when their gradients have all come back."""
+
+    @staticmethod
+    def forward(ctx: Any, observer: UnitObserver, index: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.observer, ctx.index = observer, index
+        ctx.set_materialize_grads(False)
+        return tuple(t.view_as(t) for t in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.observer.end(ctx.index, "backward")
+        return (None, None, *gradients)
+
+
+def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The outputs from which backward is taken to start. Raises UnsupportedModel where there is none."""
+    template = OutputTemplate(output, shared_objects(model))
+    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
+    return [template.tensors[i] for i in chosen]
+
+
+def _run_backward(starts: Sequence[torch.Tensor]) -> None:
+    """Backward as a training loop calls it: after the context of autocast, which drops its casts when it ends."""
+    torch.clear_autocast_cache()
+    with torch.autocast(starts[0].device.type, enabled=False):
+        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+
+
+def timed_step(model: nn.Module, call: Call, run: Callable[[], Any], written: Sequence[torch.Tensor]) -> float:
+    """Seconds of one step, forward and backward. written: what forward writes to, beside buffers."""
+    with nothing_kept(model, call, written=written), torch.enable_grad():
+        _wait_for_device(model)
+        start = time.perf_counter()
+        starts = starts_of(model, run())
+        _run_backward(starts)
+        _wait_for_device(model)
+        return time.perf_counter() - start
+
+
+def _wait_for_device(model: nn.Module) -> None:
+    for device in {p.device for p in model.parameters() if p.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """What is there before a step: parameters (this rank's part of those that are sharded), buffers and inputs."""
+    tensors = [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
+    return [part for tensor in tensors for part in strided_parts(tensor)]
+
+
+def measured_peak(
+    model: nn.Module,
+    call: Call,
+    run: Callable[[], Any],
+    leaves_out: LeavesOut | None = None,
+    takes_gradients: bool = False,
+) -> int:
+    """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch on CUDA only.
+
+    leaves_out: storages that do not count. takes_gradients: those of parameters are let go of as they come. Two steps
+    are run, because the first may leave something in Python attributes that the second still holds, and libraries on
+    the device.
+    """
+    meter = LiveMeter(leaves_out)
+    allocated_bytes = 0
+    with nothing_kept(model, call, takes_gradients), torch.enable_grad():
+        meter.register(resident_tensors(model, call))
+        resident_bytes = meter.live_bytes
+        for _ in range(2):
+            for leaf in (*model.parameters(), *call.tensors):
+                leaf.grad = None
+            with _allocations(model) as grown, meter:
+                starts = starts_of(model, run())
+                _run_backward(starts)
+            del starts
+            allocated_bytes = resident_bytes + grown[0]
+    return max(meter.peak_bytes, allocated_bytes)
+
+
+@contextlib.contextmanager
+def _allocations(model: nn.Module) -> Iterator[list[int]]:
+    """The most by which what PyTorch's allocator has on a CUDA device grows for as long; 0 on a CPU."""
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    grown = [0]
+    if device is None:
+        yield grown
+        return
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    yield grown
+    torch.cuda.synchronize(device)
+    grown[0] = torch.cuda.max_memory_allocated(device) - before

@@ -1,0 +1,70 @@
+"""A first run of a program, in which every result is compared with what the trace says of it.
+
+Measuring an op's cost makes the same comparison; programs of which no op was run here get it then. A fake kernel that
+is wrong about strides would otherwise lead to other kernels further on, and so to other bits.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan.capture.ops.layout import strides_that_matter
+from memplan.capture.ops.real_results import Facts, OtherResults, call_of, can_be_noted, facts_of
+from memplan.errors import UnsupportedModel
+
+TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
+
+
+def run_checked(program: fx.GraphModule, arguments: list[Any]) -> Any:
+    """Run a boxed program op by op.
+
+    Raises OtherResults where a result is another than was traced, UnsupportedModel where it could not be traced.
+    """
+    return _Checked(program).boxed_run(arguments)
+
+
+class _Checked(fx.Interpreter):
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if TRACED in n.meta:
+            traced = n.meta[TRACED]
+            expected = _looks(facts_of(traced.meta["val"]), traced)
+            found = [look if known else None for look, known in zip(_looks(facts_of(result), traced), expected)]
+            if found != expected:
+                message = (
+                    f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
+                    "PyTorch's fake kernel for it is wrong, and the plan is too"
+                )
+                if not can_be_noted(facts_of(traced.meta["val"]), facts_of(result)):
+                    raise UnsupportedModel(message)
+                error = OtherResults(
+                    f"{message}. Plan again; what it gives is noted", {call_of(traced): facts_of(result)}
+                )
+                error.note()
+                raise error
+        return result if n.users or n.op == "output" else None  # the interpreter would hold it to the end
+
+
+def _looks(facts: Facts, traced: fx.Node) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None]:
+    """What of each result may tell an op further on which kernel to run: strides of dimensions of one element do too,
+    so they count where any op reads the result."""
+    return [
+        None
+        if t is None
+        else (t.dtype, t.shape, t.stride if _is_read(traced, place) else strides_that_matter(t.shape, t.stride))
+        for place, t in enumerate(facts)
+    ]
+
+
+def _is_read(node: fx.Node, place: int) -> bool:
+    """Whether an op of the trace reads this one of the node's results."""
+    if isinstance(node.meta["val"], torch.Tensor):
+        return any(user.op != "output" for user in node.users)
+    return any(
+        user.op != "output" for one in node.users if one.target is operator.getitem and one.args[1] == place
+        for user in one.users
+    )  # fmt: skip

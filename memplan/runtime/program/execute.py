@@ -1,0 +1,540 @@
+"""Run a program under autograd: one Function for the whole step, with nothing kept outside its context.
+
+Parameters are not inputs of the Function: an empty anchor tensor connects it to autograd, and each gradient is handed
+over in the middle of backward, as soon as it is final. (Under grads="edges" they are inputs, and their gradients are
+what backward returns, so that `torch.autograd.grad` finds them.) Saved tensors live in a list that backward takes
+away, so the version checks that autograd would make on them are made here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx, nn
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.real_results import OtherResults
+from memplan.capture.trace.raw_trace import Autocast
+from memplan.errors import PlanMismatch
+from memplan.runtime.host.transfers import Transfers
+from memplan.runtime.host.updates import UpdatesInBackward
+from memplan.runtime.program.check import run_checked
+from memplan.runtime.program.decisions import OtherBranch
+from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.lower import Program
+from memplan.runtime.program.outputs import Outputs, Returned
+from memplan.runtime.program.rng import held_rng, restore_held_rng
+from memplan.runtime.watch.observe import Observer
+
+
+class OtherTangents(PlanMismatch):
+    """Backward starts from other outputs, with gradients of another layout, or under another autocast than it was
+    captured for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """Buffers (by name) that forward writes to. matters: forward's results depend on such a write.
+
+    for_good: it also writes to what can't be put back: inputs, constants, buffers that it exchanges.
+    """
+
+    buffers: tuple[str, ...] = ()
+    for_good: bool = False
+    matters: bool = False
+
+
+class ParameterStore:
+    """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
+
+    transfers: the model's copies to and from host memory. updates: the optimizer in its backward, where there is one.
+    gathers: of sharded parameters, where somebody has sharded them.
+    """
+
+    def __init__(
+        self, model: nn.Module, names: Iterable[str], device: torch.device, gathers: Gathers | None = None
+    ) -> None:
+        self.transfers = Transfers(device)
+        self.updates: UpdatesInBackward | None = None
+        self.gathers = gathers
+        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            home = module._parameters if leaf in module._parameters else module._buffers
+            self._homes[name] = (home, leaf)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        home, leaf = self._homes[name]
+        return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def get(self, name: str, default: torch.Tensor) -> torch.Tensor | None:
+        """The one called `name`; `default` where the store has none of that name."""
+        return self[name] if name in self._homes else default
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        home, leaf = self._homes[name]
+        home[leaf] = tensor
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether that is a parameter that is empty between uses."""
+        parameter = self[name]
+        return (
+            self.gathers is not None
+            and isinstance(parameter, nn.Parameter)
+            and self.gathers.shards.shard(parameter) is not None
+        )
+
+    def begin(self) -> None:
+        """A planned forward or backward begins."""
+        if self.gathers is not None:
+            self.gathers.shards.begin()
+
+    def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """Put gradients into `.grad` through autograd, in this order, so that every kind of hook fires."""
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
+        if not pairs:
+            return
+        # Autograd skips what was frozen since forward, too, and runs last what it saw first.
+        names, gradients = zip(*reversed(pairs), strict=True)
+        with self._accepting(names):
+            self._hand_over(names, gradients)
+
+    def _accepting(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+        """Parameters have the shapes of their gradients for as long."""
+        if self.gathers is None:
+            return contextlib.nullcontext()
+        parameters = [p for p in map(self.__getitem__, names) if isinstance(p, nn.Parameter)]
+        return self.gathers.shards.accepting(parameters)
+
+    def _hand_over(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        with torch.enable_grad():
+            # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
+            leaves = [
+                _same_gradient(self[name]) if 1 in gradient.shape else self[name].view_as(self[name])
+                for name, gradient in zip(names, gradients, strict=True)
+            ]
+        private.run_backward(leaves, gradients)
+
+
+class _SameGradient(torch.autograd.Function):
+    """Hands a gradient on with its strides; a view's backward would tidy up those of dimensions of size 1."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
+
+
+def _same_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class TangentLayout:
+    """What backward was captured for: the gradient that arrives for one output."""
+
+    output: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(output: str, tangent: torch.Tensor) -> TangentLayout:
+        return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
+
+    @staticmethod
+    def all_of(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
+        """By position of the output, for those that backward starts from. names: of all outputs."""
+        return {
+            index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
+            for index, output in enumerate(traced.outputs)
+            if output.tangent is not None
+        }
+
+
+class _Watched(NamedTuple):
+    """A tensor that backward reads, as it was when forward ended. storage, offset: where its contents lie."""
+
+    what: str
+    tensor: torch.Tensor
+    version: int
+    storage: Any  # None for a sharded parameter, which comes and goes
+    offset: int
+
+    @staticmethod
+    def of(what: str, tensor: torch.Tensor) -> _Watched:
+        return _Watched(what, tensor, tensor._version, private.known_storage(tensor), int(tensor.storage_offset()))
+
+    @staticmethod
+    def named(name: str, store: ParameterStore) -> _Watched:
+        """A parameter or buffer."""
+        tensor = store[name]
+        watched = _Watched.of(name, tensor)
+        return watched._replace(storage=None) if store.is_sharded(name) else watched
+
+    def is_same(self, store: ParameterStore) -> bool:
+        """Whether the tensor is the one that it was, with the contents that it had."""
+        return store.get(self.what, self.tensor) is self.tensor and self._is_untouched()
+
+    def _is_untouched(self) -> bool:
+        tensor = self.tensor
+        return tensor._version == self.version and (self.storage is None or self._is_in_place())
+
+    def _is_in_place(self) -> bool:
+        return storage_key(self.tensor) == self.storage.cdata and self.tensor.storage_offset() == self.offset
+
+    def check(self) -> None:
+        if not self._is_untouched():
+            raise RuntimeError(
+                f"{self.what}, which backward needs, has been modified by an inplace operation between forward and "
+                f"backward: it is at version {self.tensor._version}, expected version {self.version}"
+            )
+
+
+@dataclass(eq=False)
+class InFlight:
+    """One forward that waits for its backward.
+
+    watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
+    surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
+    autocast: under which backward runs; None is none. decided: what forward has branched on. returned: what it has
+    returned, where that matters.
+    """
+
+    saved: list[Any]
+    watched: list[_Watched]
+    parameters: list[_Watched]
+    start: _Start
+    decided: list[torch.Tensor] = field(default_factory=list)
+    surfaced: set[str] = field(default_factory=set)
+    surfacing: bool = False
+    autocast: Autocast | None = None
+    returned: Returned | None = None
+
+    @property
+    def saved_bytes(self) -> int:
+        """What it holds for backward, beside its inputs and outputs; 0 once that has begun."""
+        held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
+        return sum(held.values()) - sum(held.get(storage_key(watched.tensor), 0) for watched in self.watched)
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """Where a forward began. buffers: copies of those that it writes to, where they are kept.
+
+    read: everything that forward reads and does not write to, as it was when it ended.
+    """
+
+    inputs: tuple[torch.Tensor, ...]
+    generator: Any
+    buffers: dict[str, torch.Tensor]
+    read: list[_Watched] = field(default_factory=list)
+
+
+Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
+Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
+
+
+class Runner:
+    """A program with the model whose parameters it reads."""
+
+    def __init__(
+        self,
+        program: Program,
+        store: ParameterStore,
+        trainable: tuple[str, ...],
+        backwards: tuple[tuple[dict[int, TangentLayout], fx.GraphModule], ...],
+        outputs: Outputs,
+        device: torch.device,
+        draws: bool,
+        written: Written,
+        autocast: Autocast | None = None,
+        decisions: tuple[int, ...] = (),
+    ) -> None:
+        """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
+        which backward was captured; None is none. decisions: outputs that tell which branches forward takes.
+
+        trainable: the parameters that are inputs of the Function, under grads="edges".
+        """
+        self.program = program
+        self.store = store
+        self.trainable = trainable
+        self.rescue: Rescue | None = None
+        self.before_backward: Callable[[], None] | None = None
+        self.watch: Observer | None = None
+        self.unchecked: set[fx.GraphModule] = set()
+        self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
+        self.keeps_buffers = False
+        self.written = written
+        self.device, self._draws = device, draws
+        self.anchor = torch.empty(0, requires_grad=True, device=device)
+        self.autocasts = {autocast}  # under which backward has these ops
+        self._backwards = backwards
+        of_backward = (named for _, backward in backwards for named in backward.named_buffers())
+        self._constants = {name: tensor for name, tensor in of_backward if not tensor.is_meta}
+        self._layouts = backwards[0][0]
+        self._outputs = outputs
+        self._decisions = decisions
+
+    def check_first_runs(self) -> None:
+        """Have every result compared with the trace's when the programs first run, for no op was run here before."""
+        self.unchecked = {self.program.forward, *(program for _, program in self._backwards)}
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of one planned forward, connected to autograd."""
+        parameters = [self.store[name] for name in self.trainable]
+        outputs = _Step.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+        if self._outputs.inner or self._outputs.shared:
+            node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
+            node.state.returned = self._outputs.returned(outputs)
+        for i, position in self.program.input_outputs.items():
+            given = inputs[position]
+            same = given if given.requires_grad == self._outputs.requires_grad[i] else given.detach()
+            outputs = (*outputs[:i], same, *outputs[i + 1 :])
+        return tuple(outputs)
+
+    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        self.store.begin()
+        self.store.transfers.keep(self.store[name] for name in self.program.staying)
+        program, start = self.program, self._start(inputs)
+        try:
+            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
+                results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
+        except BaseException as error:
+            self.store.transfers.settle()
+            if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
+                self._go_back(start)
+            raise
+        self.store.transfers.forward_reads_done()
+        outputs = results[: program.output_count]
+        saved = results[program.output_count :]
+        # A view among the outputs must not look like one, or the caller could not edit it in place.
+        outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
+        watched = [_Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
+        # Detached, for an output that holds itself through its graph would outlive its last user.
+        watched += [
+            _Watched.of(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs
+        ]
+        watched += [_Watched.of(f"constant {name}", tensor) for name, tensor in self._constants.items()]
+        read = [] if start is None else [name for name in self.store if name not in self.written.buffers]
+        named = {name: _Watched.named(name, self.store) for name in {*program.backward_state, *read}}
+        if start is not None:
+            start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
+            start.read.extend(named[name] for name in read)
+        state = [named[name] for name in program.backward_state]
+        waiting = InFlight(saved, watched, state, start, [outputs[i] for i in self._decisions])
+        self.waiting.add(waiting)
+        return outputs, waiting
+
+    def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
+        run = self._backward_for(tangents, state.autocast)
+        if state.returned is not None:
+            self._outputs.check(state.returned, tangents)
+        self.store.begin()
+        self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
+        arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
+        state.saved.clear()
+        updating = self.store.updates and self.store.updates.around_backward(tangents.values())
+        try:
+            with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
+                results = self._run(run, arguments)
+        except BaseException:
+            self.store.transfers.settle()
+            raise
+        self.store.transfers.all_reads_done()
+        return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
+
+    def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]
+        if pairs:
+            state.surfacing = True
+            self.store.surface(*zip(*pairs, strict=True))
+            state.surfacing = False
+            state.surfaced.update(names)
+
+    # -- running a forward again ------------------------------------------------------------------------------------
+
+    def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
+        kept: dict[str, torch.Tensor] = {}
+        if self.program.forward in self.unchecked or self._decisions:
+            kept = {n: _apart(self.store[n]) for n in self.written.buffers}
+        elif self.keeps_buffers:
+            kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
+        return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
+
+    def _go_back(self, start: _Start) -> None:
+        """Put the generator and the buffers to where they were when a forward began."""
+        if start.generator is not None:
+            restore_held_rng(self.device, start.generator)
+        for name, tensor in start.buffers.items():
+            self.store[name].data.copy_(tensor)
+
+    def repeats(self, state: InFlight) -> bool:
+        """Whether the forward of `state` can run once more with the same results."""
+        if state.surfacing or self.written.for_good or (self.written.matters and not state.start.buffers):
+            return False
+        return all(watched.is_same(self.store) for watched in state.start.read)
+
+    def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        """Run the forward of `state`, which another program ran, and its backward.
+
+        Buffers and the generator are left as they are; gradients that were handed over are not handed over again.
+        """
+        present = _Start((), held_rng(self.device), {n: self.store[n].detach().clone() for n in self.written.buffers})
+        self._go_back(state.start)
+        try:
+            again = self.forward(state.start.inputs)[1]
+        finally:
+            self._go_back(present)
+        again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
+        return self.backward(again, tangents)
+
+    def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:
+        """The backward program for gradients of this layout, under this autocast."""
+        if autocast not in self.autocasts:
+            there = "outside of" if autocast is None else "under"
+            raise OtherTangents(
+                f"backward runs {there} autocast, unlike what was planned; its ops round otherwise there. Call "
+                "backward after the context of autocast has ended, as PyTorch recommends"
+            )
+        for index in tangents.keys() - self._layouts.keys():
+            raise OtherTangents(
+                f"backward reached output {self._outputs.names[index]}, but the plan starts backward from "
+                f"{', '.join(x.output for x in self._layouts.values())} alone. Put the whole loss inside with loss_fn="
+            )
+        for index in self._layouts.keys() - tangents.keys():
+            raise OtherTangents(
+                f"backward did not reach output {self._layouts[index].output}, but the plan starts backward from it. "
+                "Put the loss inside with loss_fn="
+            )
+        layouts = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
+        for expected, program in self._backwards:
+            if layouts == expected:
+                return program
+        index = next(i for i in layouts if layouts[i] != self._layouts[i])
+        raise OtherTangents(
+            f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
+            f"{layouts[index].dtype}, but was planned with strides {self._layouts[index].stride} and "
+            f"{self._layouts[index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
+        )
+
+    def takes(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> bool:
+        """Whether backward was made for gradients of this layout, under this autocast."""
+        try:
+            self._backward_for(tangents, autocast)
+        except OtherTangents:
+            return False
+        return True
+
+    def check_unchanged(self, state: InFlight) -> None:
+        """Raise as autograd does where something that backward reads has been written to since forward."""
+        for watched in state.parameters:
+            if self.store[watched.what] is not watched.tensor:
+                raise RuntimeError(
+                    f"memplan: {watched.what} is another tensor than it was in forward; run forward again, and "
+                    "keep the parameters with which it ran until backward is over (torch.func.functional_call does not)"
+                )
+        for watched in (*state.watched, *state.parameters):
+            watched.check()
+
+    @property
+    def requires_grad(self) -> tuple[bool, ...]:
+        return self._outputs.requires_grad
+
+    def _watched(
+        self, phase: Callable[[Observer], contextlib.AbstractContextManager[None]]
+    ) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
+
+    def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
+        """Run one of the two programs; its first run is checked where no op of it was run before."""
+        with private.without_function_modes():
+            if program not in self.unchecked:
+                return program.forward(arguments)
+            self.unchecked.discard(program)
+            return run_checked(program, arguments)
+
+    def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """The captured ops are already cast; autocast must not cast them again."""
+        if torch.is_autocast_enabled(self.device.type):
+            return torch.autocast(self.device.type, enabled=False)
+        return contextlib.nullcontext()
+
+
+class _Step(torch.autograd.Function):
+    """One planned training step: forward and backward programs behind one autograd node."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, runner: Runner, input_count: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        outputs, state = runner.forward(tensors[:input_count])
+        ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
+        # An output that is an input itself would otherwise come back detached from it.
+        ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        runner, state = ctx.runner, ctx.state
+        if torch.is_grad_enabled() or private.backward_keeps_graph():
+            raise RuntimeError(
+                "memplan: a planned step frees what it saved as backward goes, so retain_graph=True, create_graph=True "
+                "and double backward are not supported. Add losses up and call backward once, or call "
+                "memplan.remove(model) to train without a plan"
+            )
+        if state is None:
+            raise RuntimeError(
+                "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
+                "Add losses up and call backward once, or run the forward again"
+            )
+        if runner.program.grads == "surface" and not private.engine_reaches(ctx.next_functions[0][0]):
+            raise RuntimeError(
+                "memplan: torch.autograd.grad and backward(inputs=...) are not supported by a planned step that puts "
+                'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
+            )
+        runner.check_unchanged(state)
+        if runner.before_backward is not None:
+            runner.before_backward()
+        ctx.state, state.autocast = None, Autocast.of_backward(runner.device.type)
+        gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
+        wanted = (*range(ctx.input_count), *runner.trainable)
+        return (None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def _apart(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy that takes no memory of the device, which the plan does not count."""
+    memory = bytearray(max(1, tensor.nbytes))
+    with private.outside_of_tracing():
+        flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
+        return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
+
+
+def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+    """Those of the runner, or of another one where this one can't give them and somebody knows better."""
+    tangents = dict(sorted(tangents.items()))
+    try:
+        return runner.backward(state, tangents)
+    except Exception as error:
+        mends = private.is_out_of_memory(error) or isinstance(error, (OtherTangents, OtherResults))
+        if runner.rescue is None or not mends:
+            raise
+        problem = error.with_traceback(None)  # or its frames would keep tensors alive
+    return runner.rescue(state, tangents, problem)

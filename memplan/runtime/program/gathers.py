@@ -1,0 +1,103 @@
+"""Gathers of sharded parameters: what a program calls where its plan says so.
+
+One `Session` serves one forward and its backward. Several may be under way at once; a parameter is freed when the last
+of them lets go of it. A session that nobody holds any more, because its step was given up, lets go of everything.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.shards import Handle, Shards
+
+
+class Gathers:
+    """The gathered parameters of one planned model. users: sessions that hold each, by its id."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+        self.users: Counter[int] = Counter()
+
+    def begin(self, parameter: nn.Parameter) -> Handle:
+        """Begin to gather a parameter for one more user."""
+        self.users[id(parameter)] += 1
+        return self.shards.gather(parameter)
+
+    def end(self, parameter: nn.Parameter) -> None:
+        """One user has done with it."""
+        self.users[id(parameter)] -= 1
+        if not self.users[id(parameter)]:
+            del self.users[id(parameter)]
+            self.shards.release(parameter)
+
+
+class Session:
+    """The gathered parameters of one forward and its backward."""
+
+    __slots__ = ("__weakref__", "_find", "_gathers", "_held")
+
+    def __init__(self, gathers: Gathers, find: Callable[[str], torch.Tensor]) -> None:
+        self._gathers, self._find = gathers, find
+        self._held: dict[str, tuple[nn.Parameter, Handle]] = {}
+        weakref.finalize(self, _give_up, gathers, self._held).atexit = False
+
+    def gather(self, name: str) -> str:
+        """Begin to gather a parameter. Gives what `wait` takes."""
+        parameter = self._find(name)
+        assert isinstance(parameter, nn.Parameter)
+        assert name not in self._held, f"{name} is gathered twice"
+        self._held[name] = parameter, self._gathers.begin(parameter)
+        return name
+
+    def wait(self, name: str) -> torch.Tensor:
+        """The whole parameter."""
+        parameter, handle = self._held[name]
+        handle.wait()
+        shard = self._gathers.shards.shard(parameter)
+        if shard is None or parameter.shape != shard.shape:
+            raise RuntimeError(
+                f"memplan: {name} has shape {tuple(parameter.shape)} after it was gathered. Somebody else frees it, or "
+                "changed its shape"
+            )
+        return parameter.detach()
+
+    def release(self, name: str) -> None:
+        """Let go of a parameter."""
+        self._gathers.end(self._held.pop(name)[0])
+
+
+def _give_up(gathers: Gathers, held: dict[str, tuple[nn.Parameter, Handle]]) -> None:
+    for parameter, handle in held.values():
+        handle.wait()
+        gathers.end(parameter)
+    held.clear()
+
+
+def open_gathers(store: Any) -> Session:
+    """The gathers of one forward and its backward."""
+    return Session(store.gathers, store.__getitem__)
+
+
+@private.with_function_modes
+def gather(session: Session, name: str) -> str:
+    """Begin to gather the parameter called `name`."""
+    return session.gather(name)
+
+
+@private.with_function_modes
+def gathered(session: Session, ticket: str) -> torch.Tensor:
+    """Let what follows wait for a gather; gives the whole parameter."""
+    return session.wait(ticket)
+
+
+@private.with_function_modes
+def release(session: Session, name: str) -> None:
+    """Free a gathered parameter, which nothing reads from here on."""
+    session.release(name)

@@ -1,0 +1,133 @@
+"""What a planned forward returns, and what its caller may do with that before backward.
+
+Outputs are results of one autograd node, which knows nothing of how they are connected within the plan. Of an output
+from which others derive, autograd sees only the gradient that is handed in from outside; and where two lie in the same
+memory, a differentiable edit of one does not become part of the other's history. Both are noticed in backward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.trace.tensor_hooks import only_waits
+
+_NEVER = -1  # the number of no backward pass
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """The tensors that a planned forward returns.
+
+    inner: those from which others derive, and whether one that backward starts from does. shared: groups that are
+    differentiable and lie in the same memory.
+    """
+
+    names: tuple[str, ...]
+    requires_grad: tuple[bool, ...]
+    inner: Mapping[int, bool]
+    shared: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(traced: Traced) -> Outputs:
+        by_value: dict[int, list[int]] = {}
+        for index, output in enumerate(traced.outputs):
+            if output.requires_grad:
+                by_value.setdefault(output.value, []).append(index)
+        return Outputs(
+            names=tuple(traced.template.names[i] or "output" for i in range(len(traced.outputs))),
+            requires_grad=tuple(o.requires_grad for o in traced.outputs),
+            inner=traced.inner,
+            shared=tuple(tuple(group) for group in by_value.values() if len(group) > 1),
+        )
+
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Returned:
+        """These tensors as they are returned, for a look at them in backward."""
+        looked_at = [_NEVER]
+        return Returned(
+            {i: _Onlookers(self.names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None},
+            [_Shared([self.names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared],
+        )
+
+    def check(self, returned: Returned, reached: Collection[int]) -> None:
+        """Raise RuntimeError where gradients that arrive for some outputs do not say all that eager's would."""
+        for index, onlookers in returned.onlookers.items():
+            if self.inner.get(index):
+                onlookers.check()
+        for shared in returned.shared:
+            shared.check(reached)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The outputs of one forward. Keeps none alive but in its memory, which the plan holds until backward ends."""
+
+    onlookers: Mapping[int, _Onlookers]
+    shared: Sequence[_Shared]
+
+
+class _Onlookers:
+    """Whoever asks for the gradient of an output.
+
+    looked_at: the backward pass of which one of all outputs of a forward has seen that it runs the planned one.
+    """
+
+    def __init__(self, name: str, output: torch.Tensor, looked_at: list[int]) -> None:
+        self._name, self._output, self._looked_at = name, weakref.ref(output), looked_at
+        self._hooks = output.register_hook(self._begin).hooks_dict_ref
+
+    def _begin(self, gradient: torch.Tensor | None) -> None:
+        """Called before all others, who would not know what to do with a gradient that is none."""
+        if self._looked_at[0] != private.backward_in_progress():
+            output = self._output()
+            node = None if output is None else output.grad_fn
+            if node is not None and not any(private.engine_reaches(n) for n, _ in node.next_functions if n):
+                raise self._refusal("torch.autograd.grad")
+            self._looked_at[0] = private.backward_in_progress()
+        if gradient is None:
+            self.check()
+
+    def check(self) -> None:
+        """Raise RuntimeError where there are any."""
+        output, hooks = self._output(), self._hooks() or {}
+        if output is not None and output.retains_grad:
+            raise self._refusal("retain_grad()")
+        if len(hooks) > 1 and not all(only_waits(hook) for hook in hooks.values()):
+            raise self._refusal("a hook")
+
+    def _refusal(self, who: str) -> RuntimeError:
+        return RuntimeError(
+            f"memplan: {who} asks for the gradient of output {self._name}, from which the model computes other outputs "
+            "inside of the plan, so autograd sees only the part that comes from outside. Compute those outside of the "
+            "model, or call memplan.remove(model) to train without a plan"
+        )
+
+
+class _Shared:
+    """Outputs in the same memory, which have one version."""
+
+    def __init__(self, names: Sequence[str], outputs: Mapping[int, torch.Tensor]) -> None:
+        first = next(iter(outputs.values()))
+        self._names, self._memory, self._version = names, first.detach(), first._version
+        self._outputs = {i: weakref.ref(output) for i, output in outputs.items()}
+        self._node = id(first.grad_fn)  # which lives until its backward is over
+
+    def check(self, reached: Collection[int]) -> None:
+        """Raise RuntimeError where an edit of one may have to do with the gradient of another."""
+        wanted = self._outputs.keys() & reached
+        if self._memory._version == self._version or not wanted:
+            return
+        outputs = {i: ref() for i, ref in self._outputs.items()}
+        # Of one that is gone nobody can say.
+        edited = {i for i, output in outputs.items() if output is None or id(output.grad_fn) != self._node}
+        if len(edited) > 1 or (edited and wanted != edited):
+            raise RuntimeError(
+                f"memplan: one of the outputs {', '.join(self._names)}, which share memory, has been modified by an "
+                "inplace operation between forward and backward, so what others of them hold depends on it, which a "
+                "planned step can't follow. Use an operation that is not in place, or return a copy (.clone())"
+            )

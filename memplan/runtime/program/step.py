@@ -1,0 +1,182 @@
+"""A planned training step of a whole model, ready to run: its key, its programs and the model that they read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import nn
+
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.capture import Capture
+from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
+from memplan.capture.trace.call import Call
+from memplan.runtime.program.collectives import GRADIENT, Collectives
+from memplan.runtime.program.execute import ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.lower import Program
+from memplan.runtime.program.outputs import Outputs
+
+_UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
+
+
+class Step(Protocol):
+    """What serves one kind of call of a model."""
+
+    @property
+    def plan(self) -> Any: ...
+    @property
+    def provisional(self) -> bool: ...
+    @property
+    def collectives(self) -> Collectives: ...
+    def mismatch(self, call: Call) -> str | None: ...
+    def settle(self, model: nn.Module) -> None: ...
+    def run(self, call: Call) -> Any: ...
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> Step: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WholeStep:
+    """One plan of a model for one kind of call.
+
+    plan: a `memplan.Plan`. programs: it lowered, and where there is a second one, for gradients of another layout.
+    provisional: found in a hurry, to be planned in full when such a call comes again. collectives: of all programs.
+    """
+
+    plan: Any
+    capture: Capture
+    programs: tuple[Program, ...]
+    key: StepKey
+    runner: Runner
+    collectives: Collectives
+    provisional: bool = False
+
+    @staticmethod
+    def of(
+        model: nn.Module,
+        capture: Capture,
+        programs: tuple[Program, ...],
+        plan: Any,
+        provisional: bool = False,
+        gathers: Gathers | None = None,
+    ) -> WholeStep:
+        """The step for the model that was captured. The batch that it was captured with is let go."""
+        capture = dataclasses.replace(capture, call=capture.call.without_tensors())
+        runner = _runner(model, capture, programs, gathers)
+        if plan.problem.costs.source == "estimated":
+            runner.check_first_runs()
+        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
+        collectives = Collectives.of(event for of_program in events for event in of_program)
+        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
+
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
+        """The same for a copy of the model, which has this forward of its own."""
+        capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
+        runner = _runner(model, capture, self.programs)
+        runner.unchecked = set(self.runner.unchecked)
+        return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.collectives, self.provisional)
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.key.mismatch(call)
+
+    def settle(self, model: nn.Module) -> None:
+        """Leave on the model what its first eager forward would."""
+        self.capture.settle(model)
+
+    def run(self, call: Call) -> Any:
+        """What the model's forward would return."""
+        traced = self.capture.traced
+        attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
+        for table, key in attributes:  # eager lets go of what they hold at some time in forward
+            if key in table:
+                table[key] = None
+        outputs = self.runner(call.tensors)
+        for name, index in traced.reassigned.items():
+            self.runner.store[name] = outputs[index]
+        for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs), strict=True):
+            table[key] = value
+        return traced.template.fill(outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class EagerStep:
+    """Calls that run unplanned, because they can't be captured and fit the budget as they are."""
+
+    forward: Callable[..., Any]
+    arguments: ArgumentsKey
+    modes: ModesKey
+    plan: None = None
+    provisional: bool = False
+    collectives: Collectives = _UNPLANNED
+
+    @staticmethod
+    def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
+        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type))
+
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
+        """The same for a copy of the model, which has this forward of its own."""
+        return EagerStep(forward, self.arguments, self.modes.rebound(model))
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.arguments.mismatch(call) or self.modes.mismatch()
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the model's forward returns."""
+        return self.forward(*call.variadic, **call.arguments)
+
+
+def _runner(
+    model: nn.Module, capture: Capture, programs: tuple[Program, ...], gathers: Gathers | None = None
+) -> Runner:
+    traced = capture.traced
+    variants = [v for v in (traced, capture.expanded) if v is not None]
+    trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
+    names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
+    outputs = Outputs.of(traced)
+    return Runner(
+        program=programs[0],
+        store=ParameterStore(model, names, traced.device, gathers),
+        trainable=trainable if programs[0].grads == "edges" else (),
+        backwards=tuple((TangentLayout.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
+        outputs=outputs,
+        device=traced.device,
+        draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
+        written=_written(traced),
+        autocast=capture.backward,
+        decisions=tuple(decision.output for decision in traced.decisions),
+    )
+
+
+def _written(traced: Traced) -> Written:
+    """What forward writes to of that which is there before it."""
+    graph, names = traced.graph, list[str]()
+    for_good, versions = bool(traced.reassigned), set[int]()
+    successors: dict[int | None, list[int]] = {}
+    for index, value in enumerate(graph.values):
+        successors.setdefault(value.reuses, []).append(index)
+    for index, value in enumerate(graph.values):
+        if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
+            sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
+            for_good |= any(s.kind in ("input", "constant") for s in sources)
+            names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
+            versions |= later
+    readers = [
+        op
+        for op in graph.ops[: graph.boundary]
+        if versions & set(op.inputs) and not versions & {*op.outputs, *(effect.new for effect in op.effects)}
+    ]
+    return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
+
+
+def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
+    """A value and those that later take over its memory. successors: the values that take over that of each at once."""
+    yield value
+    for later in successors.get(value, ()):
+        yield from _versions(successors, later)

@@ -1,0 +1,405 @@
+"""Ranks that train one model together agree before each planned step: all of them run the same collectives, or none.
+
+A collective that one rank enters and another does not hangs, and gradients that reach hooks in another order on one
+rank may be reduced with the wrong partner, which nobody notices. So each rank says in sixteen bytes, over gloo on the
+CPU, what it is about to run. Where all have a step, and the signatures are equal, that is all. Where some have none,
+all of them take part in a round of planning: who asks for the same plan gets that of the lowest such rank, the others
+plan for themselves at the same time. What goes wrong on one rank is raised on all of them. Where the signatures differ
+and ranks have further steps for their calls, they tell each other of those, and run one that all have.
+
+Each exchange is waited for as long as the group's own timeout says: a rank may well be planning, or evaluating. A rank
+that has died is noticed at once. What a rank that plans waits for elsewhere (a collective in the model's forward, a
+gather) is given up after a short while, for no other rank may ever come; that then is an error on all of them.
+
+Where steps gather parameters, all ranks have to run one schedule. Those whose batches differ in size tell each other
+what sizes they have, in such a round, and one of them plans for the largest. Later a rank may have several steps for
+one call, made for one batch or another on other ranks: it runs that which all ranks have, or there is such a round.
+
+What one rank does alone, in the middle of a step, others can't know of: it runs out of memory and plans again, or
+backward starts from other outputs than planned. Then the other plan must have the signature that was agreed on, and
+run no collective of its own, which would run twice; or that rank raises, and says so to the others when they next ask.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from memplan import errors
+from memplan import torch_private as private
+from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
+from memplan.runtime.program.step import Step
+
+_T = TypeVar("_T")
+
+# Of planning: others answer in the agreement alone, so whoever waits for them elsewhere waits in vain.
+_LONGEST_WAIT_S = 20
+
+
+class Shared(NamedTuple):
+    """Plans of one round. own: that which this rank asked for. others: of other kinds, by the rank that made each."""
+
+    own: bytes
+    others: list[bytes]
+
+
+class Share(Protocol):
+    """Gives plans, as bytes. Ranks that ask for the same kind of plan get the one that the rank with the lowest budget
+    makes (0 is one that is not known), the lowest such rank where several have it.
+
+    exact: where it is equal on all of them, `make` gets no figures; else those of all of them, in any order. figures:
+    what this rank has to tell, which JSON can hold.
+    """
+
+    def __call__(
+        self,
+        kind: str,
+        budget_bytes: int,
+        make: Callable[[list[Any]], bytes],
+        exact: str = "",
+        figures: Callable[[], Any] = ...,
+    ) -> Shared: ...
+
+
+class _State(enum.IntEnum):
+    """What a rank has to say: it has a step, it needs a plan, it only looks on, something went wrong."""
+
+    READY = 1
+    PLANS = 2
+    IDLE = 3
+    FAILED = 4
+
+
+class _Word(NamedTuple):
+    """What a rank says before a step, sixteen bytes of it: its state and the digest of its collectives."""
+
+    state: _State
+    digest: bytes = bytes(8)
+
+    def pack(self) -> bytes:
+        return bytes([self.state]) + bytes(7) + self.digest
+
+    @staticmethod
+    def unpack(data: bytes) -> _Word:
+        return _Word(_State(data[0]), data[8:])
+
+
+class Ranks:
+    """Bytes exchanged between the ranks of a group, over a gloo group that is made for it. All ranks must make it."""
+
+    def __init__(self, group: torch.distributed.ProcessGroup) -> None:
+        """Raises ValueError where this process is not one of the group."""
+        members = torch.distributed.get_process_group_ranks(group)
+        own = torch.distributed.get_rank()
+        if own not in members:
+            raise ValueError(f"rank {own} is not in the group= that it was given, which has ranks {members}")
+        self.names = sorted(members)  # the ranks as the whole job numbers them
+        self.rank = self.names.index(own)
+        # Only its members have to make it, and no collective of theirs can get between its messages.
+        self._group = torch.distributed.new_group(
+            members, timeout=private.timeout_of(group), backend="gloo", use_local_synchronization=True
+        )
+        self._word = torch.empty(16, dtype=torch.uint8)
+        self._words = [torch.empty(16, dtype=torch.uint8) for _ in members]
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing that this rank does meanwhile, but for messages to the others, waits long for another. Raises
+        MemplanError where something would."""
+        try:
+            with private.waits_end_within(_LONGEST_WAIT_S, but=self._group):
+                yield
+        except RuntimeError as error:
+            if not private.is_timeout(error):
+                raise
+            raise MemplanError(
+                f"while it planned, this rank waited for other ranks, which know nothing of that, {_LONGEST_WAIT_S} s "
+                f"at most. Leave what communicates out of forward, or plan such a call on all ranks: {error}"
+            ) from error
+
+    def words(self, word: bytes) -> list[bytes]:
+        """Sixteen bytes of each rank. Raises MemplanError where a rank does not answer."""
+        self._word.numpy()[:] = memoryview(word)
+        try:
+            torch.distributed.all_gather(self._words, self._word, group=self._group)
+        except RuntimeError as error:
+            raise MemplanError(
+                "a rank of the group did not answer before a planned step. Either it has died, or it has not called "
+                f"the planned model as often as this one, which every rank has to do: {error}"
+            ) from error
+        return [word.numpy().tobytes() for word in self._words]
+
+    def messages(self, message: Any) -> list[Any]:
+        """What each rank has to say: anything that JSON can hold."""
+        data = json.dumps(message).encode()
+        sizes = [int.from_bytes(w, "little") for w in self.words(len(data).to_bytes(16, "little"))]
+        padded = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)
+        told = [torch.empty_like(padded) for _ in sizes]
+        torch.distributed.all_gather(told, padded, group=self._group)
+        return [json.loads(t.numpy().tobytes()[:size]) for t, size in zip(told, sizes, strict=True)]
+
+    def broadcast(self, data: bytes, size_bytes: int, source: int) -> bytes:
+        """The bytes of one rank, for all of them. data: what that rank has."""
+        buffer = torch.frombuffer(bytearray(data.ljust(size_bytes)), dtype=torch.uint8)
+        torch.distributed.broadcast(buffer, self.names[source], group=self._group)
+        return buffer.numpy().tobytes()
+
+
+class Agreement:
+    """What the ranks of a group agree on before each step of one model.
+
+    one_schedule: all ranks run the same schedule, and so all of them take part in planning.
+    """
+
+    def __init__(self, ranks: Ranks, one_schedule: bool = False) -> None:
+        self._ranks, self._one_schedule = ranks, one_schedule
+        self._broken: Exception | None = None  # what went wrong on this rank alone
+
+    @staticmethod
+    def of(group: torch.distributed.ProcessGroup, one_schedule: bool = False) -> Agreement:
+        """An agreement between the ranks of a group. All of them must make it."""
+        return Agreement(Ranks(group), one_schedule)
+
+    def step(
+        self,
+        look: Callable[[], Step | None],
+        plan: Callable[[Share], Step] | None,
+        others: Callable[[], Sequence[Step]] = tuple,
+    ) -> Step | None:
+        """The step that this rank runs next.
+
+        look: gives the step that is at hand, if there is one. plan: makes one; None where this rank only looks on while
+        others plan, and has no step to run. others: further steps at hand, which serve as well.
+        Raises what they raise, on every rank, and PlanMismatch where the steps have other collectives.
+        """
+        step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
+        planned = False
+        while True:
+            words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
+            states = {word.state for word in words}
+            if _State.FAILED in states:
+                raise self._failure(problem)
+            if _State.PLANS not in states:
+                if _are_equal(words):
+                    return step
+                found, step = self._one_that_all_have(step, others)
+                if found:
+                    return step
+                if planned or not self._one_schedule:
+                    raise self._mismatch(words, step)
+            planning, planned = _Planning(self._ranks), True
+            if plan is not None and (step is None or self._one_schedule):
+                step, problem = self._attempt(functools.partial(plan, planning.share))
+                problem = None if isinstance(problem, _LeaderFailed) else problem
+            planning.finish()
+
+    def together(self, run: Callable[[], _T]) -> _T:
+        """What `run` gives, where nothing went wrong in it on any rank; else what went wrong is raised on all.
+
+        It may run collectives; before the first, and wherever a rank may have been busy by itself, it is to `meet`.
+        """
+        result, problem = self._attempt(run)
+        if isinstance(problem, _Told):
+            raise problem.error
+        words = self._ranks.words(_word(None, problem, idle=True).pack())
+        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+            raise self._failure(problem)
+        return result  # type: ignore[return-value]
+
+    def meet(self) -> None:
+        """Within `together`: go on once all ranks are here. Where `run` ended with an error on one of them, it ends."""
+        words = self._ranks.words(_word(None, None, idle=True).pack())
+        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+            raise _Told(self._failure(None))
+
+    def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+        """What `run` gives, or the error that it ends with, which it does where it waits for other ranks in vain."""
+
+        def alone() -> _T:
+            with self._ranks.alone():
+                return run()
+
+        return _attempt(alone)
+
+    def keep(self, before: Step, after: Step) -> None:
+        """Check a step that takes the place of the one that was agreed on, on this rank alone.
+
+        Raises PlanMismatch, here and at the next step of every rank, where others would notice.
+        """
+        if not before.collectives.only_gradients:
+            reason = "the step has run collectives already, which would run again on this rank alone"
+        elif before.collectives.digest != after.collectives.digest:
+            difference = _first_difference(before.collectives.events, after.collectives.events)
+            reason = f"the plan that takes its place runs other collectives: {difference}"
+        else:
+            return
+        self._broken = PlanMismatch(
+            f"a step that the ranks of the group had agreed on can't go on with another plan: {reason}. Lower the "
+            "budget where memory ran out; where backward starts from other outputs than planned, put the loss inside "
+            "with loss_fn="
+        )
+        raise self._broken
+
+    def _one_that_all_have(self, step: Step | None, others: Callable[[], Sequence[Step]]) -> tuple[bool, Step | None]:
+        """Whether each rank has a step with the same collectives as one of every other, and this rank's."""
+        own: dict[str, Step] = {}
+        for one in () if step is None else (step, *others()):
+            own.setdefault(one.collectives.digest.hex(), one)
+        first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
+        common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
+        return (False, step) if common is None else (True, own.get(common))
+
+    def _mismatch(self, words: Sequence[_Word], step: Step | None) -> PlanMismatch:
+        """What to raise on every rank where steps have other collectives."""
+        told = self._ranks.messages(None if step is None else list(step.collectives.events))
+        names = self._ranks.names
+        kinds: dict[bytes, list[int]] = {}
+        for rank, word in enumerate(words):
+            if word.state == _State.READY:
+                kinds.setdefault(word.digest, []).append(rank)
+        first, *others = kinds.values()
+        lines = [
+            f"{_named(names, first)} and {_named(names, other)}: {_first_difference(told[first[0]], told[other[0]])}"
+            for other in others
+        ]
+        return PlanMismatch(
+            "the ranks of the group would run other collectives in this step, or in another order. "
+            f"{'; '.join(lines)}. All ranks must train the same model, with the same parameters frozen, from the "
+            "same outputs"
+        )
+
+    def _failure(self, problem: Exception | None) -> Exception:
+        """What to raise where something went wrong on some rank: on that rank the error itself."""
+        told = self._ranks.messages(None if problem is None else _described(problem))
+        if problem is not None:
+            return problem
+        rank = next(r for r, message in enumerate(told) if message is not None)
+        return _error_of(self._ranks.names[rank], told[rank])
+
+
+class _Planning:
+    """One round of planning, in which every rank of the group takes part, whether it plans or not."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._shared = False
+
+    def share(
+        self,
+        kind: str,
+        budget_bytes: int,
+        make: Callable[[list[Any]], bytes],
+        exact: str = "",
+        figures: Callable[[], Any] = lambda: None,
+    ) -> Shared:
+        """The plan of the rank that makes it for those that ask for such a plan. At most one for each round."""
+        assert not self._shared, "a step has one plan"
+        requests = self._ask(kind, budget_bytes, exact)
+        alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
+        leader = min(alike, key=lambda rank: (not requests[rank][1], requests[rank][1], rank))
+        uneven = len({requests[rank][2] for rank in alike}) > 1
+        own, problem = _attempt(figures) if uneven else (None, None)
+        told = self._tell(requests, own)
+        plan: bytes | None = b""
+        if leader == self._ranks.rank and problem is None and not (uneven and any(told[r] is None for r in alike)):
+            plan, problem = _attempt(functools.partial(make, [told[rank] for rank in alike] if uneven else []))
+        plans = self._hand_over(plan or b"")
+        if problem is not None:
+            raise problem
+        if not plans[leader]:
+            raise _LeaderFailed
+        return Shared(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
+
+    def finish(self) -> None:
+        """Take part in what is left of the round."""
+        if not self._shared:
+            self._tell(self._ask(None, 0, ""), None)
+            self._hand_over(b"")
+
+    def _ask(self, kind: str | None, budget_bytes: int, exact: str) -> list[Any]:
+        """What each rank asks for."""
+        self._shared = True
+        return self._ranks.messages([kind, budget_bytes, exact])
+
+    def _tell(self, requests: Sequence[Any], own: Any) -> list[Any]:
+        """The figures of each rank, where some of those that ask for one plan have other ones."""
+        kinds = {kind for kind, *_ in requests if kind is not None}
+        uneven = any(len({exact for other, _, exact in requests if other == kind}) > 1 for kind in kinds)
+        return self._ranks.messages(own) if uneven else []
+
+    def _hand_over(self, plan: bytes) -> dict[int | None, bytes]:
+        """The plans that were made, by rank."""
+        sizes = self._ranks.messages(len(plan))
+        return {
+            rank: self._ranks.broadcast(plan if rank == self._ranks.rank else b"", size, rank) if size else b""
+            for rank, size in enumerate(sizes)
+        }
+
+
+class _LeaderFailed(Exception):
+    """The rank that was to plan could not; it says why itself."""
+
+
+class _Told(Exception):
+    """What went wrong on another rank is known here."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+def _are_equal(words: Sequence[_Word]) -> bool:
+    """Whether all ranks that have a step run the same collectives."""
+    return len({word.digest for word in words if word.state == _State.READY}) <= 1
+
+
+def _word(step: Step | None, problem: Exception | None, idle: bool) -> _Word:
+    if problem is not None:
+        return _Word(_State.FAILED)
+    if step is not None:
+        return _Word(_State.READY, step.collectives.digest)
+    return _Word(_State.IDLE if idle else _State.PLANS)
+
+
+def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
+    """What `run` gives, or the error that it ends with."""
+    try:
+        return run(), None
+    except Exception as error:
+        return None, error
+
+
+def _described(problem: Exception) -> dict[str, Any]:
+    return {"kind": type(problem).__name__, "text": str(problem), "floor_bytes": getattr(problem, "floor_bytes", None)}
+
+
+def _error_of(rank: int, description: dict[str, Any]) -> Exception:
+    """An error of another rank, to be raised on this one: of the same kind where it is one of memplan's."""
+    kind = getattr(errors, description["kind"], None)
+    text = f"on rank {rank} of the group: {description['text']}"
+    if kind is BudgetInfeasible:
+        return BudgetInfeasible(text, description["floor_bytes"])
+    if kind in (UnsupportedModel, PlanMismatch):
+        return kind(text)  # type: ignore[no-any-return]
+    return MemplanError(f"on rank {rank} of the group: {description['kind']}: {description['text']}")
+
+
+def _named(names: Sequence[int], ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0, 1, 2"."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(names[rank]) for rank in ranks)}"
+
+
+def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
+    """Where two lists of events part, in words."""
+    for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+        if a != b:
+            return f"number {index + 1} of them is {a} on the one and {b} on the other"
+    longer = mine if len(mine) > len(theirs) else theirs
+    at = min(len(mine), len(theirs))
+    return f"there are {len(mine)} on the one and {len(theirs)} on the other; only one has {longer[at]}"

@@ -1,0 +1,1 @@
+"""What a step really held and took. Enters: a step that runs. Leaves: bytes and seconds. Start with `meter`."""

@@ -1,0 +1,65 @@
+"""What a step holds while it runs: bytes of every storage that an op returns, until the storage is freed."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memplan.capture.ops.layout import allocated_bytes
+from memplan.torch_private import TorchDispatchMode, run_in_mode
+
+LeavesOut = Callable[[torch.UntypedStorage], bool]
+
+
+class LiveMeter(TorchDispatchMode):
+    """Counts the bytes of storages from the op that returns them until they are freed.
+
+    A storage counts once, however many tensors look at it. What lives before the step (parameters, buffers, inputs) is
+    handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is seen. Kernel scratch and
+    tensors that are made without the dispatcher (a saved generator state) are not.
+
+    live_bytes: held now. peak_bytes: the most held since the meter was made, or since `reset_peak`. leaves_out: says
+    of a storage that it does not count.
+    """
+
+    def __init__(self, leaves_out: LeavesOut | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._leaves_out = leaves_out
+        self._sizes_bytes: dict[int, int] = {}
+        self.live_bytes = 0
+        self.peak_bytes = 0
+
+    def register(self, tensors: Any) -> None:
+        """Count tensors (in any nesting of containers) that exist already."""
+        for tensor in pytree.tree_leaves(tensors):
+            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
+                self._see(tensor.untyped_storage())
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def reset_peak(self) -> int:
+        """Start a new peak at what is held now; gives the old one."""
+        peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
+        return peak_bytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = run_in_mode(func, args, kwargs)
+        self.register(out)
+        return out
+
+    def _see(self, storage: torch.UntypedStorage) -> None:
+        if self._leaves_out is not None and self._leaves_out(storage):
+            return
+        key, size_bytes = storage._cdata, allocated_bytes(storage.nbytes(), storage.device)
+        known_bytes = self._sizes_bytes.get(key)
+        if known_bytes is None:
+            # The Python object lives exactly as long as the storage, whoever holds that.
+            weakref.finalize(storage, self._freed, key).atexit = False
+        self._sizes_bytes[key] = size_bytes
+        self.live_bytes += size_bytes - (known_bytes or 0)
+
+    def _freed(self, key: int) -> None:
+        self.live_bytes -= self._sizes_bytes.pop(key)

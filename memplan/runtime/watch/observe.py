@@ -1,0 +1,95 @@
+"""The first steps of a plan as they really run: what they held and took, to be compared with what was predicted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from memplan.runtime.watch.meter import LiveMeter
+
+Done = Callable[[int, float], None]
+
+
+class Observer:
+    """Watches the first step for its peak and the second for its seconds, then tells `done` and is finished.
+
+    Seconds of the first step would tell of warming up. On CUDA the device's peak counter is set back once.
+    held: gives the tensors that are there before a step and that it reads, in any nesting of containers.
+    leaves_out: says of a storage that it is host memory.
+    done: takes bytes beyond what was held when the step began, kernel scratch counted on CUDA only, and seconds.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        held: Callable[[], object],
+        done: Done,
+        leaves_out: Callable[[torch.UntypedStorage], bool],
+    ) -> None:
+        self.finished = False
+        self._device, self._held, self._done = device, held, done
+        self._meter = LiveMeter(leaves_out) if device.type == "cpu" else None
+        self._before_bytes = self._grown_bytes = 0
+        self._begun = False
+        self._time_s = 0.0
+        self._steps = 0
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the first step held beyond what was held when it began; None before it is over."""
+        return self._grown_bytes if self._steps else None
+
+    @contextlib.contextmanager
+    def forward(self, inputs: object) -> Iterator[None]:
+        """Around the forward pass of a step that reads these inputs."""
+        self._time_s = 0.0
+        if not self._steps:
+            self._start(inputs)
+        with self._half():
+            yield
+
+    def _start(self, inputs: object) -> None:
+        if self._begun:  # further forwards before the first backward: they grow, and so do their inputs
+            if self._meter is not None:
+                self._meter.register(inputs)
+            return
+        self._begun = True
+        if self._meter is not None:
+            self._meter.register([inputs, self._held()])
+            self._before_bytes = self._meter.live_bytes
+        elif self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before_bytes = torch.cuda.memory_allocated(self._device)
+
+    @contextlib.contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around its backward pass."""
+        with self._half():
+            yield
+        if not self._steps:
+            self._grown_bytes = self._peak_bytes() - self._before_bytes
+            self._meter = None
+        else:
+            self.finished = True
+            self._done(self._grown_bytes, self._time_s)
+        self._steps += 1
+
+    @contextlib.contextmanager
+    def _half(self) -> Iterator[None]:
+        start = self._now()
+        with self._meter or contextlib.nullcontext():
+            yield
+        self._time_s += self._now() - start
+
+    def _now(self) -> float:
+        if self._device.type == "cuda" and self._steps:
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _peak_bytes(self) -> int:
+        if self._meter is not None:
+            return self._meter.peak_bytes
+        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0

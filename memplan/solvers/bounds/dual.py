@@ -1,0 +1,234 @@
+"""Multipliers of a programme of moments: each set of them is a lower bound, a line in the budget.
+
+The primal-dual hybrid gradient method (Chambolle and Pock, doi:10.1007/s10851-010-0251-1) with diagonal steps (Pock and
+Chambolle, doi:10.1109/ICCV.2011.6126441) and restarts at the average (Applegate et al., arXiv 2106.04756). It need not
+converge: by weak duality any multipliers that are not negative bound the programme from below, with columns between 0
+and `most` each at its cheaper end. So the count of rounds is fixed, and the best multipliers seen are taken. Budgets
+next to one another have multipliers close to one another, so a look may go on from where another one of the same
+programme stopped.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memplan.solvers.bounds.moments import Program
+from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.orders.flat import Floats, Ints
+
+_CHECK = 25  # rounds between two looks at the bound
+_HOPELESS = 1e6  # times what all columns cost: the room can't be kept, and multipliers would grow for ever
+
+
+class Line(NamedTuple):
+    """No schedule within a budget takes less than the baseline and at_zero_s - s_per_byte * budget."""
+
+    at_zero_s: float
+    s_per_byte: float
+
+    def at(self, budget_bytes: int) -> float:
+        return self.at_zero_s - self.s_per_byte * budget_bytes
+
+
+class Look(NamedTuple):
+    """What a look at a programme found, in the programme's own scales, and where the next one may go on.
+
+    rows, prices: the best multipliers of rows and of room. columns: a point near the optimum, which may break rows a
+    little: a guide for schedules, not a bound. last_rows, last_prices: multipliers that go with that point. ratio: of
+    the steps of columns to those of multipliers.
+    """
+
+    rows: Floats
+    prices: Floats
+    columns: Floats
+    last_rows: Floats
+    last_prices: Floats
+    ratio: float
+
+
+def line_of(program: Program, budget_bytes: int, rounds: int) -> Line:
+    """A line under the programme's optimum at every budget, close to it at this one."""
+    return look_at(program, budget_bytes, rounds, None)[0]
+
+
+def look_at(program: Program, budget_bytes: int, rounds: int, before: Look | None) -> tuple[Line, Look]:
+    """`line_of`, from where another look at the programme stopped."""
+    byte_scale = float(max(1, int(program.size_bytes.max())))
+    time_scale = float(program.cost.max())
+    if before is None:
+        rows, columns, prices = (np.zeros(len(x)) for x in (program.left, program.cost, program.fixed_bytes))
+        before = Look(rows, prices, columns, rows, prices, 1.0)
+    if time_scale <= 0.0:
+        return Line(0.0, 0.0), before
+    room = (budget_bytes - program.fixed_bytes) / byte_scale
+    scaled = program._replace(cost=program.cost / time_scale)
+    weight = program.size_bytes / byte_scale
+    look = Look(*_multipliers(scaled, weight, room.astype(np.float64), rounds, before))
+    at_room_free, taken = _bound(scaled, weight, look.rows, look.prices)
+    # What rounding may have added: a few units in the last place of each term.
+    safe = at_room_free - 1e-12 * taken
+    held = float((look.prices * (program.fixed_bytes / byte_scale)).sum())
+    return Line((safe + held) * time_scale, float(look.prices.sum()) / byte_scale * time_scale), look
+
+
+@kernel
+def _reduced(p: Program, weight: Floats, rows: Floats, prices: Floats, out: Floats) -> None:
+    """Cost of each column less what its rows pay for it."""
+    for j in range(len(out)):
+        out[j] = p.cost[j]
+        if p.moment[j] >= 0:
+            out[j] += prices[p.moment[j]] * weight[j]
+    for i in range(len(rows)):
+        out[p.left[i]] -= rows[i]
+        out[p.right[i]] -= rows[i]
+        out[p.needs[i]] += rows[i]
+
+
+@kernel
+def _bound(p: Program, weight: Floats, rows: Floats, prices: Floats) -> tuple[float, float]:
+    """(bound without the prices of room, sum of the terms' sizes)."""
+    reduced = np.empty(len(p.cost))
+    _reduced(p, weight, rows, prices, reduced)
+    total = 0.0
+    size = 0.0
+    for i in range(len(rows)):
+        total += rows[i] * p.least[i]
+        size += rows[i]
+    for j in range(len(reduced)):
+        if reduced[j] < 0.0:
+            total += reduced[j] * p.most[j]
+        size += abs(reduced[j])
+    return total, size
+
+
+@kernel
+def _step_sizes(p: Program, weight: Floats, moments: int) -> tuple[Floats, Floats, Floats]:
+    """Steps of columns, rows and prices: one over what each meets."""
+    step_x = np.full(len(p.cost), 1e-9)
+    step_y = np.zeros(len(p.left))
+    step_l = np.full(moments, 1e-9)
+    for i in range(len(step_y)):
+        for j in (p.left[i], p.right[i], p.needs[i]):
+            if j > 0:
+                step_x[j] += 1.0
+                step_y[i] += 1.0
+    for j in range(len(step_x)):
+        if p.moment[j] >= 0:
+            step_x[j] += weight[j]
+            step_l[p.moment[j]] += weight[j]
+    step_x = 1.0 / step_x
+    step_x[0] = 0.0
+    return step_x, 1.0 / np.maximum(step_y, 1.0), 1.0 / step_l
+
+
+@kernel
+def _ranges(moment: Ints, moments: int) -> tuple[Ints, Ints]:
+    """First column that a moment weighs, and one past the last; they stand together."""
+    start, stop = np.zeros(moments, dtype=np.int64), np.zeros(moments, dtype=np.int64)
+    for j in range(len(moment)):
+        if moment[j] >= 0:
+            if stop[moment[j]] == 0:
+                start[moment[j]] = j
+            stop[moment[j]] = j + 1
+    return start, stop
+
+
+@kernel
+def _weight_of(columns: Floats, weight: Floats) -> float:
+    """The sum of products, in four sums that do not wait for one another."""
+    a = b = c = d = 0.0
+    j = 0
+    while j + 3 < len(columns):
+        a += columns[j] * weight[j]
+        b += columns[j + 1] * weight[j + 1]
+        c += columns[j + 2] * weight[j + 2]
+        d += columns[j + 3] * weight[j + 3]
+        j += 4
+    while j < len(columns):
+        a += columns[j] * weight[j]
+        j += 1
+    return (a + b) + (c + d)
+
+
+@kernel
+def _multipliers(
+    p: Program, weight: Floats, room: Floats, rounds: int, before: Look
+) -> tuple[Floats, Floats, Floats, Floats, Floats, float]:
+    """The fields of a `Look`."""
+    n, m, moments = len(p.cost), len(p.left), len(room)
+    step_x, step_y, step_l = _step_sizes(p, weight, moments)
+    start, stop = _ranges(p.moment, moments)
+    # No index is negative, and unsigned ones need no test for that.
+    left, right, needs = p.left.astype(np.uint64), p.right.astype(np.uint64), p.needs.astype(np.uint64)
+    x, y, prices = before.columns.copy(), before.last_rows.copy(), before.last_prices.copy()
+    sum_x, sum_y, sum_l = np.zeros(n), np.zeros(m), np.zeros(moments)
+    best_y, best_l = before.rows.copy(), before.prices.copy()
+    best = _bound(p, weight, best_y, best_l)[0] - (best_l * room).sum()
+    mean_x, mean_y, mean_l = x.copy(), y.copy(), prices.copy()
+    hopeless = _HOPELESS * max(1.0, (p.cost * p.most).sum())
+    ratio = before.ratio
+    count = 0
+    paid = np.zeros(n)  # what rows and prices pay for each column
+    for i in range(m):
+        paid[left[i]] += y[i]
+        paid[right[i]] += y[i]
+        paid[needs[i]] -= y[i]
+    extra = np.empty(n)
+    start_x, start_y, start_l = x.copy(), y.copy(), prices.copy()
+    length = 2 * _CHECK
+    for r in range(rounds):
+        for k in range(moments):
+            for j in range(start[k], stop[k]):
+                paid[j] -= prices[k] * weight[j]
+        for j in range(n):
+            new = x[j] - ratio * step_x[j] * (p.cost[j] - paid[j])
+            new = new if new > 0.0 else 0.0
+            new = new if new < p.most[j] else p.most[j]
+            extra[j] = 2.0 * new - x[j]
+            x[j] = new
+            sum_x[j] += new
+            paid[j] = 0.0
+        for i in range(m):
+            short = p.least[i] - extra[left[i]] - extra[right[i]] + extra[needs[i]]
+            new = y[i] + step_y[i] / ratio * short
+            new = new if new > 0.0 else 0.0
+            y[i] = new
+            sum_y[i] += new
+            paid[left[i]] += new
+            paid[right[i]] += new
+            paid[needs[i]] -= new
+        for k in range(moments):
+            used = _weight_of(extra[start[k] : stop[k]], weight[start[k] : stop[k]])
+            prices[k] = max(0.0, prices[k] + step_l[k] / ratio * (used - room[k]))
+            sum_l[k] += prices[k]
+        count += 1
+        if (r + 1) % _CHECK == 0:
+            mean_x, mean_y, mean_l = sum_x / count, sum_y / count, sum_l / count
+            now = _bound(p, weight, y, prices)[0] - (prices * room).sum()
+            mean = _bound(p, weight, mean_y, mean_l)[0] - (mean_l * room).sum()
+            if now > best:
+                best = now
+                best_y[:], best_l[:] = y, prices
+            if mean > best:
+                best = mean
+                best_y[:], best_l[:] = mean_y, mean_l
+            if best > hopeless:
+                return best_y, best_l, mean_x, np.zeros(m), np.zeros(moments), 1.0
+            if count >= length:
+                x, y, prices = mean_x.copy(), mean_y.copy(), mean_l.copy()
+                moved_x = np.sqrt(((x - start_x) ** 2).sum())
+                moved_y = np.sqrt(((y - start_y) ** 2).sum() + ((prices - start_l) ** 2).sum())
+                if moved_x > 1e-12 and moved_y > 1e-12:
+                    ratio = np.exp(0.5 * np.log(moved_x / moved_y) + 0.5 * np.log(ratio))
+                start_x, start_y, start_l = x.copy(), y.copy(), prices.copy()
+                sum_x[:], sum_y[:], sum_l[:] = 0.0, 0.0, 0.0
+                paid[:] = 0.0
+                for i in range(m):
+                    paid[left[i]] += y[i]
+                    paid[right[i]] += y[i]
+                    paid[needs[i]] -= y[i]
+                count = 0
+                length += _CHECK
+    return best_y, best_l, mean_x, mean_y, mean_l, ratio

@@ -1,0 +1,223 @@
+"""Which values to save at a given price of memory: a minimum cut, exact for a whole forward pass.
+
+For a price of `lambda` seconds per byte, choose the ops to run again and the values to save so that every value that
+is demanded is saved or its op runs again. A demanded value that is not made again pays `lambda` times its bytes: that
+is a term D_v (1 - r_p), so the whole is a minimum cut (Picard and Ratliff, 1975), however many values an op reads or
+makes. Ops that may wait for the backward pass cost nothing: there they can run for the first time. The alternative is a
+Pareto DP over sets of demanded values: it finds the points between the corners of the convex hull as well, but its
+states explode on graphs with wide skips, and filling reaches those points too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.orders.flat import Flags, Flat, Ints
+
+_TICK_S = 1e-12
+_NEVER = 1 << 58
+
+
+@dataclass(frozen=True, slots=True)
+class SavedSet:
+    """Values kept from the forward pass, and what that costs: bytes, and seconds of recomputing the rest once.
+
+    line_s_per_byte, line_s: no set saves at most b bytes for less than line_s - line_s_per_byte * b seconds.
+    """
+
+    saved: frozenset[int]
+    saved_bytes: int
+    recompute_s: float
+    line_s_per_byte: float
+    line_s: float
+
+
+@kernel
+def _levels(head: Ints, after: Ints, target: Ints, room: Ints, level: Ints, queue: Ints) -> bool:
+    level[:] = -1
+    level[0] = 0
+    queue[0] = 0
+    first, last = 0, 1
+    while first < last:
+        node = queue[first]
+        first += 1
+        edge = head[node]
+        while edge >= 0:
+            if room[edge] > 0 and level[target[edge]] < 0:
+                level[target[edge]] = level[node] + 1
+                queue[last] = target[edge]
+                last += 1
+            edge = after[edge]
+    return bool(level[1] >= 0)
+
+
+@kernel
+def _max_flow(nodes: int, source: Ints, target: Ints, room: Ints) -> tuple[int, Flags]:
+    """Dinic's algorithm from node 0 to node 1. Edge 2k+1 is the reverse of edge 2k. Returns flow and source side."""
+    edges = len(target)
+    head = np.full(nodes, -1, dtype=np.int64)
+    after = np.full(edges, -1, dtype=np.int64)
+    for e in range(edges):
+        after[e] = head[source[e]]
+        head[source[e]] = e
+    level = np.empty(nodes, dtype=np.int64)
+    queue = np.empty(nodes, dtype=np.int64)
+    path = np.empty(nodes + 1, dtype=np.int64)
+    flow = 0
+    while _levels(head, after, target, room, level, queue):
+        cursor = head.copy()
+        depth = 0
+        node = 0
+        while True:
+            if node == 1:
+                push = room[path[0]]
+                for i in range(1, depth):
+                    push = min(push, room[path[i]])
+                flow += push
+                back = depth
+                for i in range(depth - 1, -1, -1):
+                    room[path[i]] -= push
+                    room[path[i] ^ 1] += push
+                    if room[path[i]] == 0:
+                        back = i
+                depth = back
+                node = source[path[depth]]
+                continue
+            edge = cursor[node]
+            while edge >= 0 and not (room[edge] > 0 and level[target[edge]] == level[node] + 1):
+                edge = after[edge]
+            cursor[node] = edge
+            if edge >= 0:
+                path[depth] = edge
+                depth += 1
+                node = target[edge]
+            elif depth > 0:
+                level[node] = -1
+                depth -= 1
+                node = source[path[depth]]
+            else:
+                break
+    return flow, level >= 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Network:
+    """Edges of the cut; the room of an edge is ticks + price * bytes.
+
+    source, target: of edges and their reverses, alternating. values: by edge, -1 where it stands for none.
+    """
+
+    nodes: int
+    source: Ints
+    target: Ints
+    fixed: Ints
+    priced: Ints
+    values: Ints
+
+
+def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
+    a = flat.arrays
+    node_of_op: dict[int, int] = {}
+    node_of_value: dict[int, int] = {}
+    ends: list[tuple[int, int]] = []
+    fixed: list[int] = []
+    priced: list[int] = []
+    values: list[int] = []
+
+    def edge(tail: int, head: int, ticks: int, size_bytes: int = 0, value: int = -1) -> None:
+        ends.append((tail, head))
+        fixed.append(ticks)
+        priced.append(size_bytes)
+        values.append(value)
+
+    stack: list[int] = []
+
+    def demand(v: int) -> int:
+        if v not in node_of_value:
+            node_of_value[v] = 2 + len(node_of_value) + len(node_of_op)
+            stack.append(v)
+        return node_of_value[v]
+
+    for v in sorted(needed):
+        edge(0, demand(v), _NEVER)
+    while stack:
+        v = stack.pop()
+        op = int(a.producer[v])
+        price = 0 if a.overwritten[v] and not twice else int(a.size_bytes[v])
+        ticks = _NEVER if a.overwritten[v] else 0
+        if twice and a.overwritten[v]:
+            ticks = 0 if a.deferrable[op] else int(a.time_s[op] / _TICK_S)
+        if not a.rerunnable[op]:
+            edge(node_of_value[v], 1, ticks, price, v)
+            continue
+        fresh = op not in node_of_op
+        if fresh:
+            node_of_op[op] = 2 + len(node_of_value) + len(node_of_op)
+            edge(node_of_op[op], 1, 0 if a.deferrable[op] else int(a.time_s[op] / _TICK_S))
+        edge(node_of_value[v], node_of_op[op], ticks, price, v)
+        if fresh:
+            for u in flat.reads[op]:
+                if not a.held[u]:
+                    edge(node_of_op[op], demand(u), _NEVER)
+    pairs = np.array(ends, dtype=np.int64).reshape(-1, 2)
+    return _Network(
+        2 + len(node_of_value) + len(node_of_op),
+        pairs.ravel(),
+        pairs[:, ::-1].ravel(),
+        np.array(fixed, dtype=np.int64),
+        np.array(priced, dtype=np.int64),
+        np.array(values, dtype=np.int64),
+    )
+
+
+def saved_sets(flat: Flat, needed: frozenset[int], limit: int, twice: bool = False) -> tuple[SavedSet, ...]:
+    """Corners of the convex hull of (saved bytes, recompute seconds), from all saved to nothing saved.
+
+    needed: forward values that the backward pass reads, held ones left out. limit: minimum cuts to spend. twice: a
+    value that the forward pass overwrites can be saved as well, at the price of running its op once more; as schedules
+    may do so, bounds have to allow for it.
+    """
+    network = _network(flat, needed, twice)
+    total_s = float(flat.arrays.time_s[: flat.arrays.boundary].sum())
+    total_bytes = int(network.priced.sum())
+    if not needed or total_bytes == 0:
+        return (_cut(flat, network, 0.0),)
+    steepest = max(total_s, 1e-9) * 2.0  # seconds per byte at which one byte outweighs every recomputation
+    found = [_cut(flat, network, 0.0), _cut(flat, network, steepest)]
+    gaps = [(found[0], found[1])]
+    spent = 2
+    while gaps and spent < limit:
+        gaps.sort(key=lambda pair: (pair[0].saved_bytes - pair[1].saved_bytes) * (_rise(pair)), reverse=True)
+        left, right = gaps.pop(0)
+        width = left.saved_bytes - right.saved_bytes
+        if width <= 0 or _rise((left, right)) <= 0:
+            continue
+        middle = _cut(flat, network, _rise((left, right)) / width)
+        spent += 1
+        on_line = left.recompute_s + middle.line_s_per_byte * left.saved_bytes
+        if middle.line_s < on_line * (1 - 1e-6) and right.saved_bytes < middle.saved_bytes < left.saved_bytes:
+            gaps += [(left, middle), (middle, right)]
+        found.append(middle)
+    return tuple(sorted(found, key=lambda s: (-s.saved_bytes, s.recompute_s, s.line_s_per_byte)))
+
+
+def _rise(pair: tuple[SavedSet, SavedSet]) -> float:
+    return pair[1].recompute_s - pair[0].recompute_s
+
+
+def _cut(flat: Flat, network: _Network, price_s_per_byte: float) -> SavedSet:
+    a = flat.arrays
+    price = np.floor(network.priced * (price_s_per_byte / _TICK_S))
+    room = network.fixed + np.minimum(price, float(_NEVER >> 4)).astype(np.int64)
+    rooms = np.zeros(2 * len(room), dtype=np.int64)
+    rooms[::2] = room
+    flow, inside = _max_flow(network.nodes, network.source, network.target, rooms)
+    tail, head = network.source[::2], network.target[::2]
+    saved = network.values[(network.values >= 0) & inside[tail] & ~inside[head]]
+    ran = (head == 1) & (network.values < 0) & inside[tail]
+    recompute_s = float(network.fixed[ran].sum()) * _TICK_S
+    saved_bytes = int(a.size_bytes[saved].sum())
+    return SavedSet(frozenset(saved.tolist()), saved_bytes, recompute_s, price_s_per_byte, flow * _TICK_S)

@@ -1,0 +1,265 @@
+"""From a chain to a table for the recurrence, and from the recurrence's moves to an order of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from memplan.problem.schedule import BOUNDARY
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, block_options, localise
+from memplan.solvers.chain.partition import Block, Chain
+from memplan.solvers.chain.rotor import ChainFront, ChainTable, best_move, solve_chain
+from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.replay import prune
+
+BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
+
+
+@dataclass(frozen=True, slots=True)
+class SolvedChain:
+    """A chain with its options, and the recurrence's answer for every memory size.
+
+    unit_bytes: bytes of one slot. front.seconds[m]: seconds of recomputation with m slots beyond the residents.
+    pieces: runs of ops that were expanded already, by the step of a plan.
+    """
+
+    chain: Chain
+    locals: tuple[LocalBlock, ...]
+    options: tuple[BlockOptions, ...]
+    table: ChainTable
+    front: ChainFront
+    unit_bytes: int
+    pieces: dict[tuple[int, int], Ints] = field(default_factory=dict, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Outside:
+    """Bytes that stand outside a block, from the step's fixed parts.
+
+    first[i]: held outputs when block i has run for the first time. grads[i]: everything held when block i's backward
+    part begins, live gradients left out. incoming[i]: backward values that stand then and are read later.
+    """
+
+    first: tuple[int, ...]
+    grads: tuple[int, ...]
+    incoming: tuple[tuple[int, ...], ...]
+
+
+def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: int, slots: int,
+                 orders: BlockOrders, option_limit: int) -> SolvedChain:  # fmt: skip
+    """Options of every distinct block, then the recurrence.
+
+    most_bytes: beyond the residents, more is never needed. orders: ways to run a block; option_limit: most
+    that are kept.
+    """
+    last_read = last_reads(flat)
+    outside = outside_of(flat, chain, last_read)
+    known: dict[tuple[object, ...], BlockOptions] = {}
+    local_blocks: list[LocalBlock] = []
+    options: list[BlockOptions] = []
+    for index, block in enumerate(chain.blocks):
+        local = localise(flat, block, outside.incoming[index], last_read, keys)
+        if local.signature not in known:
+            known[local.signature] = block_options(local, orders(local), option_limit)
+        local_blocks.append(local)
+        options.append(known[local.signature])
+    unit = max(1, -(-most_bytes // slots))
+    table = chain_table(flat, chain, local_blocks, options, outside, unit)
+    return SolvedChain(chain, tuple(local_blocks), tuple(options), table, solve_chain(table, slots), unit)
+
+
+def last_reads(flat: Flat) -> Ints:
+    """The last op that reads each value, -1 where none does."""
+    found = np.full(len(flat.arrays.size_bytes), -1, dtype=np.int64)
+    for op, row in enumerate(flat.reads):
+        for v in row:
+            found[v] = op
+    return found
+
+
+def outside_of(flat: Flat, chain: Chain, last_read: Ints) -> Outside:
+    """What stands outside each block of a chain."""
+    a = flat.arrays
+    first = []
+    held_bytes = pinned_bytes = 0
+    for op in range(a.boundary):
+        for v in flat.makes[op]:
+            if not a.held[v] and not a.rerunnable[op] and not a.overwritten[v] and last_read[v] >= 0:
+                pinned_bytes += int(a.size_bytes[v])
+    for block in chain.blocks:
+        held_bytes += sum(int(a.size_bytes[v]) for op in block.forward for v in flat.makes[op] if a.held[v])
+        first.append(held_bytes + pinned_bytes)
+    grads: list[int] = [0] * len(chain.blocks)
+    incoming: list[tuple[int, ...]] = [()] * len(chain.blocks)
+    standing: list[int] = []
+    surfaced = held_bytes + pinned_bytes + a.tangent_bytes
+    for index in range(len(chain.blocks) - 1, -1, -1):
+        block = chain.blocks[index]
+        start = block.backward.start
+        standing = [v for v in standing if last_read[v] >= start]
+        grads[index] = surfaced
+        incoming[index] = tuple(standing)
+        for op in block.backward:
+            for v in flat.makes[op]:
+                if a.held[v]:
+                    surfaced += 0 if a.gradient[v] and a.accumulate else int(a.size_bytes[v])
+                elif last_read[v] >= block.backward.stop:
+                    standing.append(v)
+    return Outside(tuple(first), tuple(grads), tuple(incoming))
+
+
+def chain_table(flat: Flat, chain: Chain, blocks: Sequence[LocalBlock], options: Sequence[BlockOptions],
+                outside: Outside, unit: int) -> ChainTable:  # fmt: skip
+    """What the recurrence reads, in slots of `unit` bytes."""
+    count = len(chain.blocks)
+    most = max(len(o.options) for o in options)
+    saved, ahead, back = (np.zeros((count, most), dtype=np.int64) for _ in range(3))
+    cost_first, cost_again = (np.zeros((count, most), dtype=np.float64) for _ in range(2))
+    for i, found in enumerate(options):
+        for k, option in enumerate(found.options):
+            saved[i, k] = _nearest(option.saved_bytes, unit)
+            ahead[i, k] = option.forward_peak_bytes
+            back[i, k] = _up(option.backward_peak_bytes + outside.grads[i], unit)
+            cost_first[i, k] = option.recompute_s
+            cost_again[i, k] = option.recompute_s + option.forward_s
+    incoming = [b.incoming_bytes for b in blocks]
+    return ChainTable(
+        option_count=np.array([len(o.options) for o in options], dtype=np.int64),
+        saved=saved,
+        forward_peak=-(-ahead // unit),
+        backward_peak=back,
+        cost_first=cost_first,
+        cost_again=cost_again,
+        width=_widths(flat, chain, unit),
+        leaf_peak=np.array([_up(o.leaf_peak_bytes, unit) for o in options], dtype=np.int64),
+        leaf_again=np.array([o.leaf_s for o in options], dtype=np.float64),
+        outside_first=np.array([_nearest(x, unit) for x in outside.first], dtype=np.int64),
+        outside_again=np.array([_nearest(g + x, unit) for g, x in zip(outside.grads, incoming, strict=True)], np.int64),
+    )
+
+
+def _nearest(size_bytes: int, unit: int) -> int:
+    """Slots to the nearest: a block may hold hundreds of tiny values, and the true peak is replayed afterwards."""
+    return (size_bytes + unit // 2) // unit
+
+
+def _up(size_bytes: int, unit: int) -> int:
+    return -(-size_bytes // unit)
+
+
+def _widths(flat: Flat, chain: Chain, unit: int) -> Ints:
+    """width[i, c]: slots of cut c made in block i or later."""
+    a = flat.arrays
+    count = len(chain.blocks)
+    block_of = np.zeros(a.boundary, dtype=np.int64)
+    for index, block in enumerate(chain.blocks):
+        block_of[block.forward.start : block.forward.stop] = index
+    made = np.zeros((count, count), dtype=np.int64)
+    for c, block in enumerate(chain.blocks):
+        cut = np.array(block.cut, dtype=np.int64)
+        np.add.at(made[:, c], block_of[a.producer[cut]], a.size_bytes[cut])
+    from_i = np.cumsum(made[::-1], axis=0)[::-1]
+    return np.ascontiguousarray((from_i + unit // 2) // unit)
+
+
+# Steps of a plan: a block and the option by which its backward part runs, or one of these.
+_FORWARD, _FORWARD_AGAIN, _LOSS = -1, -2, -3
+
+
+@kernel
+def _plan(t: ChainTable, front: ChainFront, slots: int) -> Ints:
+    """Steps of the best plan with `slots` slots, in turn; none where no plan fits."""
+    last = len(t.option_count) - 1
+    ran = np.zeros(last + 1, dtype=np.bool_)
+    steps = np.empty((4 * last + 8, 2), dtype=np.int64)
+    count = 0
+    # What is left to do: blocks from, to, and slots; or a block, -1, and the option of its backward part.
+    pending = np.empty((3 * last + 8, 3), dtype=np.int64)
+    pending[0, 0], pending[0, 1], pending[0, 2] = 0, last, slots
+    top = 1
+    while top > 0:
+        top -= 1
+        i, j, m = pending[top]
+        if count + last + 3 > len(steps):
+            longer = np.empty((2 * len(steps) + last, 2), dtype=np.int64)
+            longer[:count] = steps[:count]
+            steps = longer
+        if j < 0:
+            steps[count, 0], steps[count, 1] = i, m
+            count += 1
+            continue
+        kind, which = best_move(t, front, i, j, m)
+        if kind < 0:
+            return steps[:0]
+        stop = i + 1 if kind == 0 else which
+        for index in range(i, stop):
+            steps[count, 0], steps[count, 1] = index, _FORWARD_AGAIN if ran[index] else _FORWARD
+            ran[index] = True
+            count += 1
+        if kind == 0:
+            if i == last:
+                steps[count, 0], steps[count, 1] = 0, _LOSS
+                count += 1
+            pending[top, 0], pending[top, 1], pending[top, 2] = i, -1, which
+            width = t.saved[i, which]
+        else:
+            pending[top, 0], pending[top, 1], pending[top, 2] = i, stop - 1, m
+            width = t.width[i, stop - 1]
+        top += 1
+        if stop <= j:
+            pending[top, 0], pending[top, 1], pending[top, 2] = stop, j, m - width
+            top += 1
+    return steps[:count]
+
+
+def expand(flat: Flat, solved: SolvedChain, slots: int) -> Ints:
+    """The order of ops that the recurrence's best plan for `slots` slots runs. Raises ValueError if there is none."""
+    steps = _plan(solved.table, solved.front, slots)
+    if len(steps) == 0:
+        raise ValueError(f"no plan fits {slots} slots")
+    found = []
+    for row in steps.tolist():
+        step = (row[0], row[1])
+        if step not in solved.pieces:
+            solved.pieces[step] = _piece(flat, solved, *step)
+        found.append(solved.pieces[step])
+    return prune(flat.arrays, np.concatenate(found))
+
+
+def _piece(flat: Flat, solved: SolvedChain, index: int, how: int) -> Ints:
+    """The ops of one step of a plan."""
+    if how == _LOSS:
+        return np.array([BOUNDARY], dtype=np.int64)
+    if how >= 0:
+        ops = np.array(solved.locals[index].ops, dtype=np.int64)
+        return ops[np.array(solved.options[index].options[how].backward, dtype=np.int64)]
+    ops = np.array(solved.chain.blocks[index].forward, dtype=np.int64)
+    return ops if how == _FORWARD else ops[flat.arrays.rerunnable[ops]]
+
+
+def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
+    """Keep every cut, and run each block's forward part again before its backward part."""
+    return grouped(flat, [[block] for block in chain.blocks])
+
+
+def recompute_segments(flat: Flat, chain: Chain) -> Ints:
+    """The same for about sqrt(n) segments of equal numbers of blocks (Chen et al., arXiv 1604.06174)."""
+    count = len(chain.blocks)
+    segments = max(1, round(count**0.5))
+    edges = [round(k * count / segments) for k in range(segments + 1)]
+    return grouped(flat, [list(chain.blocks[i:j]) for i, j in pairwise(edges) if j > i])
+
+
+def grouped(flat: Flat, groups: Sequence[Sequence[Block]]) -> Ints:
+    """Keep the cuts between groups of blocks; run a whole group again before its backward part, but for the last."""
+    a = flat.arrays
+    order: list[int] = [*range(a.boundary), BOUNDARY]
+    for position, group in enumerate(reversed(groups)):
+        if position:
+            order.extend(op for block in group for op in block.forward if a.rerunnable[op])
+        order.extend(op for block in reversed(group) for op in block.backward)
+    return prune(a, np.array(order, dtype=np.int64))

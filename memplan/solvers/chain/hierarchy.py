@@ -1,0 +1,199 @@
+"""Schedules from a hierarchy: the step is a chain of blocks, each block a chain of smaller ones, down to single ops.
+
+Between two cuts a block is a step of its own (`options.localise`): its forward part, one op that stands for everything
+after it, its backward part. So one method serves every level: cut, find the options of each child, solve the chain of
+children for every memory size (`rotor`), expand to orders of ops. The orders of a block are its options one level up,
+beside those from minimum cuts and from a local search (`hierarchy_options`). Figures are always those of flat orders:
+nothing is added up over levels, so no level's rounding or pessimism reaches the next.
+
+What is not a chain needs no rule of its own. A block with branches inside has cuts that several values cross, and the
+local search works on its ops. Branches are a chain, too, for ops have an order. Cuts wherever a region of one entry and
+one exit begins, ends or goes on with another branch (6 regions in Inception, 24 in DenseNet, 16 in ResNet-50, 13 in a
+U-Net, by dominators) found no point of the first three's fronts that was not there, and of the U-Net's six of 192,
+which leave its mean gap as it was.
+
+What nests (a U-Net) is a chain of three, the middle of which is solved by itself; values that span the middle are kept,
+or made again (`hierarchy_detours`). What repeats is solved once: options are remembered by a block's signature, across
+places, levels and granularities.
+
+Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and
+pairs of layers as one block can drop the value between them. Several are tried at the top; all of them share children.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from memplan.config import Config
+from memplan.solvers.chain.baselines import keep_all
+from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
+from memplan.solvers.chain.hierarchy_detours import detours
+from memplan.solvers.chain.hierarchy_options import best_options, searched, whole_peak_bytes
+from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders, localise
+from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
+from memplan.solvers.chain.rotor import distinct_slots, solve_chain
+from memplan.solvers.orders.flat import Arrays, Flat, Ints
+from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
+
+_LEAST_OPS = 3  # forward ops from which a block is taken apart
+_FINE, _COARSE = 40, 12  # most children of a block, as single ops and as smaller blocks
+_COARSE_OPS = 24  # forward ops from which a block is also a chain of smaller blocks
+_INNER_SLOTS = 300  # memory sizes told apart inside a block
+_OPTIONS = 64  # most options of a block
+_TARGETS = 6  # peaks that the search inside a block aims at
+_PEAKS, _TOPPED = 128, 2  # peaks that the orders found are filled up to, and how many for each
+_FILL_WORK = 160_000  # cap on these peaks for long steps, times ops
+_LONG_OPS, _STRIDE = 2_000, 4  # ops from which a step is tried at fewer granularities, each so many times coarser
+_LOWERED, _PARTS = 6, (64, 16, 4)  # lowest orders that are brought down, and by which parts
+_LOWER_ROUNDS = 100
+_DETOUR_CUTS = 12  # most cuts at the top of a step with detours
+_FILL_ROUNDS = 8
+
+Cuts = tuple[int, ...]
+Keys = tuple[str, ...]
+Partition = tuple[Cuts, bool]
+
+
+def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+    """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
+
+    keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
+    more is never needed.
+    """
+    a = flat.arrays
+    found: list[Sketch] = []
+    for order in _from_trees(flat, keys, most_bytes, config):
+        found.append(sketch_of(flat, "", order))
+        yield order
+    # The root is a node, too: its lowest orders are brought down, as inside a block.
+    rounds = min(_LOWER_ROUNDS, config.lower_work // flat.op_count)
+    for sketch in pareto(found)[:_LOWERED]:
+        for part in _PARTS:
+            target = sketch.peak_bytes - (sketch.peak_bytes - a.base_bytes) // part
+            order = lower(a, sketch.order, target, rounds, config.width)
+            found.append(sketch_of(flat, "", order))
+            yield order
+    # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
+    front = pareto(found)
+    for target in _targets(front, found[0].peak_bytes, min(_PEAKS, max(2, _FILL_WORK // flat.op_count))):
+        for sketch in [s for s in front if s.peak_bytes <= target][-_TOPPED:]:
+            yield fill(a, sketch.order, target, _FILL_ROUNDS)
+
+
+def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
+    """Peaks between the lowest and that of keeping everything."""
+    low = front[0].peak_bytes
+    return [low + (most_bytes - low) * step // count for step in range(1, count)]
+
+
+def _from_trees(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+    yield keep_all(flat)
+    tree = Hierarchy(config)
+    yield from tree.orders(flat, keys, most_bytes, _granularities(flat, config))
+    for detour in detours(flat):
+        copied = tuple(keys[op] for op in detour.ops)
+        cuts = [(cuts, leaves) for cuts, leaves in _granularities(detour.flat, config) if len(cuts) <= _DETOUR_CUTS]
+        for order in tree.orders(detour.flat, copied, most_bytes, cuts):
+            found = _filled(flat.arrays, prune(flat.arrays, detour.order(order)))
+            if found is not None:
+                yield found
+
+
+def _granularities(flat: Flat, config: Config) -> list[Partition]:
+    """Cuts at the top, and whether what is between them is left whole: all of them, then ever fewer narrow ones."""
+    blocks = config.coarse_blocks
+    found = [(coarse_cuts(flat, blocks), True)]
+    if flat.op_count <= _LONG_OPS:
+        found.insert(0, (fine_cuts(flat, config.fine_blocks), True))
+    while blocks > 0:
+        cuts = coarse_cuts(flat, max(2, blocks))
+        found += [(layer_cuts(flat, cuts), False), (cuts, False)]
+        blocks //= 2 if flat.op_count <= _LONG_OPS else _STRIDE
+    return list(dict.fromkeys(found))
+
+
+class Hierarchy:
+    """Blocks that are solved already, and how. asked, solved: blocks whose options were wanted, and worked out."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.asked = self.solved = 0
+        self._known: dict[tuple[object, ...], BlockOptions] = {}
+
+    def orders(self, flat: Flat, keys: Keys, most_bytes: int, several: Sequence[Partition]) -> Iterator[Ints]:
+        """Legal orders of a whole step, from chains between these cuts."""
+        beyond = max(1, most_bytes - flat.arrays.base_bytes)
+        config, known = self.config, set[bytes]()
+        for cuts, leaves in several:
+            slots = config.coarse_slots if len(cuts) < config.coarse_blocks else config.fine_slots
+            solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
+            for order in _expanded(flat, solved, 3 * config.sizes):
+                found = _filled(flat.arrays, order) if order.tobytes() not in known else None
+                known.add(order.tobytes())
+                if found is not None:
+                    yield found
+
+    def options(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
+        """The options of a block, found once for all that are equal. leaf: it is not to be taken apart."""
+        self.asked += 1
+        name = (block.signature, leaf)
+        if name not in self._known:
+            self.solved += 1
+            self._known[name] = self._found(block, keys, leaf)
+        return self._known[name]
+
+    def _found(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
+        flat = block.flat
+        orders = cut_orders(block, self.config.block_cuts)
+        if leaf or flat.arrays.boundary < _LEAST_OPS:
+            return best_options(block, orders, 2 * self.config.options)
+        most_bytes = whole_peak_bytes(block)
+        for cuts, leaves in _partitions(flat):
+            solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
+                                 flat.arrays.boundary)  # fmt: skip
+            for order in _expanded(flat, solved, max(2, self.config.sizes // 2)):
+                found = _filled(flat.arrays, order)
+                orders += [order] if found is None else [order, found]
+        orders += searched(flat.arrays, orders, _TARGETS)
+        return best_options(block, orders, _OPTIONS)
+
+    def _chain(self, flat: Flat, keys: Keys, cuts: Cuts, most_bytes: int, slots: int, leaves: bool,
+               within: int) -> SolvedChain:  # fmt: skip
+        """The chain between these cuts for every memory size. leaves: no child is taken apart. within: forward ops of
+        the block that this is; a child nearly as large is not taken apart either, so that levels stay few."""
+        chain = make_chain(flat, cuts)
+        last_read = last_reads(flat)
+        outside = outside_of(flat, chain, last_read)
+        blocks, options = [], []
+        for index, block in enumerate(chain.blocks):
+            local = localise(flat, block, outside.incoming[index], last_read, keys)
+            leaf = leaves or (within > 0 and 4 * len(block.forward) > 3 * within)
+            inner_keys = tuple("" if op < 0 else keys[op] for op in local.ops)
+            blocks.append(local)
+            options.append(self.options(local, inner_keys, leaf))
+        unit = max(1, -(-most_bytes // slots))
+        table = chain_table(flat, chain, blocks, options, outside, unit)
+        return SolvedChain(chain, tuple(blocks), tuple(options), table, solve_chain(table, slots), unit)
+
+
+def _partitions(flat: Flat) -> list[Partition]:
+    """Ways to take a block apart: cuts, and whether what is between them is left whole."""
+    found = [(fine_cuts(flat, _FINE), True)]
+    if flat.arrays.boundary >= _COARSE_OPS:
+        found.append((coarse_cuts(flat, _COARSE), False))
+    return [(cuts, leaves) for cuts, leaves in found if cuts]
+
+
+def _expanded(flat: Flat, solved: SolvedChain, sizes: int) -> Iterator[Ints]:
+    for slots in distinct_slots(solved.front, sizes):
+        yield expand(flat, solved, slots)
+
+
+def _filled(a: Arrays, order: Ints) -> Ints | None:
+    """The order with what fits under its own peak kept; None for an order that is not legal."""
+    peak = int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
+    return None if peak < 0 else fill(a, order, peak, _FILL_ROUNDS)

@@ -1,0 +1,337 @@
+"""The options of a block: ways to run it, each with its bytes, peaks and seconds.
+
+A block becomes a small problem of its own: its forward ops, one op that stands for everything after it (it reads the
+block's part of the cut and brings the gradients that come in), and its backward ops. Saved sets come from minimum cuts;
+each gives a sparse order (recompute every time) and a dense one (recompute once and keep), and `fill` makes those in
+between. The kernels that account for whole steps account for these, so peaks agree with `simulate`.
+
+Where orders come from is the caller's choice: minimum cuts (`cut_orders`) or an exact search under the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from memplan.problem.schedule import BOUNDARY
+from memplan.solvers.bounds.mincut import saved_sets
+from memplan.solvers.chain.partition import Block
+from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.orders.flat import Arrays, Flags, Flat, Floats, Ints, compressed
+from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.rewrites import demand_order
+
+Row = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One way to run a block.
+
+    saved_bytes: held between the forward and the backward part, the block's share of the cut included.
+    forward_peak_bytes, backward_peak_bytes: without the block's input cut and what stands outside; the backward peak
+    includes the gradients that come in. recompute_s: seconds of repeated runs in the backward part. forward_s: seconds
+    of the forward part where it has to run again. backward: ops of the backward part, as indices into the block.
+    """
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    recompute_s: float
+    forward_s: float
+    backward: Row
+
+    @property
+    def figures(self) -> tuple[float, ...]:
+        return (
+            self.saved_bytes,
+            self.forward_peak_bytes,
+            self.backward_peak_bytes,
+            self.recompute_s,
+            self.forward_s + self.recompute_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOptions:
+    """options: the Pareto set. leaf_peak_bytes, leaf_s: of running forward and keeping the cut alone."""
+
+    options: tuple[Option, ...]
+    leaf_peak_bytes: int
+    leaf_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LocalBlock:
+    """A block as a problem of its own; op `boundary` stands for everything after the block.
+
+    ops[i]: the step's op that local op i is (-1 for the stand-in). cut: local values that cross. incoming_bytes: of the
+    gradients that come in.
+    """
+
+    flat: Flat
+    ops: Row
+    cut: frozenset[int]
+    incoming_bytes: int
+    signature: tuple[object, ...]
+
+
+def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
+    """Cut a block out of the step.
+
+    incoming: backward values that stand when the block's backward part begins and are read then or later.
+    last_read[v]: last op that reads v. keys: op keys, equal for equal kernels.
+    """
+    which = (block, incoming, keys)
+    if which not in flat.blocks:
+        flat.blocks[which] = _cut_out(flat, block, incoming, last_read, keys)
+    found: LocalBlock = flat.blocks[which]
+    return found
+
+
+def _cut_out(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
+    a = flat.arrays
+    forward, backward = list(block.forward), list(block.backward)
+    index: dict[int, int] = {}
+    for op in forward:
+        for v in flat.makes[op]:
+            index.setdefault(v, len(index))
+    inside = len(index)
+    for v in incoming:
+        index.setdefault(v, len(index))
+    for op in backward:
+        for v in flat.makes[op]:
+            index.setdefault(v, len(index))
+    cut = tuple(index[v] for v in block.cut if v in index)
+    reads: list[Row] = [tuple(index[v] for v in flat.reads[op] if v in index) for op in forward]
+    reads.append(cut)
+    reads += [tuple(index[v] for v in flat.reads[op] if v in index) for op in backward]
+    makes: list[Row] = [tuple(index[v] for v in flat.makes[op]) for op in forward]
+    makes.append(tuple(index[v] for v in incoming))
+    makes += [tuple(index[v] for v in flat.makes[op]) for op in backward]
+    arrays = _local_arrays(a, forward, backward, list(index), inside, set(incoming), reads, makes, index, last_read)
+    local = Flat(arrays, tuple(reads), tuple(makes))
+    signature = _signature(local, cut, [keys[op] for op in (*forward, *backward)])
+    incoming_bytes = int(sum(a.size_bytes[v] for v in incoming))
+    return LocalBlock(local, (*forward, -1, *backward), frozenset(cut), incoming_bytes, signature)
+
+
+def _local_arrays(
+    a: Arrays,
+    forward: list[int],
+    backward: list[int],
+    values: list[int],
+    inside: int,
+    incoming: set[int],
+    reads: list[Row],
+    makes: list[Row],
+    index: dict[int, int],
+    last_read: Ints,
+) -> Arrays:
+    chosen = np.array(values, dtype=np.int64)
+    ops = np.array([*forward, 0, *backward], dtype=np.int64)
+    stand_in = len(forward)
+    held = a.held[chosen].copy()
+    size = a.size_bytes[chosen].copy()
+    rerunnable = a.rerunnable[ops].copy()
+    rerunnable[stand_in] = False
+    time_s = a.time_s[ops].copy()
+    time_s[stand_in] = 0.0
+    scratch = a.scratch_bytes[ops].copy()
+    scratch[stand_in] = 0
+    producer = np.full(len(values), -1, dtype=np.int64)
+    for op, row in enumerate(makes):
+        for v in row:
+            producer[v] = op
+    end = backward[-1] + 1 if backward else 0
+    # Held outputs, and what can't be made again, stand outside: free here. Gradients for later blocks stay.
+    held[:inside] |= ~rerunnable[producer[:inside]] & ~a.overwritten[chosen[:inside]]
+    size[:inside][held[:inside]] = 0
+    if a.accumulate:
+        held[inside:] &= ~a.gradient[chosen[inside:]]
+    held[inside:] |= last_read[chosen[inside:]] >= end
+    in_place = a.in_place[chosen].copy()
+    in_place[[index[v] for v in incoming]] = False
+    random = a.random[ops].copy()
+    random[stand_in] = False
+    read_start, read = compressed(reads)
+    made_start, made = compressed(makes)
+    return Arrays(
+        boundary=stand_in,
+        read_start=read_start,
+        read=read,
+        made_start=made_start,
+        made=made,
+        size_bytes=size,
+        taken=np.array([index.get(int(t), -1) for t in a.taken[chosen]], dtype=np.int64),
+        in_place=in_place,
+        held=held,
+        gradient=np.zeros(len(values), dtype=np.bool_),
+        producer=producer,
+        overwritten=a.overwritten[chosen],
+        rerunnable=rerunnable,
+        deferrable=np.zeros(len(ops), dtype=np.bool_),
+        random=random,
+        time_s=time_s,
+        scratch_bytes=scratch,
+        rng_state_bytes=a.rng_state_bytes,
+        base_bytes=0,
+        tangent_bytes=0,
+        accumulate=False,
+        update_bytes=0,
+        others=0,
+        input_bytes=0,
+    )
+
+
+def _signature(local: Flat, cut: Row, keys: list[str]) -> tuple[object, ...]:
+    """Equal for blocks that have the same options: wiring, sizes, kernels and times to two digits."""
+    a = local.arrays
+    return (
+        local.reads,
+        local.makes,
+        cut,
+        tuple(keys),
+        tuple(map(_two_digits, a.time_s.tolist())),
+        *(array.tobytes() for array in (a.size_bytes, a.taken, a.held, a.scratch_bytes, a.rerunnable, a.random)),
+    )
+
+
+@lru_cache(maxsize=1 << 14)
+def _two_digits(time_s: float) -> str:
+    return f"{time_s:.2g}"
+
+
+def block_options(block: LocalBlock, orders: Iterable[Ints], limit: int) -> BlockOptions:
+    """The Pareto set of what these orders of a block come to, at most `limit` options."""
+    a = block.flat.arrays
+    forward_s = float(a.time_s[: a.boundary].sum())
+    found: dict[tuple[float, ...], Option] = {}
+    for order in orders:
+        option = measured(block, order)
+        found.setdefault(option.figures, option)
+    options = _pareto(list(found.values()))
+    leaf = np.array([*range(a.boundary), a.boundary], dtype=np.int64)
+    during = np.zeros(len(leaf), dtype=np.int64)
+    replay(a, leaf, during)
+    leaf_s = min(float(closure_s(a, cut_flags(block))), forward_s)
+    return BlockOptions(_thin(options, limit), int(during[: a.boundary].max(initial=0)), leaf_s)
+
+
+def kept_whole(block: LocalBlock) -> Ints:
+    """The order that repeats nothing."""
+    stand_in = block.flat.arrays.boundary
+    return np.array([*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)], dtype=np.int64)
+
+
+def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
+    """Orders from minimum cuts of the block. cuts_limit: cuts to spend."""
+    a = block.flat.arrays
+    needed = {
+        v for op in range(a.boundary + 1, block.flat.op_count) for v in block.flat.reads[op]
+        if a.producer[v] < a.boundary and not a.held[v] and v not in block.cut
+    }  # fmt: skip
+    free = a.held.copy()
+    free[list(block.cut)] = True
+    sets = saved_sets(Flat(a._replace(held=free), block.flat.reads, block.flat.makes), frozenset(needed), cuts_limit)
+    limit_ops = 4 * block.flat.op_count + 64
+    orders: list[Ints] = []
+    for kept in dict.fromkeys(chosen.saved for chosen in sets):
+        saved = free.copy()
+        saved[list(kept)] = True
+        ends = [prune(a, demand_order(a, saved, window, limit_ops)) for window in (0, block.flat.op_count)]
+        ends = [order for order in ends if len(order)]
+        orders += ends
+        if len(ends) == 2 and len(ends[0]) > len(ends[1]):
+            low, high = (_peak(a, order) for order in ends)
+            orders += [fill(a, ends[0], low + (high - low) * part // 3, 8) for part in (0, 1, 2) if high > low]
+    return orders
+
+
+def _peak(a: Arrays, order: Ints) -> int:
+    return int(replay(a, order, np.zeros(len(order), dtype=np.int64))[0])
+
+
+@kernel
+def closure_s(a: Arrays, wanted: Flags) -> float:
+    """Seconds of the forward ops that making these values takes; changes `wanted`."""
+    total = 0.0
+    for op in range(a.boundary - 1, -1, -1):
+        needed = False
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            needed = needed or (wanted[a.made[e]] and not a.held[a.made[e]])
+        if needed and a.rerunnable[op]:
+            total += a.time_s[op]
+            for e in range(a.read_start[op], a.read_start[op + 1]):
+                wanted[a.read[e]] = True
+    return total
+
+
+@kernel
+def figures_of(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
+    """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
+    during = np.zeros(len(order), dtype=np.int64)
+    peak, _position, time_s = replay(a, order, during)
+    if peak < 0:
+        return False
+    at = a.boundary
+    while order[at] != a.boundary:
+        at += 1
+    wanted = cut.copy()
+    made = np.zeros(len(a.size_bytes), dtype=np.bool_)
+    for p in range(at + 1, len(order)):
+        op = order[p]
+        for e in range(a.read_start[op], a.read_start[op + 1]):
+            if not made[a.read[e]] and a.producer[a.read[e]] < a.boundary:
+                wanted[a.read[e]] = True
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            made[a.made[e]] = True
+    ahead = back = 0
+    for p in range(a.boundary):
+        ahead = max(ahead, during[p])
+    for p in range(at + 1, len(order)):
+        back = max(back, during[p])
+    repeated_s = max(0.0, time_s - a.time_s.sum())
+    figures[0] = during[at] - incoming_bytes
+    figures[1] = ahead
+    figures[2] = back
+    figures[3] = repeated_s
+    figures[4] = repeated_s + closure_s(a, wanted)
+    return True
+
+
+def cut_flags(block: LocalBlock) -> Flags:
+    """Which values cross right after a block."""
+    cut = np.zeros(len(block.flat.arrays.size_bytes), dtype=np.bool_)
+    cut[list(block.cut)] = True
+    return cut
+
+
+def measured(block: LocalBlock, order: Ints) -> Option:
+    """What an order of a block comes to."""
+    figures = np.empty(5)
+    legal = figures_of(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
+    assert legal, "a block's order reads what is not there"
+    saved, ahead, back, recompute_s, again_s = figures.tolist()
+    stand_in = int(np.nonzero(order == block.flat.arrays.boundary)[0][0])
+    backward = tuple(order[stand_in + 1 :].tolist())
+    return Option(int(saved), int(ahead), int(back), recompute_s, again_s - recompute_s, backward)
+
+
+def _pareto(options: list[Option]) -> list[Option]:
+    ordered = sorted(options, key=lambda option: (option.figures, len(option.backward)))
+    kept: list[Option] = []
+    for option in ordered:
+        if not any(all(x <= y for x, y in zip(k.figures, option.figures, strict=True)) for k in kept):
+            kept.append(option)
+    return kept
+
+
+def _thin(options: list[Option], limit: int) -> tuple[Option, ...]:
+    if len(options) <= limit:
+        return tuple(options)
+    chosen = np.unique(np.round(np.linspace(0, len(options) - 1, limit)).astype(int))
+    return tuple(options[i] for i in chosen)

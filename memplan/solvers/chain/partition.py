@@ -1,0 +1,164 @@
+"""Partition of a training step into a chain of blocks with wide cuts.
+
+A cut stands at a position of the forward order. What crosses it: values made before it and read after it, by the
+forward pass or by the backward ops that go with later blocks; residents and held values are free. Several values may
+cross; cuts are nested, so between two cuts only what the earlier one does not hold is charged. A value that is
+overwritten never crosses, for it could not be kept.
+
+Positions come from local minima of the crossing bytes. Immediate dominators of the value graph are not used: where a
+skip or an encoder's output spans the middle of a step, no single value dominates anything there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from memplan.solvers.orders.flat import Flat, Ints
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """forward, backward: ranges of ops. cut: values that cross right after the block, in the forward order."""
+
+    forward: range
+    backward: range
+    cut: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    blocks: tuple[Block, ...]
+
+
+def crossing_bytes(flat: Flat) -> Ints:
+    """For positions 0..boundary the bytes that the rest of the forward pass reads; -1 where a cut can't stand."""
+    if "crossing" not in flat.blocks:
+        flat.blocks["crossing"] = _crossing_bytes(flat)
+    found: Ints = flat.blocks["crossing"]
+    return found
+
+
+def _crossing_bytes(flat: Flat) -> Ints:
+    a = flat.arrays
+    n = a.boundary
+    last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
+    reader, read = _readings(flat)
+    early = reader < n
+    last_read[read[early]] = reader[early]  # the last one stands
+    chosen = np.nonzero((last_read >= 0) & ~a.held & (a.producer >= 0))[0]
+    made = a.producer[chosen]
+    weight, barred = (np.zeros(n + 2, dtype=np.int64) for _ in range(2))
+    free = chosen[a.rerunnable[made] | a.overwritten[chosen]]
+    for values, amount, total in (
+        (free, a.size_bytes[free], weight),
+        (chosen, a.overwritten[chosen].astype(np.int64), barred),
+    ):
+        np.add.at(total, a.producer[values] + 1, amount)
+        np.subtract.at(total, last_read[values] + 1, amount)
+    crossing = np.cumsum(weight)[: n + 1]
+    crossing[np.cumsum(barred)[: n + 1] > 0] = -1
+    return crossing
+
+
+def _readings(flat: Flat) -> tuple[Ints, Ints]:
+    """Pairs of an op and a value that it reads, ops in turn."""
+    a = flat.arrays
+    return np.repeat(np.arange(flat.op_count), np.diff(a.read_start)), a.read
+
+
+def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
+    """Positions that make at most `limit` blocks: all legal ones, the widest of close neighbours left out."""
+    crossing = crossing_bytes(flat)
+    positions = [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0]
+    if len(positions) < limit:
+        return tuple(positions)
+    # Leave out the positions that cost the most against the narrower of their neighbours.
+    edges = np.linspace(0, len(positions), limit).astype(int)
+    groups = [positions[i:j] for i, j in pairwise(edges) if j > i]
+    return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
+
+
+def coarse_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
+    """Positions of local minima of the crossing bytes, the narrowest `limit - 1` of them.
+
+    A plateau (a run of equal width, as between small ops) counts once, at its first position.
+    """
+    crossing = crossing_bytes(flat)
+    legal = [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0]
+    minima = []
+    for index, p in enumerate(legal):
+        before = crossing[legal[index - 1]] if index else crossing.max() + 1
+        rest = next((crossing[q] for q in legal[index + 1 :] if crossing[q] != crossing[p]), -1)
+        if before > crossing[p] and rest > crossing[p]:
+            minima.append(p)
+    if len(minima) < limit:
+        return tuple(minima)
+    edges = np.linspace(0, len(minima), limit).astype(int)
+    groups = [minima[i:j] for i, j in pairwise(edges) if j > i]
+    return tuple(min(group, key=lambda p: (crossing[p], p)) for group in groups)
+
+
+def layer_cuts(flat: Flat, cuts: tuple[int, ...]) -> tuple[int, ...]:
+    """Of these cuts the narrow ones: no wider than twice the median width."""
+    if len(cuts) < 2:
+        return cuts
+    crossing = crossing_bytes(flat)
+    median = float(np.median([crossing[p] for p in cuts]))
+    return tuple(p for p in cuts if crossing[p] <= 2 * median)
+
+
+def make_chain(flat: Flat, cuts: tuple[int, ...]) -> Chain:
+    """Blocks between these positions, and the backward ops that go with each."""
+    a = flat.arrays
+    bounds = (0, *cuts, a.boundary)
+    count = len(bounds) - 1
+    block_of_op = np.zeros(a.boundary, dtype=np.int64)
+    for index in range(count):
+        block_of_op[bounds[index] : bounds[index + 1]] = index
+    ends = _backward_ends(flat, block_of_op, count)
+    last_block = _last_readers(flat, block_of_op, ends)
+    cut_values: list[list[int]] = [[] for _ in range(count)]
+    for v in sorted(last_block):
+        for index in range(int(block_of_op[a.producer[v]]), last_block[v]):
+            cut_values[index].append(v)
+    blocks = []
+    for index in range(count):
+        start = a.boundary if index == count - 1 else ends[index + 1]
+        blocks.append(
+            Block(range(bounds[index], bounds[index + 1]), range(start, ends[index]), tuple(cut_values[index]))
+        )
+    return Chain(tuple(blocks))
+
+
+def _backward_ends(flat: Flat, block_of_op: Ints, count: int) -> list[int]:
+    """ends[b]: one past the last backward op that reads a forward value made in block b or later."""
+    a = flat.arrays
+    reader, read = _readings(flat)
+    made = a.producer[read]
+    chosen = (reader >= a.boundary) & (made >= 0) & (made < a.boundary) & ~a.held[read]
+    ends = np.full(count, a.boundary, dtype=np.int64)
+    np.maximum.at(ends, block_of_op[made[chosen]], reader[chosen] + 1)
+    ends = np.maximum.accumulate(ends[::-1])[::-1]
+    ends[0] = flat.op_count
+    found: list[int] = ends.tolist()
+    return found
+
+
+def _last_readers(flat: Flat, block_of_op: Ints, ends: list[int]) -> dict[int, int]:
+    """For each forward value that can cross: the last block in which it is read."""
+    a = flat.arrays
+    # The backward segment of block b is [ends[b + 1], ends[b]).
+    positions = np.arange(a.boundary, flat.op_count)
+    in_backward = len(ends) - 1 - np.searchsorted(np.array(ends[::-1]), positions, side="right")
+    block_of = np.concatenate((block_of_op, in_backward))
+    reader, read = _readings(flat)
+    made = a.producer[read]
+    chosen = (made >= 0) & (made < a.boundary) & ~a.held[read]
+    chosen[chosen] &= a.rerunnable[made[chosen]] | a.overwritten[read[chosen]]
+    last = np.full(len(a.size_bytes), -1, dtype=np.int64)
+    np.maximum.at(last, read[chosen], np.maximum(block_of[reader[chosen]], 0))
+    values = np.nonzero(last >= 0)[0]
+    return dict(zip(values.tolist(), last[values].tolist(), strict=True))

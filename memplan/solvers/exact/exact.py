@@ -1,0 +1,344 @@
+"""Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
+
+`solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
+Incumbents come from minimum cuts and local search (`exact_local`), the certificate from branch and bound. Work is
+limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the answer
+has an incumbent, a lower bound and a gap.
+
+What exactly is solved stands in `exact_block`; how, in `exact_kernel`, with fewer values (`exact_fuse`), bounds of
+moments (`exact_bound`) and a table over sets of large values (`exact_table`). A certificate has no tolerance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.problem.schedule import BOUNDARY
+from memplan.solvers.chain.options import LocalBlock, Option
+from memplan.solvers.chain.options import measured as option_of
+from memplan.solvers.exact.block import Reversed, Rows, Unsuited, reverse
+from memplan.solvers.exact.fuse import fused
+from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
+from memplan.solvers.exact.kernel import Cell, Found, Rules, search
+from memplan.solvers.exact.moment_bound import least_after, windows
+from memplan.solvers.exact.space import NEVER, Space, barring, space_of
+from memplan.solvers.exact.table import NO_TABLE, table_of
+from memplan.solvers.orders.flat import Ints
+
+_MOST_S = float("inf")
+_MOST_FORWARDS = 1.0  # options that repeat more are left to the chain, which can run whole blocks again
+_LEAST_OPS = 4  # smaller blocks have no options but those from minimum cuts
+_TRIES = 4  # incumbents that local search starts from, for each budget
+_SWEEP_LABELS = 96  # of whole-valued sweeps over windows of steps
+_BOUNDARY_LABELS = 8192  # of the one at the boundary
+_FREE = 5  # values of no more than this power of two less than the largest are free at first
+_MOST_BOUNDED = 100  # nodes that are bounded by moments, where there is a table as well
+_SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, what one may take at a look
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """order: of the block's ops, the stand-in among them; None where none was found. recompute_s: of repeated runs,
+    infinite without an order. bound_s: nothing that keeps the limits takes less. certified: the two are equal, or it
+    is certain that no order takes less than what was asked for. nodes: expanded."""
+
+    order: tuple[int, ...] | None
+    recompute_s: float
+    bound_s: float
+    certified: bool
+    nodes: int
+
+    @property
+    def gap_s(self) -> float:
+        return 0.0 if self.certified else self.recompute_s - self.bound_s
+
+
+class BlockSearch:
+    """One block, many questions; what does not depend on the limits is made once."""
+
+    def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000,
+                 most_forwards: float | None = None) -> None:  # fmt: skip
+        """most_forwards: an order that repeats more than so many forward parts in seconds is of no interest, and not
+        to be told from none. Raises Unsuited where the search can't take the block."""
+        self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
+        self._whole, self._tick_s = reverse(block)
+        self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
+        if self.rules.fuse:
+            self._blocks += [
+                fused(self._whole),
+                fused(self._whole, int(self._whole.size_bytes.max(initial=0)) >> _FREE),
+            ]
+        self._most_ticks = NEVER
+        if most_forwards is not None:
+            self._most_ticks = int(most_forwards * int(self._whole.ticks.sum()))
+        self._spaces: dict[tuple[int, bool], Space] = {}
+        self._cells: dict[tuple[int, BlockBudget], tuple[Space, Cell]] = {}
+        self._ticks_of: dict[tuple[int, ...], int] = {}  # what orders repeat; each is known for many budgets
+
+    def solve(
+        self,
+        budget: BlockBudget,
+        known: Iterable[Sequence[int]] = (),
+        bound_s: float = 0.0,
+        most_nodes: int | None = None,
+    ) -> Answer:
+        """known: orders that keep the budget; the best of them is where the search starts from. bound_s: of an answer
+        that holds for this budget. most_nodes: instead of the search's own."""
+        most_nodes = self.most_nodes if most_nodes is None else most_nodes
+        upper, incumbent = self._most_ticks, None
+        for order in known:
+            ticks = self._ticks(tuple(order))
+            if ticks < upper:
+                upper, incumbent = ticks, tuple(order)
+        least = NEVER if bound_s == float("inf") else round(bound_s / self._tick_s)
+        nodes = 0
+        for b in reversed(self._blocks):
+            found = self._found(b, budget, upper, least, most_nodes - nodes)
+            nodes += found.nodes
+            least = found.bound_ticks
+            if found.ticks >= upper:
+                break
+            order = self._order(b, found.path)
+            if b is self._whole or budget.admits(measured(self.block, order)):
+                upper, incumbent = found.ticks, order
+                break
+        certified = found.bound_ticks >= upper
+        least_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
+        recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
+        return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
+
+    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> Found:
+        """The least of a block that is this one, or bounds it from below."""
+        nothing = np.empty(0, dtype=np.int64)
+        if upper <= bound_ticks:
+            return Found(NEVER, upper, nothing, 0)
+        if most_nodes == 0:
+            return Found(NEVER, bound_ticks, nothing, 0)
+        if len(b.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
+            forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
+            fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
+            return Found(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
+        space, cell = self._cell(b, budget, upper)
+        if self.rules.windows and cell.before[-1] >= upper:
+            return Found(NEVER, upper, nothing, 0)
+        most_bounded = most_nodes
+        if self.rules.table:
+            table, places = table_of(b, space, cell.limits, most_nodes)
+            cell = cell._replace(table=table, places=places)
+            most_bounded = _MOST_BOUNDED if len(table) else most_nodes
+        ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes, most_bounded)
+        return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
+
+    def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
+        """What the search needs for a budget, without a table."""
+        which, with_forward = (id(b), budget), budget.forward_peak_bytes < NO_LIMIT
+        if which in self._cells:
+            return self._cells[which]
+        if (id(b), with_forward) not in self._spaces:
+            self._spaces[id(b), with_forward] = space_of(b, with_forward)
+        steps = len(b.step_bytes)
+        room = [
+            budget.backward_peak_bytes - int(b.step_bytes[t]) - int(b.size_bytes[_row(b.step_reads, t)].sum())
+            for t in range(steps)
+        ]
+        room.append(budget.saved_bytes - b.cut_bytes)
+        if with_forward:
+            room += [budget.forward_peak_bytes - int(x) for x in b.forward_bytes]
+        room_bytes = np.array(room, dtype=np.int64)
+        space = barring(self._spaces[id(b), with_forward], room_bytes)
+        before, price = np.zeros(steps + 1, dtype=np.int64), np.zeros(len(room), dtype=np.float64)
+        if self.rules.windows:
+            before, price = windows(space, room_bytes, _SWEEP_LABELS if self.rules.whole else 0, upper)
+            if self.rules.whole and before[-1] < upper:
+                low, high = space.needed[0, steps]
+                weight = space.weight[steps]
+                least = least_after(space.ops, weight, low, high, room_bytes[steps], upper, _BOUNDARY_LABELS)
+                before[-1] = max(int(before[-1]), int(least))
+        limits = np.array((budget.saved_bytes, budget.forward_peak_bytes, budget.backward_peak_bytes), dtype=np.int64)
+        self._cells[which] = space, Cell(limits, room_bytes, before, price, *NO_TABLE)
+        return self._cells[which]
+
+    def _ticks(self, order: tuple[int, ...]) -> int:
+        if order not in self._ticks_of:
+            n = self.block.flat.arrays.boundary
+            runs = np.bincount([op for op in order if 0 <= op < n], minlength=n)
+            self._ticks_of[order] = int(((runs - 1) * self._whole.ticks).sum())
+        return self._ticks_of[order]
+
+    def seconds(self, order: tuple[int, ...]) -> float:
+        """What an order repeats."""
+        return self._ticks(order) * self._tick_s
+
+    @property
+    def most_s(self) -> float:
+        """What repeats no less is of no interest."""
+        return _MOST_S if self._most_ticks == NEVER else self._most_ticks * self._tick_s
+
+    def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
+        n = self.block.flat.arrays.boundary
+        moves = (b.parts[move] if move >= 0 else (n - move,) for move in path.tolist())
+        return (*range(n), BOUNDARY, n, *itertools.chain.from_iterable(moves))
+
+    def least_saved_bytes(self) -> int:
+        """Saved where the cut alone is kept."""
+        return self._whole.cut_bytes
+
+    def least_peak_bytes(self) -> int:
+        """No order has a lower backward peak: each backward op needs its operands beside the gradients."""
+        b = self._whole
+        reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
+        return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
+
+    def least_forward_bytes(self) -> int:
+        """The forward peak where the cut alone is kept."""
+        return int(max([0, *self._whole.forward_bytes]))
+
+    def keep_all(self) -> tuple[int, ...]:
+        """The order that repeats nothing."""
+        n = self.block.flat.arrays.boundary
+        return (*range(n), BOUNDARY, *range(n, self.block.flat.op_count))
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """answers: one for each budget."""
+
+    budgets: tuple[BlockBudget, ...]
+    answers: tuple[Answer, ...]
+
+    @property
+    def certified(self) -> float:
+        """The share of cells whose answer is certain."""
+        return sum(answer.certified for answer in self.answers) / len(self.answers)
+
+
+def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_parts: int, peak_parts: int,
+               forward_parts: int = 0) -> Grid:  # fmt: skip
+    """Budgets from the least saved bytes and peaks to those that need no recomputation.
+
+    known: orders to start from. Local search goes over all budgets first, the loosest first; what it finds for one
+    starts it on the next. Then the budgets are closed: an answer that a tighter one admits is its answer too, and what
+    a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits
+    on the forward peak, beside none.
+    """
+    block, everything = searched.block, measured(searched.block, searched.keep_all())
+    orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}
+    budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
+    for budget in budgets:
+        for better in improved(block, budget, orders, _TRIES):
+            orders.setdefault(tuple(better.tolist()), option_of(block, better))
+    closing = _Closing(searched, budgets, orders)
+    for share in _SHARES:
+        closing.look(int(share * searched.most_nodes))
+    return Grid(tuple(budgets), tuple(closing.answer(budget) for budget in budgets))
+
+
+class _Closing:
+    """Budgets on the way to certain answers; what is found for one counts for the others."""
+
+    def __init__(
+        self, searched: BlockSearch, budgets: list[BlockBudget], orders: dict[tuple[int, ...], Option]
+    ) -> None:
+        self.searched, self.budgets = searched, budgets
+        self.left = searched.most_nodes * len(budgets)
+        self.best: dict[BlockBudget, tuple[float, tuple[int, ...] | None]] = dict.fromkeys(budgets, (_MOST_S, None))
+        self.found: dict[BlockBudget, Answer] = {}
+        for order, option in orders.items():
+            self._enter(order, option)
+
+    def _enter(self, order: tuple[int, ...], option: Option) -> None:
+        recompute_s = self.searched.seconds(order)
+        for budget in self.budgets:
+            if recompute_s < min(self.best[budget][0], self.searched.most_s) and budget.admits(option):
+                self.best[budget] = recompute_s, order
+
+    def answer(self, budget: BlockBudget) -> Answer:
+        """What is known of a budget."""
+        own = self.found.get(budget, Answer(None, _MOST_S, 0.0, False, 0))
+        if own.certified:
+            return own
+        recompute_s, order = self.best[budget]
+        bound_s = max([own.bound_s, *(a.bound_s for looser, a in self.found.items() if budget.within(looser))])
+        certified = bound_s >= min(recompute_s, self.searched.most_s)
+        return Answer(order, recompute_s, min(bound_s, recompute_s), certified, own.nodes)
+
+    def look(self, most_nodes: int) -> None:
+        """Search each budget that is open, within so many nodes; from the second look on, one waits for a looser one
+        that is open and has the same order so far."""
+        for budget in self.budgets:
+            answer = self.answer(budget)
+            if not answer.certified and self.left and not (budget in self.found and self._waits(budget)):
+                known = [answer.order] if answer.order else []
+                before = answer.nodes
+                answer = self.searched.solve(budget, known, answer.bound_s, min(self.left, most_nodes))
+                self.left -= answer.nodes
+                answer = dataclasses.replace(answer, nodes=before + answer.nodes)
+                if answer.order is not None and answer.recompute_s < self.best[budget][0]:
+                    self._enter(answer.order, measured(self.searched.block, answer.order))
+            self.found[budget] = answer
+
+    def _waits(self, budget: BlockBudget) -> bool:
+        return any(
+            looser != budget and budget.within(looser) and self.best[looser] == self.best[budget]
+            for looser in self.found
+            if not self.found[looser].certified
+        )
+
+
+def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_parts: int,
+             forward_parts: int) -> list[BlockBudget]:  # fmt: skip
+    """The loosest first; limits on the forward peak come last."""
+    least_saved = searched.least_saved_bytes()
+    least_peak = min(searched.least_peak_bytes(), everything.backward_peak_bytes)
+    least_forward = min(searched.least_forward_bytes(), everything.forward_peak_bytes)
+    saved_steps = _steps(least_saved, everything.saved_bytes, saved_parts)
+    peak_steps = _steps(least_peak, everything.backward_peak_bytes, peak_parts)
+    budgets = [BlockBudget(saved, NO_LIMIT, peak) for saved in saved_steps for peak in peak_steps]
+    ahead = _steps(least_forward, everything.forward_peak_bytes, forward_parts + 1)[1:] if forward_parts else []
+    if everything.forward_peak_bytes <= everything.saved_bytes:
+        ahead = []  # forward peaks at the boundary: the limit on saved bytes is the limit
+    budgets += [BlockBudget(saved, peak, everything.backward_peak_bytes) for saved in saved_steps for peak in ahead]
+    return list(dict.fromkeys(budgets))
+
+
+def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
+    """The orders of a grid of budgets; none where the search can't take the block, or has nothing to decide."""
+    a = block.flat.arrays
+    if a.boundary < _LEAST_OPS or block.flat.op_count - a.boundary < 2:
+        return []
+    try:
+        searched = BlockSearch(block, most_nodes=most_nodes, most_forwards=_MOST_FORWARDS)
+    except Unsuited:
+        return []
+    grid = solve_grid(searched, (tuple(order.tolist()) for order in known), parts, parts, parts // 2)
+    orders = dict.fromkeys(answer.order for answer in grid.answers if answer.order is not None)
+    return [np.array(order, dtype=np.int64) for order in orders]
+
+
+def measured(block: LocalBlock, order: Sequence[int]) -> Option:
+    """What an order of a block comes to."""
+    return option_of(block, np.array(order, dtype=np.int64))
+
+
+def _steps(low: int, high: int, parts: int) -> list[int]:
+    return sorted({low + (high - low) * i // max(1, parts - 1) for i in range(parts)}, reverse=True)
+
+
+def _row(rows: Rows, index: int) -> Ints:
+    return rows.item[rows.start[index] : rows.start[index + 1]]
+
+
+def solve_block(
+    block: LocalBlock,
+    budget: BlockBudget,
+    known: Iterable[Sequence[int]] = (),
+    rules: Rules | None = None,
+    most_nodes: int = 20_000,
+) -> Answer:
+    """Least recomputation of a block under a budget."""
+    return BlockSearch(block, rules, most_nodes).solve(budget, known)

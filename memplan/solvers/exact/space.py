@@ -1,0 +1,197 @@
+"""A block as arrays for the kernels of the exact search: sets of values as words of bits, moments with what they weigh.
+
+Kernels take few arrays of many columns: numba's time of compilation grows with the number of arrays that are passed.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memplan.solvers.exact.block import WORD, Reversed, Rows
+from memplan.solvers.numeric.jit import kernel
+from memplan.solvers.orders.flat import Flags, Ints
+
+NEVER = 1 << 57  # more ticks than any schedule takes
+PARCEL = 9  # values whose bytes are summed up in advance; WORD is a multiple of it
+_BARRED = -1
+
+# Columns of `Space.ops`, `Space.steps` and of `Space.edge`, rows of `Space.work`.
+MADE, READ, TAKEN, STAGE, STAGES, TICKS = 0, 2, 4, 6, 7, 8
+STEP_READ, STEP_TAKEN, STEP_BYTES, BETWEEN_BYTES = 0, 2, 4, 5
+HEAD, LEVEL, QUEUE, PATH, CURSOR = 0, 1, 2, 3, 4
+SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
+
+
+class Space(NamedTuple):
+    """A block with what its bounds need; sets of values are two words of bits.
+
+    size_bytes[v]. parcels: of those. ops[i]: words of what it makes, reads and takes over, its first stage and the one
+    after its last, ticks (NEVER where it can't run again). stages: words of what stands beside what else is demanded,
+    and bytes on top. steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
+    for the end. ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
+    rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
+    after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against the moment's
+    room; -1 if v can't cross it. needed[first, stop]: words of what steps first..stop-1 read.
+    edge: the graph of all minimum cuts of the block, node 0 the source, 1 the sink, then values, then ops; columns are
+    ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to the values,
+    then from values to ops, then from ops to the sink. work: what a maximum flow scribbles on.
+    """
+
+    size_bytes: Ints
+    parcels: Ints
+    ops: Ints
+    stages: Ints
+    steps: Ints
+    ahead: Ints
+    rest: Ints
+    after: Ints
+    weight: Ints
+    needed: Ints
+    edge: Ints
+    work: Ints
+
+
+def space_of(b: Reversed, with_forward: bool) -> Space:
+    """with_forward: there is a limit on the forward peak, so forward ops are moments too."""
+    steps = len(b.step_bytes)
+    ticks = np.where(b.again, b.ticks, NEVER)
+    step_rows = np.zeros((steps + 1, 6), dtype=np.int64)
+    step_rows[:steps, STEP_READ : STEP_READ + 2] = _words(b.step_reads)
+    step_rows[:steps, STEP_TAKEN : STEP_TAKEN + 2] = _words(b.step_takes)
+    step_rows[:steps, STEP_BYTES] = b.step_bytes
+    step_rows[:, BETWEEN_BYTES] = b.between_bytes
+    spans = np.stack([b.stage_start[:-1], b.stage_start[1:], ticks], axis=1)
+    columns = (_words(b.makes), _words(b.reads), _words(b.takes), spans)
+    stages = np.concatenate([_words(b.stage_reads), b.stage_bytes[:, None]], axis=1)
+    moments = range(len(b.forward_bytes))
+    ahead = np.array([[b.forward_bytes[i], *_word_pair(b.forward_extra[i])] for i in moments], dtype=np.int64)
+    after, weight, needed = _moments(b, step_rows, with_forward)
+    edge, work = _network(b, ticks)
+    rest = np.array([*_word_pair(b.cut), *_word_pair(b.barred), b.cut_bytes], dtype=np.int64)
+    rows = np.ascontiguousarray(np.concatenate(columns, axis=1))
+    return Space(
+        b.size_bytes,
+        parcels_of(b.size_bytes),
+        rows,
+        stages,
+        step_rows,
+        ahead.reshape(len(moments), 3),
+        rest,
+        after,
+        weight,
+        needed,
+        edge,
+        work,
+    )
+
+
+def parcels_of(amounts: Ints) -> Ints:
+    """Sums over every set of `PARCEL` values next to each other, a row for each such parcel."""
+    sums = np.zeros((2 * WORD // PARCEL, 1 << PARCEL), dtype=np.int64)
+    for v, amount in enumerate(amounts.tolist()):
+        row, bit = sums[v // PARCEL], 1 << v % PARCEL
+        row[bit : 2 * bit] = row[:bit] + amount
+    return sums
+
+
+def barring(space: Space, room_bytes: Ints) -> Space:
+    """The space for these rooms: a value that alone is too large for a limit on what is saved is not saved, whichever
+    of those limits a bound looks at."""
+    saving = space.after < 0
+    alone = (space.weight[saving] > room_bytes[saving, None]).any(axis=0)
+    weight = space.weight.copy()
+    weight[np.ix_(saving, alone)] = _BARRED
+    return space._replace(weight=weight)
+
+
+def _word_pair(flags: Flags) -> tuple[int, int]:
+    chosen = np.flatnonzero(flags).tolist()
+    return sum(1 << v for v in chosen if v < WORD), sum(1 << (v - WORD) for v in chosen if v >= WORD)
+
+
+def _words(rows: Rows) -> Ints:
+    words = np.zeros((len(rows.start) - 1, 2), dtype=np.int64)
+    for i in range(len(words)):
+        for v in rows.item[rows.start[i] : rows.start[i + 1]].tolist():
+            words[i, v // WORD] |= 1 << (v % WORD)
+    return words
+
+
+def _moments(b: Reversed, step_rows: Ints, with_forward: bool) -> tuple[Ints, Ints, Ints]:
+    """Every step, then the boundary, then, where a forward peak is a limit, every forward op."""
+    steps = len(b.step_bytes)
+    after = [*range(steps), -1]
+    weight = np.tile(b.size_bytes, (steps + 1, 1))
+    for t in range(steps):
+        weight[t, b.step_reads.item[b.step_reads.start[t] : b.step_reads.start[t + 1]]] = 0
+        weight[t, b.step_takes.item[b.step_takes.start[t] : b.step_takes.start[t + 1]]] = _BARRED
+    weight[steps, b.cut] = 0
+    weight[steps, b.barred] = _BARRED
+    if with_forward:
+        after += [-1] * len(b.forward_bytes)
+        ahead = np.where(b.forward_extra, b.size_bytes, 0)
+        ahead[:, b.barred] = _BARRED
+        weight = np.concatenate([weight, ahead])
+    needed = np.zeros((steps + 1, steps + 1, 2), dtype=np.int64)
+    for first in range(steps):
+        for stop in range(first + 1, steps + 1):
+            needed[first, stop] = needed[first, stop - 1] | step_rows[stop - 1, STEP_READ : STEP_READ + 2]
+    return np.array(after, dtype=np.int64), np.ascontiguousarray(weight), needed
+
+
+def _network(b: Reversed, ticks: Ints) -> tuple[Ints, Ints]:
+    values, ops = len(b.size_bytes), len(b.ticks)
+    ends: list[tuple[int, int, int]] = [(0, 2 + v, 0) for v in range(values)]
+    ends += [(2 + v, 2 + values + int(b.maker[v]) if b.maker[v] >= 0 else 1, 0) for v in range(values)]
+    ends += [(2 + values + op, 1, int(ticks[op])) for op in range(ops)]
+    for op in range(ops):
+        ends += [(2 + values + op, 2 + int(v), NEVER) for v in b.reads.item[b.reads.start[op] : b.reads.start[op + 1]]]
+    nodes = 2 + values + ops
+    edge = np.zeros((2 * len(ends), 5), dtype=np.int64)
+    work = np.zeros((5, nodes + 1), dtype=np.int64)
+    work[HEAD] = -1
+    for k, (tail, head, room) in enumerate(ends):
+        for e, source, target, limit in ((2 * k, tail, head, room), (2 * k + 1, head, tail, 0)):
+            edge[e, :4] = source, target, work[HEAD, source], limit
+            work[HEAD, source] = e
+    return edge, work
+
+
+@kernel
+def has(low: int, high: int, v: int) -> bool:
+    """Whether v is in a set of two words."""
+    return ((low >> v) & 1) != 0 if v < WORD else ((high >> (v - WORD)) & 1) != 0
+
+
+@kernel
+def sum_of(parcels: Ints, low: int, high: int) -> int:
+    """Over the values of two words, with sums as of `parcels_of`."""
+    total = 0
+    row = 0
+    while low != 0:
+        total += parcels[row, low & ((1 << PARCEL) - 1)]
+        low >>= PARCEL
+        row += 1
+    row = WORD // PARCEL
+    while high != 0:
+        total += parcels[row, high & ((1 << PARCEL) - 1)]
+        high >>= PARCEL
+        row += 1
+    return total
+
+
+@kernel
+def rests(space: Space, limits: Ints, low: int, high: int) -> bool:
+    """Whether the demand can be what is saved."""
+    rest, parcels = space.rest, space.parcels
+    if (low & rest[2]) | (high & rest[3]) != 0:
+        return False
+    if rest[4] + sum_of(parcels, low & ~rest[0], high & ~rest[1]) > limits[0]:
+        return False
+    for i in range(len(space.ahead)):
+        extra = sum_of(parcels, low & space.ahead[i, 1], high & space.ahead[i, 2])
+        if space.ahead[i, 0] + extra > limits[1]:
+            return False
+    return True

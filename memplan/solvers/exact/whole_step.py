@@ -1,0 +1,117 @@
+"""A whole step as one block: one limit for everything, exact where the step is small."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from memplan.problem.schedule import BOUNDARY
+from memplan.solvers.chain.options import LocalBlock, cut_orders
+from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.exact import Answer, BlockSearch, measured
+from memplan.solvers.exact.incumbents import BlockBudget, improved
+from memplan.solvers.orders.flat import Flat, Ints, compressed
+
+_TRIES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
+    """budget_bytes: peak of the whole step. order: of the step's ops, None where none was found. answer: what the
+    search says; None where the step is too large for it. Ops that may wait for the backward pass run once before it
+    here, so that `prune` may find an order to take less than the certificate says."""
+
+    budget_bytes: int
+    order: Ints | None
+    answer: Answer | None
+
+
+def whole_step(flat: Flat) -> LocalBlock:
+    """The step as a block that nothing follows; its peaks are those of the step, residents included."""
+    a, n = flat.arrays, flat.arrays.boundary
+    stays = a.in_place & ((a.taken < 0) | a.held[a.taken])  # in memory that is there throughout
+    held = [v for op in range(n) for v in flat.makes[op] if a.held[v] and not stays[v]]
+    incoming = a.base_bytes + a.tangent_bytes + int(a.size_bytes[held].sum())
+    tangents = len(a.size_bytes)
+    reads = (*flat.reads[:n], (), *flat.reads[n:])
+    makes = (*flat.makes[:n], (tangents,), *flat.makes[n:])
+    read_start, read = compressed(reads)
+    made_start, made = compressed(makes)
+    producer = np.where(a.producer >= n, a.producer + 1, a.producer)
+    none = np.zeros(flat.op_count + 1, dtype=np.bool_)
+    arrays = a._replace(
+        read_start=read_start,
+        read=read,
+        made_start=made_start,
+        made=made,
+        size_bytes=np.append(a.size_bytes, a.tangent_bytes),
+        taken=np.append(a.taken, -1),
+        in_place=np.append(a.in_place, False),
+        held=np.append(a.held & ~(a.gradient & a.accumulate), True),
+        gradient=np.zeros(tangents + 1, dtype=np.bool_),
+        producer=np.append(producer, n),
+        overwritten=np.append(a.overwritten, False),
+        rerunnable=np.insert(a.rerunnable, n, False),
+        deferrable=none,
+        random=np.insert(a.random, n, False),
+        time_s=np.insert(a.time_s, n, 0.0),
+        scratch_bytes=np.insert(a.scratch_bytes, n, 0),
+        tangent_bytes=0,
+        accumulate=False,
+        update_bytes=0,
+        others=0,
+    )
+    ops = (*range(n), -1, *range(n, flat.op_count))
+    return LocalBlock(Flat(arrays, reads, makes), ops, frozenset(), incoming, ())
+
+
+def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepAnswer]:
+    """Answers for budgets from the least that a step may need to what keeping everything takes, the loosest first.
+
+    A step that the search can't take has incumbents alone.
+    """
+    block = whole_step(flat)
+    try:
+        searched: BlockSearch | None = BlockSearch(block, most_nodes=most_nodes)
+    except Unsuited:
+        searched = None
+    n = block.flat.arrays.boundary
+    everything = (*range(n), BOUNDARY, *range(n, block.flat.op_count))
+    starts = [everything, *(tuple(order.tolist()) for order in cut_orders(block, cuts))]
+    orders = {order: measured(block, order) for order in starts}
+    peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]
+    low = searched.least_peak_bytes() if searched else min(peaks) * 3 // 4
+    most_saved = orders[everything].saved_bytes
+    answers = []
+    for limit, saved in _limits(low, peaks[0], most_saved, parts, flat):
+        budget = BlockBudget(min(saved, limit - block.incoming_bytes), limit, limit)
+        for order in improved(block, budget, orders, _TRIES):
+            orders.setdefault(tuple(order.tolist()), measured(block, order.tolist()))
+        fitting = [order for order, option in orders.items() if budget.admits(option)]
+        answer = searched.solve(budget, fitting) if searched else None
+        if answer and answer.order and answer.order not in orders:
+            orders[answer.order] = measured(block, answer.order)
+        best = answer.order if answer else min(fitting, key=lambda order: orders[order].recompute_s, default=None)
+        answers.append(StepAnswer(limit, None if best is None else _of_step(block, best), answer))
+    return answers
+
+
+def _limits(low: int, high: int, most_saved: int, parts: int, flat: Flat) -> list[tuple[int, int]]:
+    """Pairs of a limit on the peak and one on what is saved, the loosest first. Only where microbatches wait is the
+    second one of its own: then both count, and a coarser grid of either is searched."""
+    if flat.arrays.others == 0:
+        return [(low + (high - low) * part // max(1, parts - 1), high) for part in range(parts - 1, -1, -1)]
+    side = max(2, math.isqrt(parts))
+    return [
+        (low + (high - low) * part // (side - 1), most_saved * share // side)
+        for part in range(side - 1, -1, -1)
+        for share in range(side, -1, -1)
+    ]
+
+
+def _of_step(block: LocalBlock, order: Sequence[int]) -> Ints:
+    n = block.flat.arrays.boundary
+    return np.array([op if op < n else op - 1 for op in order if op != n], dtype=np.int64)

@@ -1,0 +1,220 @@
+"""The front of a problem: the best schedules known for every budget.
+
+Candidates come from the methods of a configuration; where it asks for that, a local search refines them. Orders are
+accounted for by `replay`; a candidate's schedule goes through `schedule_of` and `simulate` when it is asked for. More
+budget never costs time, because a budget takes the fastest point that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from memplan.config import Config
+from memplan.problem.data import Problem
+from memplan.problem.schedule import Schedule, Timeline, schedule_of
+from memplan.problem.simulate import simulate
+from memplan.solvers.bounds.lower_bound import Bound, bound_of
+from memplan.solvers.chain.baselines import keep_all
+from memplan.solvers.front.methods import FAMILIES, METHODS, Task
+from memplan.solvers.numeric.threads import side_by_side
+from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
+from memplan.solvers.search.refine import refine, trade
+
+
+class Progress(NamedTuple):
+    """Where a search stands. stage: what is being done. done: share of that stage. gap: of the best schedule so far
+    within the problem's budget; None without one, or where nothing fits yet."""
+
+    stage: str
+    done: float
+    gap: float | None
+
+
+Tell = Callable[[Progress], None]
+_LONG_OPS = 2000
+_LONGEST = ("exact", "hierarchy")  # methods that start early, so that no core waits for them in the end
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A legal schedule, by its order of ops with the boundary among them. solver: what it started from."""
+
+    problem: Problem
+    solver: str
+    order: tuple[int, ...]
+    peak_bytes: int
+    time_s: float
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        return schedule_of(self.problem.graph, self.order)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        return simulate(self.problem, self.schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """points: no point has both a lower peak and less time than another; peaks rise, times fall.
+
+    truncated: the search was stopped, by the clock or by the user, before it was done.
+    """
+
+    points: tuple[Candidate, ...]
+    keep_all: Candidate
+    bound: Bound
+    truncated: bool
+
+    @property
+    def floor(self) -> Candidate:
+        """The candidate with the smallest peak."""
+        return self.points[0]
+
+    def best(self, budget_bytes: int | None) -> Candidate | None:
+        """The fastest candidate that peaks within the budget; None where none does."""
+        fitting = [c for c in self.points if budget_bytes is None or c.peak_bytes <= budget_bytes]
+        return fitting[-1] if fitting else None
+
+    def spread(self, count: int) -> tuple[Candidate, ...]:
+        """At most `count` of the points (two at least), those that matter most."""
+        return tuple(thin(self.points, count))
+
+
+def solve_front(problem: Problem, config: Config | None = None, tell: Tell | None = None) -> Front:
+    """The front of a problem for every budget. tell is called with the progress.
+
+    Ctrl-C, and `config.timeout_s`, end the search early with what it has. The problem's own budget steers nothing; it
+    says for which peak the progress states a gap.
+    """
+    return _Search(problem, config or Config(), tell or (lambda progress: None)).run()
+
+
+def textbook(problem: Problem) -> tuple[Candidate, ...]:
+    """The textbook schedules, those first that peak lower: what can be had without a search. Keep all is among them."""
+    flat = flatten(problem)
+    sketches = [sketch_of(flat, "keep all", keep_all(flat)), *METHODS["textbook"](Task.of(problem, flat, Config()))]
+    legal = [_candidate(problem, sketch) for sketch in sketches if sketch.peak_bytes >= 0]
+    return tuple(sorted(legal, key=lambda c: c.peak_bytes))
+
+
+def candidate(problem: Problem, solver: str, order: tuple[int, ...]) -> Candidate:
+    """An order as a candidate for a problem that it was not found for. Raises IllegalSchedule."""
+    timeline = simulate(problem, schedule_of(problem.graph, order))
+    return Candidate(problem, solver, order, timeline.peak_bytes, timeline.time_s)
+
+
+class _Search:
+    """One run: what was found so far."""
+
+    def __init__(self, problem: Problem, config: Config, tell: Tell) -> None:
+        self.problem, self.config, self.tell = problem, config, tell
+        self.flat = flatten(problem)
+        self.updates = any(v.updates for v in problem.graph.values)
+        self.deadline_s = time.monotonic() + config.timeout_s
+        self.everything = sketch_of(self.flat, "keep all", keep_all(self.flat))
+        self.found: dict[str, list[Sketch]] = {"keep all": [self.everything]}
+        self.task = Task.of(problem, self.flat, config)
+        self.truncated = False
+
+    def run(self) -> Front:
+        try:
+            self._search()
+            if self.config.polish:
+                self._polish()
+        except (KeyboardInterrupt, TimeoutError):
+            self.truncated = True
+        points = [_candidate(self.problem, sketch) for sketch in pareto(self._all())]
+        everything = _candidate(self.problem, self.everything)
+        fetches = any(v.fetched for v in self.problem.graph.values)  # then orders are no schedules by themselves
+        if self.updates and not fetches:  # sketches know only about when they happen
+            points = pareto([_accounted(point) for point in thin(points, 2 * self.config.points)])
+            everything = _accounted(everything)
+        return Front(tuple(points), everything, self.task.bound, self.truncated)
+
+    def _search(self) -> None:
+        """Run the methods, and look for the lower bound, of which moments are made."""
+        self._report("bounds", 0.0)
+        first = "moments" if "moments" in self.config.methods else "bounds"
+        methods = sorted(self.config.methods, key=lambda method: method not in _LONGEST)
+        searches = {method: METHODS[method](self.task) for method in methods if method != first}
+        self._side_by_side({first: self._bounds(), **searches}, self._report)
+        if self.problem.in_flight > 1:
+            self._search_alone()
+
+    def _search_alone(self) -> None:
+        """Schedules of one microbatch by itself, for all that are in flight: now and then a little better."""
+        front = solve_front(dataclasses.replace(self.problem, in_flight=1), self.config)
+        orders = [(point.solver, np.array(point.order, dtype=np.int64)) for point in front.points]
+        self.found["alone"] = [sketch_of(self.flat, solver, order) for solver, order in orders]
+        if front.truncated:
+            raise TimeoutError
+
+    def _bounds(self) -> Iterator[Sketch]:
+        """The lower bound, and schedules that suit it."""
+        config = self.config
+        moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
+        relaxed = flatten(self.problem, updates=False) if self.updates else self.flat
+        bound = bound_of(relaxed, self.problem.baseline_time_s, moments, config.cuts)
+        self.task = dataclasses.replace(self.task, bound=bound)
+        if "moments" in self.config.methods:
+            yield from METHODS["moments"](self.task)
+
+    def _polish(self) -> None:
+        """Refine families of methods side by side, then trade between them."""
+        self._report("polishing", 0.0)
+        families = [[s for method in family for s in self.found.get(method, [])] for family in FAMILIES]
+        families = [sketches for sketches in families if sketches]
+        if self.flat.op_count > _LONG_OPS:  # where a family costs a second, and repeats leave little to be lost
+            families = [list(chain(*families))] if families else []
+        bound, known = self.task.bound, self._all()
+        starts = [[self.everything, *sketches] for sketches in families]
+        self._side_by_side(
+            {f"refined {i}": refine(self.flat, s, known, bound, self.config) for i, s in enumerate(starts)},
+            lambda name, done: self._report("polishing", 0.8 * done),
+        )
+        self._side_by_side(
+            {"traded": trade(self.flat, self._all(), bound, self.config)},
+            lambda name, done: self._report("polishing", done),
+        )
+
+    def _side_by_side(self, searches: dict[str, Iterator[Sketch]], tell: Callable[[str, float], None]) -> None:
+        names = list(searches)
+        left = set(names)
+        self.found |= {name: [] for name in names}
+
+        def ended(position: int) -> None:
+            left.discard(names[position])
+            tell(names[position], 1 - len(left) / len(names))
+
+        side_by_side(list(searches.values()), [self.found[name] for name in names], self.deadline_s, ended)
+
+    def _all(self) -> list[Sketch]:
+        return list(chain(*self.found.values()))
+
+    def _report(self, stage: str, done: float) -> None:
+        self.tell(Progress(stage, done, self._gap()))
+
+    def _gap(self) -> float | None:
+        budget = self.problem.budget_bytes
+        times = [s.time_s for s in self._all() if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
+        bound_s = self.task.bound.time_s(budget)
+        return min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
+
+
+def _accounted(point: Candidate) -> Candidate:
+    """The same with the accountant's peak."""
+    return dataclasses.replace(point, peak_bytes=point.timeline.peak_bytes)
+
+
+def _candidate(problem: Problem, sketch: Sketch) -> Candidate:
+    return Candidate(problem, sketch.solver, tuple(sketch.order.tolist()), sketch.peak_bytes, sketch.time_s)

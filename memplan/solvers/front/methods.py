@@ -1,0 +1,177 @@
+"""The methods of a configuration: each looks at the whole problem in its own way and yields schedules as sketches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+
+from memplan.config import Config
+from memplan.problem.data import Problem
+from memplan.solvers.bounds.lower_bound import Bound, needed_after
+from memplan.solvers.bounds.mincut import saved_sets
+from memplan.solvers.bounds.seeds import saved_of_moments
+from memplan.solvers.chain.baselines import baselines, keep_all
+from memplan.solvers.chain.expand import BlockOrders, expand, solved_chain
+from memplan.solvers.chain.hierarchy import hierarchy as hierarchy_orders
+from memplan.solvers.chain.options import LocalBlock, cut_orders, kept_whole
+from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
+from memplan.solvers.chain.rotor import distinct_slots
+from memplan.solvers.exact.exact import exact_orders
+from memplan.solvers.exact.whole_step import solve_step
+from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.rewrites import demand_order
+from memplan.solvers.orders.sketch import Sketch, sketch_of
+
+_EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: in long steps hardly a plan gains by it
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A problem as every method sees it.
+
+    keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
+    more is never needed.
+    """
+
+    flat: Flat
+    keys: tuple[str, ...]
+    most_bytes: int
+    config: Config
+    bound: Bound
+
+    @classmethod
+    def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> Task:
+        keys = tuple(op.key or op.kind for op in problem.graph.ops)
+        most_bytes = sketch_of(flat.alone, "keep all", keep_all(flat)).peak_bytes
+        return cls(flat, keys, most_bytes, config, bound or Bound(problem.baseline_time_s, 0, ()))
+
+
+def textbook(task: Task) -> Iterator[Sketch]:
+    """Recompute every block, or sqrt(n) segments."""
+    for name, order in baselines(task.flat, task.config.coarse_blocks):
+        yield sketch_of(task.flat, name, order)
+
+
+def rotor(task: Task) -> Iterator[Sketch]:
+    """Plain Rotor: each block is kept whole or runs again whole."""
+    for _, positions, slots in _chains(task):
+        yield from _from_chain(task, "rotor", positions, slots, lambda block: [kept_whole(block)])
+
+
+def cuts(task: Task) -> Iterator[Sketch]:
+    """Saved sets of the whole step, values recomputed once and kept, or kept for a while only."""
+    chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.config.cuts)
+    yield from _from_saved(task, "minimum cut", [cut.saved for cut in chosen])
+
+
+def moments(task: Task) -> Iterator[Sketch]:
+    """Saved sets that are best for the moments that the lower bound found to matter most."""
+    yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
+
+
+def blocks(task: Task) -> Iterator[Sketch]:
+    """Rotor over blocks with many options, at two granularities."""
+    config = task.config
+
+    def orders(block: LocalBlock) -> list[Ints]:
+        return cut_orders(block, config.block_cuts)
+
+    for name, positions, slots in _chains(task):
+        yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
+
+
+def exact(task: Task) -> Iterator[Sketch]:
+    """Rotor over blocks with options from an exact search as well, at three granularities."""
+    config = task.config
+    work = [min(config.exact_work, _EXACT_WORK // task.flat.op_count)]
+
+    def orders(block: LocalBlock) -> list[Ints]:
+        cut = cut_orders(block, config.block_cuts)
+        work[0] -= block.flat.op_count
+        return [*cut, *exact_orders(block, cut, config.exact_parts, config.exact_nodes if work[0] >= 0 else 0)]
+
+    chains = _chains(task)
+    layers = merged_cuts(task.flat, chains[0][1], config.exact_ops)
+    if layers not in [positions for _, positions, _ in chains]:
+        chains.insert(1, ("large", layers, config.coarse_slots))
+    for name, positions, slots in chains:
+        yield from _from_chain(task, f"chain of {name} exact blocks", positions, slots, orders, 2 * config.options)
+
+
+def flat(task: Task) -> Iterator[Sketch]:
+    """The whole step as one block: exact where it is small, local search at each of a few budgets where it is not."""
+    config, a, ops = task.config, task.flat.arrays, task.flat.op_count
+    parts = min(config.flat_parts, max(2, config.flat_work // ops))
+    nodes = min(config.flat_nodes, config.flat_nodes * 64**2 // ops**2)  # a node of a long step takes longer
+    for found in solve_step(task.flat, parts, config.block_cuts, nodes):
+        if found.order is not None:
+            yield sketch_of(task.flat, "whole step", prune(a, found.order))
+
+
+def hierarchy(task: Task) -> Iterator[Sketch]:
+    """Rotor over blocks that are chains of blocks themselves."""
+    for order in hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config):
+        yield sketch_of(task.flat, "hierarchy", order)
+
+
+METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
+    "textbook": textbook,
+    "rotor": rotor,
+    "cuts": cuts,
+    "blocks": blocks,
+    "exact": exact,
+    "flat": flat,
+    "moments": moments,
+    "hierarchy": hierarchy,
+}
+
+
+# What is found in like ways, and is refined together.
+FAMILIES = (("textbook", "rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
+
+
+def _from_saved(task: Task, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
+    """Schedules that keep these forward values: what is missing is recomputed and kept, or kept for a while only."""
+    flat, a = task.flat, task.flat.arrays
+    pinned = a.held.copy()
+    for v, op in enumerate(a.producer):
+        if 0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v]:
+            pinned[v] = True
+    for kept in sets:
+        saved = pinned.copy()
+        saved[list(kept)] = True
+        for window in (0, 8, 64, flat.op_count):
+            order = demand_order(a, saved, window, 4 * flat.op_count)
+            if len(order):
+                yield sketch_of(flat, name, prune(a, order))
+
+
+def _chains(task: Task) -> list[tuple[str, tuple[int, ...], int]]:
+    """Cut positions and memory sizes told apart, at two granularities."""
+    config = task.config
+    coarse, fine = coarse_cuts(task.flat, config.coarse_blocks), fine_cuts(task.flat, config.fine_blocks)
+    found = [("coarse", coarse, config.coarse_slots), ("fine", fine, config.fine_slots)]
+    return found[: 1 if fine == coarse else 2]
+
+
+def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, ...]:
+    """The narrower of these cuts: the widest go first, as long as no block has more than so many forward ops."""
+    crossing = crossing_bytes(flat)
+    kept = [0, *cuts, flat.arrays.boundary]
+    for position in sorted(cuts, key=lambda p: (-crossing[p], p)):
+        at = kept.index(position)
+        if kept[at + 1] - kept[at - 1] <= most_ops:
+            del kept[at]
+    return tuple(kept[1:-1])
+
+
+def _from_chain(task: Task, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
+                options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
+    chain = make_chain(task.flat, positions)
+    beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
+    solved = solved_chain(
+        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.config.options
+    )
+    for m in distinct_slots(solved.front, task.config.sizes):
+        yield sketch_of(task.flat, name, expand(task.flat, solved, m))

@@ -1,0 +1,1 @@
+"""How kernels are compiled, run side by side, and draw numbers. Each file stands by itself."""

@@ -1,0 +1,1 @@
+"""Copies to host memory, and gathers, added to an order of ops. Start with `fit_copies`."""

@@ -1,0 +1,205 @@
+"""A problem as arrays, for the kernels that search over orders of ops.
+
+Only what can change from order to order is kept: residents and tangents that ops merely read are left out, and the
+bytes of both stand in two scalars.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memplan.problem.data import Graph, Op, Problem
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Flags = NDArray[np.bool_]
+
+
+class Arrays(NamedTuple):
+    """What kernels read. Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`.
+
+    read: values read or taken over by an op, residents and tangents left out; made: values written, residents left out.
+    taken[v]: the value whose memory v takes over, -1 where there is none that is tracked here.
+    in_place[v]: v needs no new memory. held[v]: v is never freed. producer[v]: op, or -1.
+    overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
+    update_bytes: held beside what is left after the last op.
+    others: microbatches that wait beside the one that runs, each with what it holds at the boundary and `input_bytes`.
+    rerunnable[i]: op i belongs to the forward pass and can run again.
+    deferrable[i]: op i of the forward pass may run for the first time in the backward pass: nothing that has to happen
+        in the forward pass needs it.
+    """
+
+    boundary: int
+    read_start: Ints
+    read: Ints
+    made_start: Ints
+    made: Ints
+    size_bytes: Ints
+    taken: Ints
+    in_place: Flags
+    held: Flags
+    gradient: Flags
+    producer: Ints
+    overwritten: Flags
+    rerunnable: Flags
+    deferrable: Flags
+    random: Flags
+    time_s: Floats
+    scratch_bytes: Ints
+    rng_state_bytes: int
+    base_bytes: int
+    tangent_bytes: int
+    accumulate: bool
+    update_bytes: int
+    others: int
+    input_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """`Arrays` beside Python rows of the same, for code that is not compiled.
+
+    lost_late: some ops count as not rerunnable only because the backward pass overwrites what they read. They could
+    run again before that, so "never" is safe for a schedule and not for a bound. blocks: what was cut out of this
+    already (`options.localise`), for several methods look at the same chains.
+    """
+
+    arrays: Arrays
+    reads: tuple[tuple[int, ...], ...]
+    makes: tuple[tuple[int, ...], ...]
+    lost_late: bool = False
+    blocks: dict[Hashable, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def op_count(self) -> int:
+        return len(self.reads)
+
+    @property
+    def alone(self) -> Flat:
+        """The same step with no microbatch that waits beside it."""
+        return replace(self, arrays=self.arrays._replace(others=0), blocks={})
+
+
+def flatten(problem: Problem, updates: bool = True) -> Flat:
+    """Lower a problem into arrays.
+
+    updates: count what updating a parameter takes as scratch of the op that makes its gradient: that is where it nearly
+    always happens, and never too little there. False leaves it out, for a bound.
+    """
+    graph = problem.graph
+    values = graph.values
+    tracked = [not (v.resident or v.role == "tangent") for v in values]
+    reads: list[tuple[int, ...]] = []
+    makes: list[tuple[int, ...]] = []
+    for op in graph.ops:
+        taken = tuple(t for v in op.outputs if (t := values[v].reuses) is not None)
+        reads.append(tuple(dict.fromkeys(v for v in (*op.inputs, *taken) if tracked[v])))
+        makes.append(tuple(v for v in op.outputs if not values[v].resident))
+    overwritten = _overwritten(graph)
+    producer = [-1] * len(values)
+    for index, row in enumerate(makes):
+        for v in row:
+            producer[v] = index
+    taken_of = [v.reuses if v.reuses is not None and tracked[v.reuses] else -1 for v in values]
+    rerunnable = _rerunnable(graph, reads, producer, overwritten, graph.ops[graph.boundary :])
+    arrays = _arrays(
+        reads,
+        makes,
+        boundary=graph.boundary,
+        size_bytes=_ints([v.size_bytes for v in values]),
+        taken=_ints(taken_of),
+        in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
+        held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
+        gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
+        producer=_ints(producer),
+        overwritten=np.array(overwritten, dtype=np.bool_),
+        rerunnable=np.array(rerunnable, dtype=np.bool_),
+        deferrable=np.array(_deferrable(graph, reads), dtype=np.bool_),
+        random=np.array([op.random for op in graph.ops], dtype=np.bool_),
+        time_s=np.array(problem.costs.time_s, dtype=np.float64),
+        scratch_bytes=_ints(_scratch_with_updates(problem) if updates else problem.costs.scratch_bytes),
+        rng_state_bytes=graph.rng_state_bytes,
+        base_bytes=problem.resident_bytes,
+        tangent_bytes=sum(values[t].size_bytes for t in graph.tangents),
+        accumulate=problem.frees_gradients,
+        update_bytes=problem.update_bytes,
+        others=problem.in_flight - 1,
+        input_bytes=graph.input_bytes,
+    )
+    lost_late = rerunnable != _rerunnable(graph, reads, producer, overwritten, ())
+    return Flat(arrays, tuple(reads), tuple(makes), lost_late)
+
+
+def _scratch_with_updates(problem: Problem) -> list[int]:
+    values = problem.graph.values
+    return [
+        max(scratch_bytes, *(values[v].update_bytes for v in op.outputs), 0)
+        for op, scratch_bytes in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
+    ]
+
+
+def _arrays(reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], **rest: Any) -> Arrays:
+    read_start, read = compressed(reads)
+    made_start, made = compressed(makes)
+    return Arrays(read_start=read_start, read=read, made_start=made_start, made=made, **rest)
+
+
+def _ints(items: Sequence[int]) -> Ints:
+    return np.array(items, dtype=np.int64)
+
+
+def compressed(rows: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Rows of indices as (starts, concatenation)."""
+    start = np.zeros(len(rows) + 1, dtype=np.int64)
+    start[1:] = np.cumsum([len(row) for row in rows])
+    return start, _ints([item for row in rows for item in row])
+
+
+def _overwritten(graph: Graph) -> list[bool]:
+    found = [False] * len(graph.values)
+    for op in graph.ops[: graph.boundary]:
+        for v in op.outputs:
+            taken = graph.values[v].reuses
+            if taken is not None:
+                found[taken] = True
+        for effect in op.effects:
+            found[effect.old] = True
+    return found
+
+
+def _rerunnable(
+    graph: Graph,
+    reads: Sequence[Sequence[int]],
+    producer: Sequence[int],
+    overwritten: Sequence[bool],
+    later: Sequence[Op],
+) -> list[bool]:
+    """Forward ops that can run again at any time: nothing that they read is lost for good, to `later` ops or before."""
+    lost = list(overwritten)
+    for op in later:
+        for v in (*(graph.values[o].reuses for o in op.outputs), *(effect.old for effect in op.effects)):
+            if v is not None and graph.values[v].resident:
+                lost[v] = True
+    found = [False] * len(graph.ops)
+    for index, op in enumerate(graph.ops[: graph.boundary]):
+        resident_lost = any(lost[v] and graph.values[v].resident for v in op.inputs)
+        input_lost = any(lost[v] and not found[producer[v]] for v in reads[index])
+        found[index] = op.recomputable and not resident_lost and not input_lost
+    return found
+
+
+def _deferrable(graph: Graph, reads: Sequence[Sequence[int]]) -> list[bool]:
+    wanted = [v.held or v.resident for v in graph.values]
+    found = [False] * len(graph.ops)
+    for index in range(graph.boundary - 1, -1, -1):
+        op = graph.ops[index]
+        found[index] = op.recomputable and not op.effects and not any(wanted[v] for v in op.outputs)
+        if not found[index]:
+            for v in reads[index]:
+                wanted[v] = True
+    return found

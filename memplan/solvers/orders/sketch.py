@@ -1,0 +1,64 @@
+"""Orders of ops beside what the fast accountant says of them, and the best of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from memplan.solvers.orders.flat import Flat, Ints
+from memplan.solvers.orders.replay import replay
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """solver: what the order started from. peak_bytes is -1 for an order that is not legal."""
+
+    peak_bytes: int
+    time_s: float
+    solver: str
+    order: Ints
+
+
+def sketch_of(flat: Flat, solver: str, order: Ints) -> Sketch:
+    """What an order comes to."""
+    peak, _position, time_s = replay(flat.arrays, order, np.zeros(len(order), dtype=np.int64))
+    return Sketch(int(peak), float(time_s), solver, order)
+
+
+class Point(Protocol):
+    @property
+    def peak_bytes(self) -> int: ...
+    @property
+    def time_s(self) -> float: ...
+
+
+class Ordered(Point, Protocol):
+    @property
+    def order(self) -> Sized: ...
+
+
+_Point = TypeVar("_Point", bound=Point)
+_Ordered = TypeVar("_Ordered", bound=Ordered)
+
+
+def pareto(sketches: Iterable[_Ordered]) -> list[_Ordered]:
+    """The legal ones that no other beats in both peak and time: peaks rise, times fall."""
+    kept: list[_Ordered] = []
+    for sketch in sorted(sketches, key=lambda s: (s.peak_bytes, s.time_s, len(s.order))):
+        if sketch.peak_bytes >= 0 and (not kept or sketch.time_s < kept[-1].time_s):
+            kept.append(sketch)
+    return kept
+
+
+def thin(points: Sequence[_Point], limit: int) -> list[_Point]:
+    """At most `limit` points of a front: those whose loss costs the most stay. A lost point costs a budget just above
+    it."""
+    kept = list(points)
+    while len(kept) > max(limit, 2):
+        loss = [(kept[i - 1].time_s - kept[i].time_s) * (kept[i + 1].peak_bytes - kept[i].peak_bytes)
+                for i in range(1, len(kept) - 1)]  # fmt: skip
+        del kept[1 + loss.index(min(loss))]
+    return kept

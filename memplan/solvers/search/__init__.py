@@ -1,0 +1,1 @@
+"""Local search on orders of ops. Start with `refine`."""

@@ -1,0 +1,66 @@
+"""Every use of a private PyTorch or transformers name, by subject, each with what it is for.
+
+When a new release moves something, this is the folder to mend. Others write `private.NAME`.
+"""
+
+from memplan.torch_private.autograd import also_arrives_otherwise as also_arrives_otherwise
+from memplan.torch_private.autograd import backward_in_progress as backward_in_progress
+from memplan.torch_private.autograd import backward_keeps_graph as backward_keeps_graph
+from memplan.torch_private.autograd import engine_reaches as engine_reaches
+from memplan.torch_private.autograd import run_backward as run_backward
+from memplan.torch_private.devices import attention_order as attention_order
+from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
+from memplan.torch_private.devices import float32_precisions as float32_precisions
+from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
+from memplan.torch_private.devices import quiet_profiler as quiet_profiler
+from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
+from memplan.torch_private.distributed import is_timeout as is_timeout
+from memplan.torch_private.distributed import timeout_of as timeout_of
+from memplan.torch_private.distributed import waits_end_within as waits_end_within
+from memplan.torch_private.fakes import FakeTensor as FakeTensor
+from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
+from memplan.torch_private.fakes import batch_norm_reserve_elements as batch_norm_reserve_elements
+from memplan.torch_private.fakes import fakes_on as fakes_on
+from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape
+from memplan.torch_private.fakes import stepped_as_real as stepped_as_real
+from memplan.torch_private.fakes import sum_of_weights as sum_of_weights
+from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
+from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
+from memplan.torch_private.hooks import hooks_on_traced as hooks_on_traced
+from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
+from memplan.torch_private.modes import InPlaceOf as InPlaceOf
+from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
+from memplan.torch_private.modes import autocast_knows as autocast_knows
+from memplan.torch_private.modes import function_modes as function_modes
+from memplan.torch_private.modes import run_in_mode as run_in_mode
+from memplan.torch_private.modes import with_function_modes as with_function_modes
+from memplan.torch_private.modes import without_autocast as without_autocast
+from memplan.torch_private.modes import without_function_modes as without_function_modes
+from memplan.torch_private.modes import without_modes as without_modes
+from memplan.torch_private.tensors import changes_ops as changes_ops
+from memplan.torch_private.tensors import is_ordinary as is_ordinary
+from memplan.torch_private.tensors import is_sharded as is_sharded
+from memplan.torch_private.tensors import is_transformed as is_transformed
+from memplan.torch_private.tensors import known_storage as known_storage
+from memplan.torch_private.tensors import part_here as part_here
+from memplan.torch_private.tensors import plain as plain
+from memplan.torch_private.tensors import suggest_memory_format as suggest_memory_format
+from memplan.torch_private.tracing import DATA_DEPENDENT_ERRORS as DATA_DEPENDENT_ERRORS
+from memplan.torch_private.tracing import READ_DEVICE as READ_DEVICE
+from memplan.torch_private.tracing import READ_SCALAR as READ_SCALAR
+from memplan.torch_private.tracing import TRACING as TRACING
+from memplan.torch_private.tracing import Recording as Recording
+from memplan.torch_private.tracing import boxed as boxed
+from memplan.torch_private.tracing import exchanged as exchanged
+from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
+from memplan.torch_private.tracing import leave_out as leave_out
+from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
+from memplan.torch_private.tracing import seeding_refused as seeding_refused
+from memplan.torch_private.tracing import someone_traces as someone_traces
+from memplan.torch_private.tracing import trace_with_fakes as trace_with_fakes
+from memplan.torch_private.tracing import tracer_constants as tracer_constants
+from memplan.torch_private.tracing import tracer_graph as tracer_graph
+from memplan.torch_private.tracing import tracer_node as tracer_node
+from memplan.torch_private.tracing import uncompiled as uncompiled
+from memplan.torch_private.transformers_paths import collects_outputs as collects_outputs
+from memplan.torch_private.transformers_paths import not_tracing_for_transformers as not_tracing_for_transformers

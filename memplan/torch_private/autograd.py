@@ -1,0 +1,39 @@
+"""What the autograd engine knows and does not say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import _engine_run_backward, get_gradient_edge
+
+
+def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """`torch.autograd.backward` less its checks of shapes, which take as long as the rest."""
+    _engine_run_backward(
+        tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
+def engine_reaches(node: Any) -> bool:
+    """Whether the backward pass in progress will run this autograd node: autograd.grad for other inputs does not."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # it is a leaf that autograd.grad was asked for
+        return True
+
+
+def backward_in_progress() -> int:
+    """A number of its own for each backward pass, -1 outside of any."""
+    return int(torch._C._current_graph_task_id())
+
+
+def also_arrives_otherwise(parameter: torch.Tensor) -> bool:
+    """Whether the backward pass in progress goes through a parameter itself."""
+    return parameter.requires_grad and engine_reaches(get_gradient_edge(parameter).node)
+
+
+def backward_keeps_graph() -> bool:
+    """Whether the backward pass in progress was asked to keep the graph (`retain_graph`, `create_graph`)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

@@ -1,0 +1,86 @@
+"""Devices, their kernels' settings, libraries and profiler."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.amp.grad_scaler import _MultiDeviceReplicator
+
+
+@contextlib.contextmanager
+def quiet_profiler() -> Iterator[None]:
+    """Keep the profiler's start and stop lines, which its C++ part writes to standard error, off the terminal."""
+    sys.stderr.flush()
+    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(sink, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(sink)
+
+
+_PRECISIONS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))
+
+
+def float32_precisions() -> dict[str, str]:
+    """How precisely kernels multiply in float32, by what has a setting of its own.
+
+    `torch.get_float32_matmul_precision` raises where somebody has used the settings that PyTorch recommends instead
+    (`torch.backends.cuda.matmul.fp32_precision`).
+    """
+    get = torch._C._get_fp32_precision_getter
+    found = {f"float32 precision of {backend} {op}": get(backend, op) for backend, op in _PRECISIONS}
+    return {what: "ieee" if value == "none" else str(value) for what, value in found.items()}
+
+
+def attention_order() -> tuple[int, ...]:
+    """Which kernels of attention are preferred, the first that serves a call most of all."""
+    return tuple(torch._C._get_sdp_priority_order())
+
+
+# What libraries beside PyTorch's allocator say of it.
+_OUT_OF_MEMORY = (
+    "DefaultCPUAllocator: can't allocate memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)  # fmt: skip
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device, or the machine, had no memory left."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+    )
+
+
+def wait_for_scaler_copies() -> None:
+    """Have every `GradScaler` wait for copies of its scale that it makes from a GPU to the host."""
+    original = _MultiDeviceReplicator.get
+
+    def get(replicator: Any, device: torch.device) -> torch.Tensor:
+        copied = device not in replicator._per_device_tensors and device.type == "cpu"
+        found = original(replicator, device)
+        if copied and replicator.master.is_cuda:
+            torch.cuda.current_stream(replicator.master.device).synchronize()
+        return found
+
+    _MultiDeviceReplicator.get = get  # type: ignore[assignment,method-assign]
+
+
+def blas_workspace_bytes() -> int:
+    """Bytes of the workspace that PyTorch gives cuBLAS on the current CUDA device, for each thread and stream."""
+    known = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
+    if known is not None:
+        return int(known())
+    pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    if pairs:
+        return sum(1024 * int(size) * int(count) for size, count in pairs)
+    major, _ = torch.cuda.get_device_capability()
+    return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10

@@ -1,0 +1,78 @@
+"""Process groups, and how long they wait."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+
+def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
+    """How long collectives of a process group wait for a rank; None where its backend does not say."""
+    return max((backend.options._timeout for backend in _backends_of(group)), default=None)
+
+
+def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
+    """Those of a process group that say how long they wait for a rank."""
+    backends = [group._get_backend(device) for device in group._device_types]
+    return [b for b in backends if getattr(b, "options", None) is not None]
+
+
+@contextlib.contextmanager
+def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Iterator[None]:
+    """What waits for other ranks meanwhile fails where it takes longer: collectives of all groups of this process but
+    one, and the rendezvous store. What has a timeout of its own, or none, fails at once in this thread: messages to one
+    rank, monitored barriers, new groups."""
+    most = timedelta(seconds=seconds)
+    c10d = torch.distributed.distributed_c10d
+    backends = [backend for group in c10d._world.pg_map if group is not but for backend in _backends_of(group)]
+    before: list[tuple[Callable[[timedelta], None], timedelta]] = []
+    for backend in backends:
+        before.append((backend._set_default_timeout, backend.options._timeout))
+    store: Any = c10d._get_default_store()
+    before.append((store.set_timeout, store.timeout))
+    kind: Any = torch.distributed.ProcessGroup
+    places: list[tuple[Any, str]] = [(c10d, "_new_group_with_tag")]
+    places += [(kind, name) for name in ("send", "recv", "recv_anysource", "monitored_barrier", "split_group")]
+    try:
+        with contextlib.ExitStack() as patches:
+            for place, name in places:
+                patches.enter_context(_refused_here(place, name))
+            for set_timeout, timeout in before:
+                with contextlib.suppress(RuntimeError):  # of a kind that has none to set
+                    set_timeout(min(timeout, most))
+            yield
+    finally:
+        for set_timeout, timeout in before:
+            with contextlib.suppress(RuntimeError):
+                set_timeout(timeout)
+
+
+@contextlib.contextmanager
+def _refused_here(place: Any, name: str) -> Iterator[None]:
+    """A function of a module or a class raises RuntimeError when this thread calls it."""
+    thread, original = threading.get_ident(), vars(place)[name]  # as it stands there: it binds itself to groups
+    call = getattr(place, name)
+
+    @functools.wraps(call)
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise RuntimeError(f"{name} may wait without a timeout of ours")
+        return call(*args, **kwargs)
+
+    setattr(place, name, refused)
+    try:
+        yield
+    finally:
+        setattr(place, name, original)
+
+
+def is_timeout(error: RuntimeError) -> bool:
+    """Whether a collective was given up because another rank did not come."""
+    return re.search("timed out|timeout", str(error), re.IGNORECASE) is not None

@@ -1,0 +1,123 @@
+"""Fake tensors, and fake kernels that differ from the real ones."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import _meta_registrations
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def fakes_on(
+    device: torch.device, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Fake tensors on a device, in the layout of parameters and buffers that are elsewhere, and fakes of the inputs.
+
+    `make_fx` takes over the mode that they belong to, which is set as it would set its own.
+    """
+    mode = FakeTensorMode(
+        allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
+    )
+    with mode:
+        moved = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device) for t in state]
+    return moved, [mode.from_tensor(t, static_shapes=True) for t in inputs]
+
+
+@contextlib.contextmanager
+def _grouped_products_of_any_dtype() -> Iterator[None]:
+    """Let the fake kernel of grouped matrix products (experts) take what the real one takes.
+
+    PyTorch's refuses all but bfloat16, and pads rows to 16 bytes in builds with CUDA only; the real kernel always does.
+    """
+    original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
+
+    def fake(mat_a: torch.Tensor, mat_b: torch.Tensor, **options: Any) -> Any:
+        if options["scale_a"] is not None:
+            return original(mat_a, mat_b, **options)  # type: ignore[misc]
+        return _grouped_product(mat_a, mat_b, options["offs"], options["out_dtype"])
+
+    if original is None:
+        yield
+        return
+    _meta_registrations._meta_grouped_mm_common = fake  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        _meta_registrations._meta_grouped_mm_common = original
+
+
+def _grouped_product(
+    a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype | None
+) -> torch.Tensor:
+    """An empty result of a grouped product: groups are slices of rows, or of the dimension that is summed over."""
+    dtype = dtype or a.dtype
+    rows, columns = a.shape[-2], b.shape[-1]
+    padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
+    if a.dim() != b.dim():
+        return a.new_empty_strided((rows, columns), (padded, 1), dtype=dtype)
+    groups = a.shape[0] if a.dim() == 3 or offsets is None else offsets.shape[0]
+    return a.new_empty_strided((groups, rows, columns), (rows * padded, padded, 1), dtype=dtype)
+
+
+_OPS = torch.library.Library("memplan", "DEF")
+
+_OPS.define("sum_of_weights(Tensor weight, Tensor target, int ignore_index) -> Tensor")
+
+
+def sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """The sum of the weights of all targets that are not ignored.
+
+    One op in a trace, for what it holds in between has a shape that depends on data.
+    """
+    result: torch.Tensor = torch.ops.memplan.sum_of_weights.default(weight, target, ignore_index)
+    return result
+
+
+def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Its scratch is always that of a batch in which nothing is ignored."""
+    indices, weights = target.new_empty(target.numel()), weight.new_empty(target.numel())
+    chosen = torch.masked_select(target, target != ignore_index, out=indices[:0])
+    return torch.gather(weight, 0, chosen, out=weights[:0]).sum()
+
+
+for _key in ("CPU", "CUDA"):
+    _OPS.impl("sum_of_weights", _sum_of_weights, _key)
+
+_OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empty(()), "Meta")
+
+
+def batch_norm_reserve_elements(x: torch.Tensor) -> int:
+    """How many bytes cuDNN's batch norm takes for its notes for backward."""
+    with _disable_current_modes():
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    return torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)  # type: ignore[attr-defined, no-any-return]
+
+
+def has_symbolic_shape(outputs: Any) -> bool:
+    """Whether the size of a fake result is not known until it is computed."""
+    tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+    return any(isinstance(n, torch.SymInt) for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
+
+
+@contextlib.contextmanager
+def stepped_as_real(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Have optimizers step fake parameters as they would step these: on a GPU all at once, which takes copies of them.
+
+    They do so by themselves with tensors of the types that they know.
+    """
+    known = _STEPPED_AT_ONCE
+    added = FakeTensor not in known and all(type(p) in known for p in parameters)
+    if added:
+        known.append(FakeTensor)
+    try:
+        yield
+    finally:
+        if added:
+            known.remove(FakeTensor)

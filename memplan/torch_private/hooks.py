@@ -1,0 +1,70 @@
+"""Hooks of modules, of tensors and of saved tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from memplan.torch_private.fakes import FakeTensor
+
+
+def global_hook_tables() -> list[dict[int, Any]]:
+    """Hooks that every module runs."""
+    home = torch.nn.modules.module
+    kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+    return [getattr(home, f"_global_{kind}") for kind in kinds]
+
+
+def foreign_hooks(table: dict[int, Any]) -> int:
+    """Number of hooks in a module's table whose work is not part of a trace."""
+    return sum(not _is_traced(hook) for hook in table.values())
+
+
+def _is_traced(hook: Any) -> bool:
+    """Whether a trace has in it what a hook does.
+
+    transformers installs hooks in a model's first forward that collect hidden states for its output, and a hook that
+    makes the output of embeddings require grad (`enable_input_require_grads`). A trace of another thread has its own.
+    """
+    home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
+    return home in ("transformers.utils.output_capturing", "memplan.capture.trace.trace") or name.endswith(
+        _REQUIRES_GRADS
+    )
+
+
+_REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"
+
+
+@contextlib.contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Let autograd save what it saves as it is, also within a checkpoint, which counts it, or `save_on_cpu`."""
+    hooks: list[Any] = []
+    top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+    while pair := top(False):
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+@contextlib.contextmanager
+def hooks_on_traced(
+    register: Callable[[Callable[..., Any], torch.Tensor, Any], Any], retain: Callable[[torch.Tensor], None]
+) -> Iterator[None]:
+    """Call these where `register_hook` (what it does comes first) and `retain_grad` are called on what is traced."""
+    original = torch.Tensor.register_hook
+
+    def registered(self: torch.Tensor, hook: Any) -> Any:
+        return register(original, self, hook)
+
+    FakeTensor.register_hook, FakeTensor.retain_grad = registered, retain  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        del FakeTensor.register_hook, FakeTensor.retain_grad

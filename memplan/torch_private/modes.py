@@ -1,0 +1,125 @@
+"""Dispatch modes, function modes and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch._C import DispatchKey, DispatchKeySet, _get_function_stack_at, _len_torch_function_stack
+from torch.overrides import _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+_P = ParamSpec("_P")
+
+_T = TypeVar("_T")
+
+# A dispatch key that is looked at before any other where a thread asks for it, and that nothing but a test of PyTorch
+# uses: it lets a composite op be seen wherever it is called from, before autocast and autograd.
+_FIRST_KEY = "TESTING_ONLY_GenericMode"
+
+
+class InPlaceOf:
+    """Functions that run in place of aten ops, in a thread for as long as it says so.
+
+    functions: by the op's name, with its overload if that is not the default one. What they call is not exchanged.
+    """
+
+    def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
+        self._key = torch._C._dispatch_key_parse(_FIRST_KEY)
+        self._all, self._aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
+        self._all.fallback(torch.library.fallthrough_kernel, _FIRST_KEY)
+        for name, function in functions.items():
+            self._aten.impl(name, self._once(function), _FIRST_KEY)
+
+    def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        keys = torch._C.DispatchKeySet(self._key)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with torch._C._ExcludeDispatchKeyGuard(keys):
+                return function(*args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Where the functions run in place of the ops."""
+        for operator_on_functions in tuple(torch._ops._higher_order_ops.values()):
+            operator_on_functions.fallthrough(self._key)
+        with torch._C._IncludeDispatchKeyGuard(self._key):
+            yield
+
+
+def without_autocast() -> contextlib.AbstractContextManager[Any]:
+    """Where ops take their arguments as they are, on any device."""
+    return torch._C._DisableAutocast()
+
+
+def function_modes() -> tuple[str, ...]:
+    """Names of the TorchFunctionModes that are on. A default device is none of concern: devices are in the trace."""
+    kinds = [type(_get_function_stack_at(i)) for i in range(_len_torch_function_stack())]
+    return tuple(kind.__qualname__ for kind in kinds if kind is not DeviceContext)
+
+
+_PUT_ASIDE = threading.local()
+
+
+@contextlib.contextmanager
+def without_function_modes() -> Iterator[None]:
+    """Where Python functions of torch run past TorchFunctionModes, as ops do: what those change is in the trace."""
+    modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
+    before, _PUT_ASIDE.modes = getattr(_PUT_ASIDE, "modes", ()), modes
+    try:
+        yield
+    finally:
+        _PUT_ASIDE.modes = before
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+def with_function_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Of a function that programs call and that runs the code of others, which finds the modes that are put aside."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        modes = getattr(_PUT_ASIDE, "modes", ())
+        for mode in reversed(modes):
+            _push_mode(mode)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            for _ in modes:
+                _pop_mode()
+
+    return call
+
+
+def autocast_knows(op: str, device_type: str) -> bool:
+    """Whether autocast has an opinion on an op of aten."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", f"Autocast{device_type.upper()}")
+
+
+_LAZY = functools.reduce(
+    operator.or_, map(DispatchKeySet, (DispatchKey.Conjugate, DispatchKey.Negative, DispatchKey.ZeroTensor))
+)
+
+
+def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """Run an op in the handler of a dispatch mode as it runs without the mode.
+
+    A thread in such a handler leaves out the keys that resolve lazy conjugates and negatives. Kernels that make some of
+    complex tensors and go on with them, as `linalg_pinv` does, would give wrong numbers.
+    """
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY):
+        return func(*args, **(kwargs or {}))
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Where ops on the meta device are no part of the trace."""
+    return torch._C._DisableTorchDispatch()

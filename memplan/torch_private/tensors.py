@@ -1,0 +1,60 @@
+"""Subclasses of tensors, sharded tensors and storages."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch._prims_common import suggest_memory_format as suggest_memory_format
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch.func's own (vmap, grad), for which ops take other paths in eager too."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+_ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
+
+_ORDINARY_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of no subclass but PyTorch's own for parameters and buffers."""
+    return type(tensor) in _ORDINARY
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A detached tensor in the same memory, of no subclass but of those that ops see (fake tensors)."""
+    with torch._C.DisableTorchFunctionSubclass():
+        detached = tensor.detach()
+        if type(detached).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+            return detached
+        return detached.as_subclass(torch.Tensor)
+
+
+def changes_ops(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's class has a say in what ops on it do."""
+    kind: Any = type(tensor)
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    return function not in _ORDINARY_FUNCTIONS or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether other ranks have parts of a tensor."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that is sharded; any other as it is."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    """A weak reference to a tensor's storage: as long as there is one, its `cdata` is the `_cdata` of no other storage.
+
+    Memory that is freed and taken again (`fully_shard`, between forward and backward) leaves the storage the same one.
+    """
+    return StorageWeakRef(tensor.untyped_storage())

@@ -1,0 +1,241 @@
+"""Traces of `make_fx`: making one, reading and writing the one in progress, what must not happen in it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import operator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.autograd import forward_ad
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import (
+    PythonKeyTracer,
+    _ProxyTensor,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    get_proxy_slot,
+    make_fx,
+    set_proxy_slot,
+)
+from torch.fx.graph import _BoxedCodeGen
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
+
+aten = torch.ops.aten
+
+# Traces exchange functions of torch and transformers for as long as they take; one thread at a time may do so.
+TRACING = threading.RLock()
+
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
+
+READ_SCALAR = aten._local_scalar_dense.default
+
+READ_DEVICE = torch.ops.prim.device.default
+
+# Nobody reads which torch functions the ops come from, and to note it takes a mode that each of them goes through.
+_LEAN: dict[str, Any] = {
+    name: True for name in ("_disable_torch_fn_metadata_mode",) if name in inspect.signature(make_fx).parameters
+}
+
+
+@functools.cache
+def _first_trace() -> None:
+    """Trace a little in a thread that never ends: PyTorch 2.10 and 2.11 crash once that of their first trace has."""
+    if torch.__version__ >= "2.12" or threading.current_thread() is threading.main_thread():
+        return
+
+    def trace() -> None:
+        make_fx(torch.sin, tracing_mode="fake")(torch.ones(1))
+        traced.set()
+        threading.Event().wait()
+
+    traced = threading.Event()
+    threading.Thread(target=trace, daemon=True, name="memplan: first trace").start()
+    traced.wait()
+
+
+def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
+    _first_trace()
+    with _grouped_products_of_any_dtype(), _without_code():
+        return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
+
+
+@contextlib.contextmanager
+def _without_code() -> Iterator[None]:
+    """Have no Python code made for the graph of a trace, which is read and never run."""
+    with _use_lazy_graph_module(True):
+        yield
+
+
+def someone_traces() -> bool:
+    """Whether forward runs for torch.func, forward-mode differentiation or a tracer (export, jit, make_fx)."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+        or get_proxy_mode() is not None
+    )
+
+
+uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a function as it is, and goes on around it
+
+
+def is_call_of_compiled_code(error: BaseException) -> bool:
+    """Whether a trace has ended because it came to a function that went through torch.compile."""
+    return isinstance(error, RuntimeError) and "dynamo-optimized function" in str(error)
+
+
+def tracer_graph() -> torch.fx.Graph:
+    """The graph that the trace in progress is writing."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no trace in progress"
+    graph = mode.tracer.graph
+    assert isinstance(graph, torch.fx.Graph)
+    return graph
+
+
+def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node that made `tensor` in the trace in progress; None for a tensor from outside."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no trace in progress"
+    slot = get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+class Recording:
+    """The trace in progress, to write to it what `make_fx` would."""
+
+    def __init__(self) -> None:
+        mode = get_proxy_mode()
+        assert mode is not None, "no trace in progress"
+        self._tracer = mode.tracer
+        self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._fake_mode.cache_enabled = False  # whoever remembers ops himself asks for each of them once
+
+    @property
+    def length(self) -> int:
+        """The number of nodes so far."""
+        return len(self._tracer.graph.nodes)
+
+    def node(self, tensor: Any) -> torch.fx.Node | None:
+        """The node that made a fake tensor; None for any other, and for one whose data is known."""
+        if type(tensor) is not FakeTensor or tensor.constant is not None:
+            return None
+        slot = get_proxy_slot(tensor, self._tracer, None)
+        return None if slot is None or slot.constant is not None else slot.proxy.node
+
+    def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
+        """A new node, under the name that it gets from `make_fx`."""
+        graph = self._tracer.graph
+        named = func.overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else func.__name__
+        return graph.create_node("call_function", func, args, kwargs, name=graph._target_to_str(named))
+
+    def bind(self, tensor: torch.Tensor, node: torch.fx.Node) -> None:
+        """Let `node` stand for the tensor from now on."""
+        set_proxy_slot(tensor, self._tracer, _ProxyTensor(torch.fx.Proxy(node, self._tracer), None))
+
+    def fake(self, contents: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake tensor in the memory, and with the layout, of one on the meta device."""
+        return FakeTensor(self._fake_mode, contents, device)
+
+
+def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """Let the graph's code take one list and empty it, so that the caller keeps nothing alive."""
+    graph.set_codegen(_BoxedCodeGen())
+    return graph
+
+
+def tracer_constants() -> Any:
+    """The object whose attributes are the constants of the trace in progress."""
+    mode = get_proxy_mode()
+    assert mode is not None, "no trace in progress"
+    assert isinstance(mode.tracer, PythonKeyTracer)
+    return mode.tracer.root
+
+
+@contextlib.contextmanager
+def outside_of_tracing() -> Iterator[None]:
+    """Run real ops in the middle of a trace: no proxy, fake or other dispatch mode sees them."""
+    with _disable_current_modes():
+        yield
+
+
+def exchanged(
+    tensor: torch.Tensor,
+    *,
+    dtype: torch.dtype | None = None,
+    size: Sequence[int] | None = None,
+    stride: Sequence[int] | None = None,
+    elements: int | None = None,
+    device: str | None = None,
+) -> torch.Tensor:
+    """The same node's result with another dtype, size, strides or device, or memory for more elements."""
+    mode = get_proxy_mode()
+    with disable_proxy_modes_tracing():
+        size, stride = size or tensor.shape, stride or tensor.stride()
+        fixed = tensor.new_empty_strided(size, stride, dtype=dtype, device=device)
+        if elements is not None:
+            storage = fixed.new_empty(elements).untyped_storage()
+            fixed = fixed.new_empty(0).set_(storage, 0, size, stride)
+        if mode is None:
+            return fixed
+        slot = get_proxy_slot(tensor, mode.tracer)
+        _see_as(slot.proxy.node, fixed.detach())
+    set_proxy_slot(fixed, mode.tracer, slot)
+    return fixed
+
+
+def leave_out(tensor: torch.Tensor) -> None:
+    """Let one of several results of a node be None."""
+    _see_as(tracer_node(tensor), None)
+
+
+def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
+    """Let a node of a trace stand for another result."""
+    if node is None:
+        return
+    node.meta["val"] = result
+    if node.target is operator.getitem:
+        several, index = node.args
+        assert isinstance(several, torch.fx.Node)
+        assert isinstance(index, int)
+        results = list(several.meta["val"])
+        results[index] = result
+        several.meta["val"] = tuple(results)
+
+
+@contextlib.contextmanager
+def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
+    """Call `refuse` where what is being traced seeds the default generators or sets their state."""
+    homes = [
+        (module, name)
+        for module in (torch, torch.random, torch.cuda, torch.cuda.random)
+        for name in ("manual_seed", "seed", "set_rng_state", "manual_seed_all", "seed_all", "set_rng_state_all")
+        if hasattr(module, name)
+    ]
+    originals = [getattr(module, name) for module, name in homes]
+    trace = get_proxy_mode()
+
+    def guarded(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:  # on CUDA the backward pass is traced on autograd's own thread
+            return (refuse if get_proxy_mode() is trace else original)(*args, **kwargs)
+
+        return call
+
+    for (module, name), original in zip(homes, originals, strict=True):
+        setattr(module, name, guarded(original))
+    try:
+        yield
+    finally:
+        for (module, name), original in zip(homes, originals, strict=True):
+            setattr(module, name, original)

@@ -1,0 +1,37 @@
+"""What transformers asks while it is traced, and keeps while a model runs."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def not_tracing_for_transformers() -> Iterator[None]:
+    """Let transformers take the path that it takes when nobody traces.
+
+    It asks `is_tracing(tensor)`, true for fake tensors, and then builds other masks and repeats key/value heads: other
+    kernels and other bits than the plain step.
+    """
+    module = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if original is None:
+        yield
+        return
+    owner = threading.get_ident()
+    module.is_fake_tensor = (  # type: ignore[union-attr]
+        lambda tensor: original(tensor) if threading.get_ident() != owner else False
+    )
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original  # type: ignore[union-attr]
+
+
+def collects_outputs() -> bool:
+    """Whether a transformers model that is running has hooks collect outputs of its submodules."""
+    module = sys.modules.get("transformers.utils.output_capturing")
+    collector = getattr(module, "_active_collector", None)
+    return bool(collector is not None and collector.get())
