@@ -24,18 +24,18 @@ from torch.utils import _pytree as pytree
 
 import memplan
 
-Budget = int | float | str
-HostBudget = int | str
-Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+StageBudget = int | float | str
+StageHostBudget = int | str
+PipelineSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
 _COMBINATIONS = 4096  # of points of the stages' curves that are tried where stages share a budget
 
 
 def plan_stages(
-    schedule: Schedule,
-    budget: Budget | Mapping[int, Budget],
+    schedule: PipelineSchedule,
+    budget: StageBudget | Mapping[int, StageBudget],
     *,
-    host_budget: HostBudget | Mapping[int, HostBudget] | None = None,
+    host_budget: StageHostBudget | Mapping[int, StageHostBudget] | None = None,
     return_outputs: bool = True,
     **apply_keywords: Any,
 ) -> StagePlans:
@@ -70,7 +70,7 @@ def plan_stages(
     return StagePlans(schedule, budget, counts, _host_budgets(host_budget, counts), return_outputs, apply_keywords)
 
 
-def in_flight(schedule: Schedule) -> dict[int, int]:
+def in_flight(schedule: PipelineSchedule) -> dict[int, int]:
     """The most forwards that wait for their backward at once, for each stage of this rank, by its index.
 
     Counted over the order of actions that the schedule has worked out. Raises ValueError for a schedule that has none,
@@ -88,8 +88,8 @@ class StagePlans:
 
     def __init__(
         self,
-        schedule: Schedule,
-        budget: Budget | Mapping[int, Budget],
+        schedule: PipelineSchedule,
+        budget: StageBudget | Mapping[int, StageBudget],
         counts: dict[int, int],
         host_budgets: Mapping[int, int],
         return_outputs: bool,
@@ -296,14 +296,14 @@ class _Stage:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _ActionMoment:
     """A forward or backward of the schedule's order: the stage that runs, and by stage how many are in flight then."""
 
     stage: int
     in_flight: dict[int, int]
 
 
-def _moments(schedule: Schedule) -> list[_Moment]:
+def _moments(schedule: PipelineSchedule) -> list[_ActionMoment]:
     """All that this rank computes, in order. Raises ValueError for a schedule whose backward comes in parts."""
     waiting = {stage.stage_index: 0 for stage in _stages(schedule)}
     found = []
@@ -316,17 +316,17 @@ def _moments(schedule: Schedule) -> list[_Moment]:
         if kind == "F":
             waiting[stage] += 1
         if kind in ("F", "B"):
-            found.append(_Moment(stage, dict(waiting)))
+            found.append(_ActionMoment(stage, dict(waiting)))
         if kind == "B":
             waiting[stage] -= 1
     return found
 
 
-def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_Moment]) -> int:
+def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_ActionMoment]) -> int:
     """The most bytes that these plans of one rank's stages hold at one time."""
     idle = {i: plan.problem.resident_bytes - plan.problem.graph.input_bytes for i, plan in plans.items()}
 
-    def held(moment: _Moment) -> int:
+    def held(moment: _ActionMoment) -> int:
         own, counts = plans[moment.stage], moment.in_flight
         running = own.peak_bytes - (own.problem.in_flight - counts[moment.stage]) * own.waiting_bytes
         others = [idle[i] + counts[i] * plan.waiting_bytes for i, plan in plans.items() if i != moment.stage]
@@ -336,7 +336,7 @@ def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_Moment]) -> 
 
 
 def _fastest(
-    curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[_Moment], budget_bytes: int
+    curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[_ActionMoment], budget_bytes: int
 ) -> dict[int, memplan.Plan]:
     """One plan of each curve: the fastest together that fit together. Raises BudgetInfeasible.
 
@@ -366,7 +366,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
-def _bytes(budget: Budget | Mapping[int, Budget]) -> int:
+def _bytes(budget: StageBudget | Mapping[int, StageBudget]) -> int:
     if isinstance(budget, str):
         return memplan.parse_bytes(budget)
     if isinstance(budget, int) and not isinstance(budget, bool):
@@ -377,7 +377,9 @@ def _bytes(budget: Budget | Mapping[int, Budget]) -> int:
     )
 
 
-def _host_budgets(host_budget: HostBudget | Mapping[int, HostBudget] | None, stages: Collection[int]) -> dict[int, int]:
+def _host_budgets(
+    host_budget: StageHostBudget | Mapping[int, StageHostBudget] | None, stages: Collection[int]
+) -> dict[int, int]:
     """Bytes for each stage. Raises TypeError, ValueError for what is no number of bytes."""
     if host_budget is None:
         return {}
@@ -386,7 +388,7 @@ def _host_budgets(host_budget: HostBudget | Mapping[int, HostBudget] | None, sta
     return dict.fromkeys(stages, _host_bytes(host_budget) // len(stages))
 
 
-def _host_bytes(given: HostBudget) -> int:
+def _host_bytes(given: StageHostBudget) -> int:
     if isinstance(given, bool) or not isinstance(given, (int, str)):
         raise TypeError(f"host_budget is an int or a str such as '64GiB', got {given!r}")
     size_bytes = memplan.parse_bytes(given) if isinstance(given, str) else given
@@ -395,11 +397,11 @@ def _host_bytes(given: HostBudget) -> int:
     return size_bytes
 
 
-def _stages(schedule: Schedule) -> list[Any]:
+def _stages(schedule: PipelineSchedule) -> list[Any]:
     return [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else list(schedule._stages)
 
 
-def _actions(schedule: Schedule) -> Iterator[tuple[str, int]]:
+def _actions(schedule: PipelineSchedule) -> Iterator[tuple[str, int]]:
     """(kind, stage index) of everything that this rank does, in order. Kinds are PyTorch's: F, B, I, W and others."""
     order = schedule.pipeline_order
     rank = schedule._stage.stage_index if isinstance(schedule, PipelineScheduleSingle) else schedule.rank
@@ -419,7 +421,7 @@ def _actions(schedule: Schedule) -> Iterator[tuple[str, int]]:
     return flat(order[rank])
 
 
-def _refuse(schedule: Schedule) -> None:
+def _refuse(schedule: PipelineSchedule) -> None:
     """Raise ValueError for what a plan can't be combined with."""
     if "target" not in inspect.signature(getattr(schedule, _begins(schedule))).parameters:
         raise ValueError(
@@ -446,6 +448,6 @@ def _refuse(schedule: Schedule) -> None:
             )
 
 
-def _begins(schedule: Schedule) -> str:
+def _begins(schedule: PipelineSchedule) -> str:
     """The name of what a schedule does before a step's first microbatch."""
     return "_initialize_stage" if isinstance(schedule, PipelineScheduleSingle) else "_initialize_stages"

@@ -26,7 +26,7 @@ from memplan.runtime.installed.install import OnMismatch, OnOutOfMemory, Planned
 from memplan.runtime.installed.unused import refuse_without_forward
 from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.lower import Grads
-from memplan.runtime.program.step import Step
+from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
 
@@ -144,7 +144,7 @@ def apply(
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
         planner.margin = known_margin(model, planner.device)
 
-        def first_step(share: Share | None = None) -> Step:
+        def first_step(share: Share | None = None) -> PlannedStep:
             assert sample is not None
             with planner.looking():
                 if plan is not None:

@@ -19,9 +19,9 @@ from memplan.problem.data import Costs, Graph, Op, Problem, Value
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
-from memplan.solvers.bounds.dual import line_of, look_at
+from memplan.solvers.bounds.dual import ascend, bound_line
 from memplan.solvers.bounds.lower_bound import backward_bytes, bound_of
-from memplan.solvers.bounds.moments import Program, program_of, step_of
+from memplan.solvers.bounds.moments import MomentProgram, program_of, step_of
 from memplan.solvers.bounds.seeds import saved_of_moments
 from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
@@ -33,7 +33,7 @@ CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_healt
 SMALL = Config(sizes=6, points=8, grid=10, descents=2, descent_steps=6, exchanges=10, neighbours=10)
 
 
-def optimum(program: Program, budget_bytes: int) -> float:
+def optimum(program: MomentProgram, budget_bytes: int) -> float:
     """The programme's least seconds, by HiGHS; infinite where nothing fits."""
     rows, count = np.arange(len(program.left)), len(program.left)
     weighed = np.nonzero(program.moment >= 0)[0]
@@ -51,7 +51,7 @@ def some_moments(flat: Flat, draw: st.DataObject) -> tuple[int, ...]:
     return tuple(sorted(draw.draw(st.sets(backward, min_size=1, max_size=4))))
 
 
-def program(problem: Problem, moments: tuple[int, ...]) -> Program:
+def program(problem: Problem, moments: tuple[int, ...]) -> MomentProgram:
     flat = flatten(problem)
     fixed = backward_bytes(flat)
     return program_of(step_of(flat), moments, fixed[[1 + m - flat.arrays.boundary for m in moments]])
@@ -64,7 +64,7 @@ def test_programme_and_multipliers_hold_for_every_short_order(problem: Problem, 
     moments = some_moments(flat, data)
     made = program(problem, moments)
     bound = bound_of(flat, problem.baseline_time_s, 3, 8)
-    line = line_of(made, data.draw(st.integers(bound.floor_bytes, bound.floor_bytes + 20)), 200)
+    line = bound_line(made, data.draw(st.integers(bound.floor_bytes, bound.floor_bytes + 20)), 200)
     least: dict[int, float] = {}
     for order in all_orders(problem, 2):
         try:
@@ -136,7 +136,7 @@ def test_a_look_that_goes_on_and_on_where_nothing_fits_stays_finite() -> None:
     first = flatten(problem).arrays.boundary
     found, look = program(problem, (first, first + 2)), None
     for _ in range(100):
-        line, look = look_at(found, 1, 100, look)
+        line, look = ascend(found, 1, 100, look)
         assert np.isfinite([line.at_zero_s, line.s_per_byte]).all()
     assert line.at(1) > 1e3 * problem.baseline_time_s
 
@@ -163,7 +163,7 @@ def test_every_line_stays_under_its_programme(problem: Problem, data: st.DataObj
     moments = some_moments(flat, data)
     made = program(problem, moments)
     floor_bytes = bound_of(flat, problem.baseline_time_s, 1, 2).floor_bytes
-    line = line_of(made, floor_bytes + data.draw(st.integers(0, 30)), data.draw(st.integers(25, 400)))
+    line = bound_line(made, floor_bytes + data.draw(st.integers(0, 30)), data.draw(st.integers(25, 400)))
     assert line.s_per_byte >= 0.0
     for budget_bytes in range(floor_bytes, floor_bytes + 40, 3):
         assert line.at(budget_bytes) <= optimum(made, budget_bytes) + 1e-7
@@ -214,6 +214,6 @@ def test_multipliers_come_near_the_optimum(build) -> None:  # type: ignore[no-un
     whole = solve_front(problem, SMALL).keep_all.peak_bytes
     budget_bytes = bound.floor_bytes + (whole - bound.floor_bytes) // 3
     exact_s = optimum(made, budget_bytes)
-    found_s = line_of(made, budget_bytes, 4000).at(budget_bytes)
+    found_s = bound_line(made, budget_bytes, 4000).at(budget_bytes)
     assert exact_s > 0.0
     assert exact_s - 0.01 * exact_s <= found_s <= exact_s * (1 + 1e-7)

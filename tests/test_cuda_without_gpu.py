@@ -32,7 +32,7 @@ from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.host.transfers import CudaStreams, FakeStreams
 from memplan.runtime.installed.install import planned_forward
 from memplan.runtime.program.lower import lower
-from memplan.runtime.program.rng import held_rng, replay, restore_held_rng, restore_rng, save_rng
+from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.watch.observe import Observer
 from tests.zoo import assert_same_bits, copied
 
@@ -163,7 +163,7 @@ def test_a_replay_leaves_the_generator_as_it_was(generators: list[Generator]) ->
         generators[1].offset += 4
         return generators[1].seed, generators[1].offset
 
-    assert replay(state, device, draw) == (5, 12)
+    assert replay_random(state, device, draw) == (5, 12)
     assert (generators[1].seed, generators[1].offset) == (5, 40)
     assert generators[0].offset == 8
 
@@ -207,7 +207,7 @@ def test_what_is_drawn_on_the_host_is_drawn_there_again() -> None:
     Problem(graph, Costs((1.0,) * len(graph.ops), (0,) * len(graph.ops)))
     program = lower(schedule_of(graph, order), traced)
     saved = [n for n in program.forward.graph.nodes if n.target is save_rng]
-    replayed = [n for n in program.backward.graph.nodes if n.target is replay]
+    replayed = [n for n in program.backward.graph.nodes if n.target is replay_random]
     assert [n.args[0].type for n in saved] == ["cpu"] and [n.args[1].type for n in replayed] == ["cpu"]
 
 

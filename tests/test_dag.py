@@ -20,7 +20,7 @@ from memplan.problem.schedule import Compute, Drop
 from memplan.solvers import solve_dag
 from memplan.solvers.dag.dag_bound import floor_bytes, lower_bound_s, relations_of
 from memplan.solvers.dag.dag_exact import best_order
-from memplan.solvers.dag.dag_order import DagArrays, dag_arrays, measure, needed_runs
+from memplan.solvers.dag.dag_order import DagArrays, dag_arrays, measure_order, needed_runs
 from memplan.solvers.dag.dag_problem import DagNode, DagPlan, DagProblem, account, dag_as_problem
 from memplan.solvers.dag.solve_dag import DagLimits
 from memplan.solvers.orders.flat import Flat, flatten
@@ -276,7 +276,7 @@ def test_fast_accountant_equals_simulate(problem: DagProblem, seed: int) -> None
     given_order = np.array(order, dtype=np.int64)
     for tried in (given_order, needed_runs(arrays, given_order)):
         end, during = np.empty(len(tried), dtype=np.int64), np.empty(len(tried), dtype=np.int64)
-        peak, time_s = measure(arrays, tried, end, during)
+        peak, time_s = measure_order(arrays, tried, end, during)
         again = [v for v in tried.tolist() if problem.nodes[v].held]
         if len(set(again)) < len(again):
             assert peak == -1  # not made by the search, though the accountant takes it

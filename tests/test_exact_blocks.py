@@ -16,7 +16,7 @@ from memplan.solvers.chain.expand import last_reads, outside_of
 from memplan.solvers.chain.options import LocalBlock, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.exact.block import Unsuited
-from memplan.solvers.exact.exact import Answer, BlockSearch, measured, solve_block, solve_grid
+from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order, solve_block, solve_grid
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.kernel import Rules
 from memplan.solvers.exact.whole_step import solve_step
@@ -50,7 +50,7 @@ def suited(block: LocalBlock) -> bool:
 def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Limits that allow little, and limits that allow all."""
     n = block.flat.arrays.boundary
-    everything = measured(block, np.array([*range(n), n, *range(n + 1, block.flat.op_count)]))
+    everything = option_of_order(block, np.array([*range(n), n, *range(n + 1, block.flat.op_count)]))
     facts = facts_of(block)
     least_peak = max([0, *(b + facts.bytes_of(r) for b, r in zip(facts.during, facts.step_reads, strict=True))])
     lows = (facts.bytes_of(facts.cut), 0, least_peak)
@@ -69,12 +69,12 @@ def questions(draw: st.DrawFn, most_ops: int, most_values: int, forward: bool = 
     return block, BlockBudget(*limits)
 
 
-def checked(block: LocalBlock, budget: BlockBudget, answer: Answer) -> float:
+def checked(block: LocalBlock, budget: BlockBudget, answer: BlockSolution) -> float:
     """Seconds of an answer whose order has been measured by the accountant."""
     if answer.order is None:
         assert math.isinf(answer.recompute_s)
         return math.inf
-    option = measured(block, np.array(answer.order))
+    option = option_of_order(block, np.array(answer.order))
     assert budget.admits(option)
     assert option.recompute_s == pytest.approx(answer.recompute_s, rel=1e-9, abs=1e-9)
     assert answer.bound_s <= answer.recompute_s
@@ -98,7 +98,7 @@ def test_every_subset_of_rules_gives_the_same_seconds(question: tuple[LocalBlock
     assert found == pytest.approx([found[0]] * len(found), rel=1e-9, abs=1e-9)
 
 
-def in_stages(block: LocalBlock, answer: Answer) -> bool:
+def in_stages(block: LocalBlock, answer: BlockSolution) -> bool:
     """Whether an answer runs each op at most once a stage and in topological order, as the programme has to."""
     n = block.flat.arrays.boundary
     assert answer.order is not None
@@ -139,7 +139,7 @@ def test_an_unfinished_search_has_an_incumbent_and_a_bound(problem: Problem, mos
     for block in filter(suited, blocks_of(problem, 1)):
         few, many = BlockSearch(block, most_nodes=most_nodes), BlockSearch(block)
         for budget in solve_grid(few, (), 3, 3).budgets:
-            known = [few.keep_all()] if budget.admits(measured(block, few.keep_all())) else []
+            known = [few.keep_all()] if budget.admits(option_of_order(block, few.keep_all())) else []
             early, late = few.solve(budget, known), many.solve(budget)
             checked(block, budget, early)
             assert early.bound_s <= late.recompute_s * (1 + 1e-9) and late.recompute_s <= early.recompute_s * (1 + 1e-9)

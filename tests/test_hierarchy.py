@@ -14,12 +14,12 @@ from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.chain.expand import last_reads, outside_of
-from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy
+from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy_orders
 from memplan.solvers.chain.hierarchy_detours import detours
 from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
-from memplan.solvers.front.methods import Task, blocks
+from memplan.solvers.front.methods import MethodTask, blocks
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
@@ -36,12 +36,12 @@ SHAPES: dict[str, Callable[[], Problem]] = {
 }
 
 
-def task_of(problem: Problem, config: Config) -> Task:
-    return Task.of(problem, flatten(problem), config)
+def task_of(problem: Problem, config: Config) -> MethodTask:
+    return MethodTask.of(problem, flatten(problem), config)
 
 
-def sketches(task: Task) -> list[Sketch]:
-    found = hierarchy(task.flat, task.keys, task.most_bytes, task.config)
+def sketches(task: MethodTask) -> list[Sketch]:
+    found = hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config)
     return [sketch_of(task.flat, "hierarchy", order) for order in found]
 
 
@@ -54,13 +54,13 @@ def check(problem: Problem, found: list[Sketch]) -> None:
         assert (order.order == BOUNDARY).sum() == 1
 
 
-def time_within(task: Task, found: list[Sketch], budget_bytes: int) -> float:
+def time_within(task: MethodTask, found: list[Sketch], budget_bytes: int) -> float:
     everything = sketch_of(task.flat, "keep all", keep_all(task.flat))
     fitting = [s.time_s for s in pareto([everything, *found]) if s.peak_bytes <= budget_bytes]
     return fitting[-1] if fitting else float("inf")
 
 
-def local_blocks(task: Task, cuts: tuple[int, ...]) -> list[LocalBlock]:
+def local_blocks(task: MethodTask, cuts: tuple[int, ...]) -> list[LocalBlock]:
     chain, last_read = make_chain(task.flat, cuts), last_reads(task.flat)
     outside = outside_of(task.flat, chain, last_read)
     return [

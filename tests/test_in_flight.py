@@ -27,7 +27,7 @@ from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.chain.baselines import baselines
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import fill, replay
-from memplan.solvers.orders.rewrites import demand_order, lower
+from memplan.solvers.orders.rewrites import bring_down, demand_order
 from tests.meter import LiveMeter
 from tests.random_graphs import llama_like, random_problems, resnet_like
 from tests.solver_oracle import all_orders, recount
@@ -46,7 +46,7 @@ def some_orders(problem: Problem) -> list[np.ndarray]:
         pinned[v] |= bool(0 <= op < a.boundary and not a.rerunnable[op] and not a.overwritten[v])
     found = [order for _name, order in baselines(flat, 4)]
     found += [order for window in (0, 99) if len(order := demand_order(a, pinned, window, 400))]
-    return found + [lower(a, order, 0, 6, 3) for order in found]
+    return found + [bring_down(a, order, 0, 6, 3) for order in found]
 
 
 @CALM

@@ -366,7 +366,7 @@ def test_each_missing_wait_makes_wrong_numbers() -> None:
     waits = list(calls_of(net, engine.wait))
     assert waits
     for module, node in waits:
-        incoming = any(n.target is engine.look_at for n in node.users)
+        incoming = any(n.target is engine.viewed_as for n in node.users)
         if not incoming:
             continue  # an outgoing copy that nobody waits for keeps its source: bytes show that, below
         node.target = _not_waiting

@@ -291,7 +291,7 @@ def test_each_missing_wait_makes_wrong_numbers(name: str) -> None:
     expected = run(plain_stage(), order)
     stage, _ = planned(3, None)
     waits = [(module, node) for module, node in calls_of(stage, engine.wait)
-             if any(user.target is engine.look_at for user in node.users)]  # fmt: skip
+             if any(user.target is engine.viewed_as for user in node.users)]  # fmt: skip
     assert waits
     for module, node in waits:
         node.target = lambda slab, ticket: ticket.data

@@ -20,7 +20,7 @@ from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
 from memplan.planning.parts import partial
 from memplan.planning.parts.partial import PartialStep, plan_partially
 from memplan.runtime.parts.part_runners import UnitRunner
-from memplan.solvers.parts.ways import Chain, UnitChoice, UnitOption, UnitProblem, appraise, choose, smallest
+from memplan.solvers.parts.ways import UnitChain, UnitChoice, UnitOption, UnitProblem, appraise, choose_ways, smallest
 from tests.meter import LiveMeter
 from tests.zoo import assert_same_bits, call, loss_of, run_steps
 
@@ -591,7 +591,7 @@ def test_a_copy_of_the_model_runs_the_same_plan_on_its_own_parameters() -> None:
 sizes = st.integers(0, 30)
 options = st.builds(UnitOption, st.integers(-3, 20), sizes, sizes, st.integers(0, 9).map(float))
 units = st.lists(options, min_size=1, max_size=3).map(tuple)
-chains = st.builds(Chain, st.lists(units, min_size=1, max_size=2).map(tuple), st.integers(-3, 9))
+chains = st.builds(UnitChain, st.lists(units, min_size=1, max_size=2).map(tuple), st.integers(-3, 9))
 stages = st.lists(chains, min_size=1, max_size=2).map(tuple)
 problems = st.builds(UnitProblem, st.lists(stages, max_size=3).map(tuple), sizes, sizes)
 
@@ -613,7 +613,7 @@ def every_choice(problem: UnitProblem) -> list[UnitChoice]:
 def test_the_choice_is_the_fastest_of_all_that_fit(problem: UnitProblem, budget_bytes: int) -> None:
     every = every_choice(problem)
     fitting = [c for c in every if c.peak_bytes <= budget_bytes]
-    found = choose(problem, budget_bytes)
+    found = choose_ways(problem, budget_bytes)
     assert (found is None) == (not fitting)
     if found is not None:
         assert found.peak_bytes <= budget_bytes

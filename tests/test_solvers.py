@@ -27,9 +27,9 @@ from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
 from memplan.solvers.numeric.jit import _tell_of_no_cache, digest_of_imports, kernel
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
-from memplan.solvers.orders.rewrites import demand_order, events_of, lower, split
+from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
 from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import improve
+from memplan.solvers.search.neighbourhood import search_neighbours
 from tests.random_graphs import (
     StepBuilder,
     encoder_decoder_like,
@@ -57,7 +57,7 @@ def accounted(problem: Problem, order: Ints) -> tuple[int, float]:
 
 
 def improved(flat: Flat, order: Ints, limit_bytes: int, tries: int) -> tuple[Ints, int]:
-    found, tried = improve(flat.arrays, order, limit_bytes, 0.0, tries, tries, np.array([1], dtype=np.uint64))
+    found, tried = search_neighbours(flat.arrays, order, limit_bytes, 0.0, tries, tries, np.array([1], dtype=np.uint64))
     return found, int(tried)
 
 
@@ -69,7 +69,7 @@ def some_orders(flat: Flat) -> list[Ints]:
     once = keep_all(flat)
     found = [order for _name, order in baselines(flat, 4)]
     found += [order for window in (0, 2, 99) if len(order := demand_order(a, pinned, window, 400))]
-    found += [lower(a, order, 0, 6, 3) for order in list(found)]
+    found += [bring_down(a, order, 0, 6, 3) for order in list(found)]
     found += [fill(a, order, fast(flat, once)[0], 4) for order in list(found)]
     return found + [prune(a, order) for order in found]
 
@@ -232,7 +232,7 @@ def test_fill_keeps_the_limit_and_saves_time(problem: Problem) -> None:
 def test_leaving_out_several_runs_finds_more_than_filling(build: Callable[[], Problem]) -> None:
     problem = build()
     flat = flatten(problem)
-    low = lower(flat.arrays, keep_all(flat), 0, 200, 6)
+    low = bring_down(flat.arrays, keep_all(flat), 0, 200, 6)
     peak, _time_s = fast(flat, low)
     start = fill(flat.arrays, low, peak, 8)
     found, tried = improved(flat, start, peak, 200)

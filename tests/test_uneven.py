@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memplan.plans.uneven import figures_of, kind_of, widest
+from memplan.plans.uneven import kind_of, sizes_of, widest
 from memplan.problem.data import Problem
 from memplan.problem.simulate import simulate
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies
@@ -42,7 +42,7 @@ def test_no_step_peaks_above_the_widest(problem: Problem, factors: list[list[int
     problem = with_random_shards(problem, [True, False], FAST)
     steps = [problem, *(resized(problem, of_rank) for of_rank in factors)]
     assert all(kind_of(step.graph) == kind_of(problem.graph) for step in steps)
-    figures = json.loads(json.dumps([figures_of(step) for step in steps]))
+    figures = json.loads(json.dumps([sizes_of(step) for step in steps]))
     most = widest(steps[-1], figures)
     assert most == widest(steps[0], figures), "whichever rank plans"
     for order in [tuple(o.tolist()) for o in some_orders(flatten(most))[:4]]:
@@ -57,4 +57,4 @@ def test_no_step_peaks_above_the_widest(problem: Problem, factors: list[list[int
 
 def test_the_widest_of_one_step_is_that_step() -> None:
     problem = llama_like(2)
-    assert widest(problem, [figures_of(problem)]) == problem
+    assert widest(problem, [sizes_of(problem)]) == problem

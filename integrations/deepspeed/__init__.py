@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .config import MemplanConfig as MemplanConfig
 from .engine import attach as attach
 from .engine import initialize as initialize
 from .memory import DeviceMemory as DeviceMemory
+from .section import MemplanConfig as MemplanConfig
 from .zero3_blocks import apply_sharded_blocks as apply_sharded_blocks
 
 if TYPE_CHECKING:

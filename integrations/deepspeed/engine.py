@@ -13,10 +13,10 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 
 import memplan
 
-from .config import Budget, MemplanConfig
 from .memory import DeviceMemory, memory_of, needs_of
 from .pipeline import apply_to_stage
 from .refusals import refuse, strip_checkpointing
+from .section import MemplanConfig, RankBudget
 from .watch import Watch
 from .zero3 import GathersUnplanned, apply_sharded
 from .zero3_blocks import apply_sharded_blocks
@@ -50,13 +50,13 @@ def attach(engine: DeepSpeedEngine, sample: Any = None, *, memory: DeviceMemory 
     Returns the same engine. Raises ValueError for a section or an engine that can't be planned, with what to change,
     and what `memplan.apply` raises.
     """
-    section = MemplanConfig.of(config_of(engine))
+    section = MemplanConfig.of(engine_config(engine))
     if section.enabled:
         plan_engine(engine, section, sample, memory)
     return engine
 
 
-def config_of(engine: DeepSpeedEngine) -> Any:
+def engine_config(engine: DeepSpeedEngine) -> Any:
     """The DeepSpeed config that an engine was made with. Raises TypeError for what is not an engine."""
     if not isinstance(engine, DeepSpeedEngine):
         raise TypeError(
@@ -78,7 +78,7 @@ def plan_engine(
 
 
 def apply_plan(
-    engine: DeepSpeedEngine, sample: Any, budget: Budget, **apply_keywords: Any
+    engine: DeepSpeedEngine, sample: Any, budget: RankBudget, **apply_keywords: Any
 ) -> memplan.PartialPlan | None:
     """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises.
 
@@ -98,7 +98,7 @@ def apply_plan(
 
 
 def _plan_sharded(
-    engine: DeepSpeedEngine, sample: Any, budget: Budget, apply_keywords: dict[str, Any]
+    engine: DeepSpeedEngine, sample: Any, budget: RankBudget, apply_keywords: dict[str, Any]
 ) -> memplan.PartialPlan | None:
     """The whole step, or its blocks where that can't be captured, or DeepSpeed gathers in ways of its own."""
     problem: Exception | None = None

@@ -31,7 +31,7 @@ def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_key
     _refuse(engine)
     module: PipelineModule = engine.module
     memplan.remove(module)
-    stage = _Stage(engine)
+    stage = _StageForward(engine)
     count = in_flight(engine)
     if sample is not None:
         sample = tuple(sample) if stage.has_loss else (sample,)
@@ -75,7 +75,7 @@ def _buffers(engine: PipelineEngine, count: int) -> memplan.Buffers:
     )
 
 
-class _Stage:
+class _StageForward:
     """The forward of one stage, and on the last stage the labels that belong to it.
 
     `PipelineModule.forward` counts its calls, which a planned step would not; this runs the same layers.

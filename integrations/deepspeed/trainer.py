@@ -15,9 +15,9 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 import memplan
 
-from .config import MemplanConfig
-from .engine import config_of, plan_engine
+from .engine import engine_config, plan_engine
 from .memory import DeviceMemory
+from .section import MemplanConfig
 from .watch import Watch
 
 
@@ -53,7 +53,7 @@ class MemplanDeepSpeedCallback(TrainerCallback):
                 "MemplanDeepSpeedCallback got a Trainer without DeepSpeed. Give TrainingArguments(deepspeed=...), or "
                 "use memplan.integrations.huggingface.MemplanCallback"
             )
-        section = MemplanConfig.of(config_of(engine))
+        section = MemplanConfig.of(engine_config(engine))
         if section.enabled:
             engine.module.train()  # as the Trainer does before each step: the plan is one of training
             self._watch = plan_engine(engine, section, memory=self._memory)

@@ -12,9 +12,9 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 
 import memplan
 
-from .config import MemplanConfig
 from .lines import Board, Line
 from .memory import DeviceMemory, held_bytes_of
+from .section import MemplanConfig
 
 
 class Watch:

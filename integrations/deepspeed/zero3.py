@@ -80,7 +80,7 @@ class ZeroShards:
         self._parameters: list[Any] = list(engine.module.parameters())
         self._passing = [p for p in self._parameters if not p.ds_persist]
         self._staying = [p for p in self._parameters if p.ds_persist]
-        self._coming: dict[int, _Handle] = {}
+        self._coming: dict[int, _Gathering] = {}
         self._whole: set[int] = set()  # what `gather` made whole and nobody released, by ds_id
         # DeepSpeed's hooks on modules, by id: those that gather, and those that put nodes into autograd's graph.
         self._gathering: dict[int, Any] = {}
@@ -160,19 +160,19 @@ class ZeroShards:
         if missing:
             missing[0].all_gather(missing)
 
-    def gather(self, parameter: Any) -> _Handle:
+    def gather(self, parameter: Any) -> _Gathering:
         self._whole.add(parameter.ds_id)
         if parameter.ds_id in self._coming:
             return self._coming[parameter.ds_id]
         if parameter.ds_status == ZeroParamStatus.AVAILABLE:
-            return _Handle(lambda: None)
+            return _Gathering(lambda: None)
         pending = parameter.all_gather_coalesced([parameter])
 
         def arrive() -> None:
             pending.wait()
             del self._coming[parameter.ds_id]
 
-        self._coming[parameter.ds_id] = _Handle(arrive)
+        self._coming[parameter.ds_id] = _Gathering(arrive)
         return self._coming[parameter.ds_id]
 
     def release(self, parameter: Any) -> None:
@@ -257,7 +257,7 @@ class ZeroShards:
         return time_s
 
 
-class _Handle:
+class _Gathering:
     """A gather. arrive: ends it."""
 
     def __init__(self, arrive: Callable[[], None]) -> None:

@@ -27,13 +27,13 @@ from memplan.capture.attributes.attributes import (
     is_plain,
 )
 from memplan.capture.attributes.kept_memory import KeptMemory
-from memplan.capture.key import StepKey, foreign_hooks
+from memplan.capture.key import StepKey, unplanned_hooks
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.raw_trace import Answer, Autocast, Layout, RawTrace, Surroundings
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.sums import with_sums_in_place
 from memplan.capture.trace.trace import input_names, trace_step
 from memplan.errors import UnsupportedModel
@@ -79,7 +79,7 @@ def capture(
     sample: Sample | Call,
     loss_fn: Callable[..., Any] | None = None,
     device: torch.device | None = None,
-    tangents: Mapping[int, Layout] | None = None,
+    tangents: Mapping[int, GradientLayout] | None = None,
     shards: Shards | None = None,
     backward: Autocast | None = None,
     seen: Sequence[Answer] | None = None,
@@ -104,7 +104,7 @@ def _capture(
     sample: Sample | Call,
     loss_fn: Callable[..., Any] | None,
     device: torch.device | None,
-    tangents: Mapping[int, Layout] | None,
+    tangents: Mapping[int, GradientLayout] | None,
     shards: Shards | None,
     backward: Autocast | None,
     seen: Sequence[Answer] | None,
@@ -121,7 +121,7 @@ def _capture(
     _check_devices(call, planned_device, device is not None)
     autocast = Autocast.ambient(planned_device.type)
     _refuse_hooks(model, loss_fn is not None, shards)
-    around = None if tangents is None else Surroundings(tangents, whole=True)
+    around = None if tangents is None else PartSurroundings(tangents, whole=True)
     memory, reads = KeptMemory(), _reads(model, shards)
     trace = functools.partial(
         _heard, reads, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
@@ -199,7 +199,7 @@ def capture_part(
     module: nn.Module,
     forward: Callable[..., Any],
     call: Call,
-    around: Surroundings | None = None,
+    around: PartSurroundings | None = None,
     shards: Shards | None = None,
     seen: Sequence[Answer] | None = None,
 ) -> Capture:
@@ -397,7 +397,7 @@ def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = Non
         if module is model and not with_loss:
             continue  # the model's own hooks run around the planned forward
         for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if foreign_hooks(getattr(module, kind), shards):
+            if unplanned_hooks(getattr(module, kind), shards):
                 raise UnsupportedModel(
                     f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
                     "would not run. Remove them, or put what they do into forward"

@@ -158,7 +158,7 @@ class StepKey:
         ignored = () if shards is None else shards.attributes
         self._snapshots = [Snapshot(attribute_tables(model, ignored), model, reads, ignored)]
         self._state_facts = _facts_of(model, shards)
-        self._hook_counts = tuple(foreign_hooks(table, shards) for _, table in _hook_tables(model))
+        self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
@@ -261,7 +261,7 @@ class StepKey:
 
     def _hooks_changed(self) -> str | None:
         for (name, table), count in self._hooks:
-            if (len(table) or count) and foreign_hooks(table, self._shards) != count:
+            if (len(table) or count) and unplanned_hooks(table, self._shards) != count:
                 return f"hooks were added to module {name}, or removed"
         return None
 
@@ -282,7 +282,7 @@ class StepKey:
         return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
 
 
-def foreign_hooks(table: dict[int, Any], shards: Shards | None) -> int:
+def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:
     """Number of hooks in a module's table whose work is neither part of a trace nor done by the plan instead."""
     if shards is not None:
         table = {key: hook for key, hook in table.items() if not shards.owns(hook)}

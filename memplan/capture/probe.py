@@ -28,18 +28,17 @@ from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.capture import capture_part
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.trace.call import Call, CallReader
+from memplan.capture.trace.call import Call, CallReader, Forward
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.capture.trace.trace import CompiledCode, OpenBranch
 from memplan.errors import UnsupportedModel
 
-Forward = Callable[..., Any]
 Kind = Literal["captured", "opaque", "block", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
-class TensorFacts:
+class TensorSeen:
     """A tensor without its data. storage: equal for those of one call that share memory."""
 
     storage: int
@@ -52,10 +51,10 @@ class TensorFacts:
     requires_grad: bool
 
     @staticmethod
-    def of_all(tensors: Sequence[torch.Tensor]) -> tuple[TensorFacts, ...]:
+    def of_all(tensors: Sequence[torch.Tensor]) -> tuple[TensorSeen, ...]:
         numbers: dict[int, int] = {}
         return tuple(
-            TensorFacts(
+            TensorSeen(
                 numbers.setdefault(storage_key(t), len(numbers)), t.untyped_storage().nbytes(),
                 int(t.storage_offset()), tuple(t.shape), tuple(t.stride()), t.dtype, t.device, t.requires_grad,
             )
@@ -68,13 +67,13 @@ class UnitCall:
     """A call of a unit: its arguments without their data, and the autocast in which it came."""
 
     template: Call
-    tensors: tuple[TensorFacts, ...]
+    tensors: tuple[TensorSeen, ...]
     autocast: Autocast
 
     @staticmethod
     def of(call: Call) -> UnitCall:
         autocast = Autocast.ambient(call.device_type)
-        return UnitCall(call.without_tensors(), TensorFacts.of_all(call.tensors), autocast)
+        return UnitCall(call.without_tensors(), TensorSeen.of_all(call.tensors), autocast)
 
     def sample(self) -> Call:
         """The call with tensors of the same layout, all zero."""
@@ -105,7 +104,7 @@ class Site:
 
 
 @contextlib.contextmanager
-def exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
+def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
     """Give modules other forwards for as long (None: that of their class); nothing of it stays on them."""
     kept = [(vars(module), vars(module).get("forward")) for module in forwards]
     try:
@@ -134,7 +133,7 @@ def find_sites(
 
     `run` must run under grad mode; what it changes in the model is for the caller to put back.
     """
-    search = _Search(model, reason, decides)
+    search = _PartSearch(model, reason, decides)
     with nothing_saved():
         search.run(run)
     return search.sites(), search.blocks()
@@ -189,7 +188,7 @@ class DataFollowed(private.TorchDispatchMode):
         return result
 
 
-class _Search:
+class _PartSearch:
     def __init__(self, model: nn.Module, reason: str, decides: bool) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._own = {module: vars(module).get("forward") for module in self._names}
@@ -212,7 +211,7 @@ class _Search:
             for m in self._names
             if m is not self._root and not isinstance(m, torch.jit.ScriptModule) and _trains(m)
         }
-        with exchanged(forwards):
+        with forwards_exchanged(forwards):
             run()
 
     def sites(self) -> dict[nn.Module, Site]:
@@ -284,7 +283,7 @@ class _Search:
     ) -> UnsupportedModel | tuple[Answer, ...]:
         signature = _signature(module, call), seen
         if signature not in self._verdicts:
-            with private.outside_of_tracing(), exchanged(self._own), private.without_saved_tensor_hooks():
+            with private.outside_of_tracing(), forwards_exchanged(self._own), private.without_saved_tensor_hooks():
                 try:
                     self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
                 except CompiledCode:

@@ -43,7 +43,7 @@ from torch.utils.flop_counter import flop_registry
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.layout import storage_key, strides_that_matter
-from memplan.capture.ops.real_results import Facts, OtherResults, TensorFacts, call_of, can_be_noted, facts_of
+from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.problem.data import Costs, Roofline
 from memplan.units import format_bytes
@@ -306,7 +306,7 @@ class _Bench:
         self._told = self._told or message
 
 
-def _alike(real: TensorFacts | None, traced: TensorFacts | None, in_place: bool, is_last: bool) -> bool:
+def _alike(real: ResultFacts | None, traced: ResultFacts | None, in_place: bool, is_last: bool) -> bool:
     """Whether a result is what it was traced to be, as far as anything depends on it."""
     if real is None or traced is None:
         return traced is None  # nobody reads it then

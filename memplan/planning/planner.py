@@ -15,7 +15,7 @@ from torch import nn
 
 from memplan.capture.capture import Capture, model_device, refuse_wrappers
 from memplan.capture.ops.real_results import once_more_where_results_differ
-from memplan.capture.trace.call import Call, CallReader, Sample
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.capture.trace.trace import CompiledCode
@@ -26,9 +26,9 @@ from memplan.costs.optimizer import optimizer_needs
 from memplan.errors import IllegalSchedule, MemplanError, NothingToTrain, PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.parts.partial import PartialStep, plan_partially
-from memplan.planning.planning import Forward, Planning
+from memplan.planning.planning import Planning
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
-from memplan.plans.uneven import figures_of, kind_of, translated, widest
+from memplan.plans.uneven import kind_of, sizes_of, translated, widest
 from memplan.problem.budgets import budget_bytes_of, device_bytes, limit_bytes
 from memplan.problem.data import Buffers, Graph, Problem
 from memplan.problem.schedule import order_of
@@ -38,7 +38,7 @@ from memplan.runtime.host.place import materialise, place
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.execute import TangentLayout
 from memplan.runtime.program.lower import Grads, Program, lower
-from memplan.runtime.program.step import EagerStep, Step, WholeStep
+from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Share
 from memplan.solvers import candidate, textbook
 from memplan.solvers.bounds.offload_bound import gather_bound_s
@@ -54,9 +54,9 @@ class Planner(Planning):
         model: nn.Module,
         forward: Forward,
         sample: Sample | Call,
-        known: Sequence[Step] = (),
+        known: Sequence[PlannedStep] = (),
         share: Share | None = None,
-    ) -> Step:
+    ) -> PlannedStep:
         """A step that serves such calls.
 
         known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
@@ -67,8 +67,13 @@ class Planner(Planning):
         return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
 
     def _step(
-        self, model: nn.Module, forward: Forward, sample: Sample | Call, known: Sequence[Step], share: Share | None
-    ) -> Step:
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep],
+        share: Share | None,
+    ) -> PlannedStep:
         """One try. Raises OtherResults where the trace turns out to be wrong about what ops give."""
         refusal: UnsupportedModel | None = None
         with without_collections():
@@ -87,7 +92,7 @@ class Planner(Planning):
         return self._whole(model, captured, *self._shared(model, captured, known, share))
 
     def _unsearched(
-        self, model: nn.Module, captured: Capture, known: Sequence[Step], in_group: bool
+        self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool
     ) -> WholeStep | None:
         """A step whose plan is at hand, or what can be had without a search."""
         in_one_order = in_group and self.gathers is not None  # others may have another schedule at hand
@@ -97,7 +102,7 @@ class Planner(Planning):
         plan = self._hurried(model, captured, known) if known and not in_group else None
         return None if plan is None else self._whole(model, captured, plan, plan.overhead > 0)
 
-    def _equal_step(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> WholeStep | None:
+    def _equal_step(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> WholeStep | None:
         """The captured step with the plan of one whose ops, values and sizes are the same, be the arguments called
         otherwise."""
         graph = self._homed(captured, model).traced.graph
@@ -107,16 +112,18 @@ class Planner(Planning):
                 return self._whole(model, captured, dataclasses.replace(step.plan, problem=problem), step.provisional)
         return None
 
-    def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep:
+    def join(self, model: nn.Module, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
         """A step in the place of one that is at hand, with the schedule that ranks which plan now have as well."""
         return self._whole(model, step.capture, self._for_all(model, step.capture, known, share, step.plan.problem))
 
-    def _soon(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> tuple[Plan, bool]:
+    def _soon(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""
         plan = self._hurried(model, captured, known) if known else None
         return plan or self._plan(model, captured), plan is not None and plan.overhead > 0
 
-    def _shared(self, model: nn.Module, captured: Capture, known: Sequence[Step], share: Share) -> tuple[Plan, bool]:
+    def _shared(
+        self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], share: Share
+    ) -> tuple[Plan, bool]:
         """The same, from the rank of the group that plans for those with this very step, device and settings."""
         if self.gathers is not None:
             return self._for_all(model, captured, known, share), False
@@ -138,7 +145,7 @@ class Planner(Planning):
         self,
         model: nn.Module,
         captured: Capture,
-        known: Sequence[Step],
+        known: Sequence[PlannedStep],
         share: Share,
         problem: Problem | None = None,
     ) -> Plan:
@@ -158,7 +165,7 @@ class Planner(Planning):
         def figures() -> Any:
             nonlocal uneven
             uneven = True
-            return figures_of(own())
+            return sizes_of(own())
 
         def make(of_all: Sequence[Any]) -> bytes:
             most = widest(own(), of_all) if of_all else own()
@@ -218,7 +225,7 @@ class Planner(Planning):
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
-        known: Sequence[Step],
+        known: Sequence[PlannedStep],
     ) -> WholeStep:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
@@ -264,7 +271,7 @@ class Planner(Planning):
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
-    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[Step]:
+    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
         """Steps that can be had at once for a call that a step at hand serves, where other ranks can't run that one."""
         return ()
 
@@ -334,7 +341,7 @@ class Planner(Planning):
 
     # -- what there is no time for, or no capture -------------------------------------------------------------------
 
-    def _hurried(self, model: nn.Module, captured: Capture, known: Sequence[Step]) -> Plan | None:
+    def _hurried(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
         """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's. No search."""
         if self.budget_bytes is None or self.host_budget is not None or self.shards is not None:
             return None
@@ -353,7 +360,7 @@ class Planner(Planning):
             problem, best.schedule, best.timeline, best.solver, problem.baseline_time_s, floor.peak_bytes, floor.time_s
         )
 
-    def _in_known_order(self, problem: Problem, known: Sequence[Step]) -> Plan | None:
+    def _in_known_order(self, problem: Problem, known: Sequence[PlannedStep]) -> Plan | None:
         """The fastest schedule of other steps that serves this one and fits.
 
         All ranks gather in the order of the steps that they have, and it takes no search.
@@ -390,10 +397,10 @@ class Planner(Planning):
         model: nn.Module,
         forward: Forward,
         sample: Sample | Call,
-        known: Sequence[Step],
+        known: Sequence[PlannedStep],
         error: UnsupportedModel,
         in_group: bool,
-    ) -> Step:
+    ) -> PlannedStep:
         """A step for what can't be captured: unplanned where that fits the budget, else planned in part.
 
         in_group: other ranks rely on what the step runs.
@@ -483,7 +490,7 @@ class Planner(Planning):
         )  # fmt: skip
         return step
 
-    def _unplanned_bytes(self, call: Call, known: Sequence[Step]) -> int | None:
+    def _unplanned_bytes(self, call: Call, known: Sequence[PlannedStep]) -> int | None:
         """What such a call holds unplanned, as far as the plan of an equal one tells."""
         for step in known:
             if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:

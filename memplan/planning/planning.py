@@ -19,7 +19,7 @@ from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.real_results import once_more_where_results_differ
 from memplan.capture.shards import Shard, Shards
-from memplan.capture.trace.call import Call, CallReader, Sample
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.capture.trace.trace import OpenBranch
 from memplan.config import Config
@@ -31,7 +31,7 @@ from memplan.logs import log
 from memplan.planning.choosing import infeasible, no_room, plan_of_front, plan_of_residency, plan_with_gathers
 from memplan.planning.homes import Movable, movables, with_homes, with_shards
 from memplan.planning.progress import ProgressLine
-from memplan.planning.residency import all_names, choose, floor_bytes, least_resident_bytes
+from memplan.planning.residency import all_names, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.update_ops import with_updates
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike, budget_bytes_of, device_bytes, limit_bytes
@@ -50,7 +50,6 @@ from memplan.solvers import Front, solve_front
 LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
-Forward = Callable[..., Any]
 
 _MUCH = 0.05  # of a step, that could be saved
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
@@ -332,8 +331,8 @@ class Planning:
         alone = None if self.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= int(limit / room_for)
         front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
-        least = floor_bytes(all_names(parts), front, problem_of)
-        search = functools.partial(choose, parts, front, alone, problem_of, host_limit, self.host)
+        least = least_peak_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(choose_homes, parts, front, alone, problem_of, host_limit, self.host)
         chosen = search(int(limit / room_for)) or search(limit)
         if chosen is None:
             raise no_room(plain, least, limit, host_limit)
@@ -367,12 +366,12 @@ class Planning:
         parts, problem_of = self._homes(model, captured, problem)
         alone = self._front(problem_of(frozenset()))
         front = self._front(problem_of(all_names(parts))) if parts else alone
-        least, most = floor_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
         host_limit = limit_bytes(self.host_budget or 0, 0)
         found: list[Plan] = []
         count = min(self.config.points, _HOST_POINTS)
         for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
-            chosen = choose(parts, front, alone, problem_of, host_limit, self.host, limit)
+            chosen = choose_homes(parts, front, alone, problem_of, host_limit, self.host, limit)
             if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
                 peak_bytes = chosen.found.timeline.peak_bytes
                 found = [plan for plan in found if plan.peak_bytes < peak_bytes]
@@ -442,8 +441,8 @@ class Planning:
         limit = self._limit(problem, front.keep_all.peak_bytes + gathered_bytes)
         host_limit = 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
         nowhere = frozenset[str]()  # no parameter moves to the host
-        least = floor_bytes(nowhere, front, lambda _: problem)
-        search = functools.partial(choose, (), front, None, lambda _: problem, host_limit, nowhere)
+        least = least_peak_bytes(nowhere, front, lambda _: problem)
+        search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(int(limit / (1 + self.margin))) or search(limit)
         if chosen is None:
             raise no_room(problem, least, limit, None if self.host_budget is None else host_limit)

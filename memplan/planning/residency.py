@@ -61,7 +61,7 @@ def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
     return frozenset(chosen)
 
 
-def choose(
+def choose_homes(
     movables: Sequence[Movable],
     front: Front,
     alone: Front | None,
@@ -80,7 +80,7 @@ def choose(
     on the device between steps.
     """
     best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
-    search = _Search(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
+    search = _HomeSearch(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
     if fixed is not None:
         for host in (fixed, *(fixed | spread_share(movables, share) for share in _SHARES)):
             if search.best is not None and host != fixed:
@@ -99,7 +99,7 @@ def choose(
     return search.best
 
 
-class _Search:
+class _HomeSearch:
     """The best residency so far."""
 
     def __init__(
@@ -153,6 +153,6 @@ def least_resident_bytes(problem: Problem) -> int:
     return problem.resident_bytes + (0 if problem.frees_gradients else held)
 
 
-def floor_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
+def least_peak_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
     """The smallest budget on the device that copies can reach from these orders, with these parameters on the host."""
     return least_bytes(problem_of(host), *(c.order for c in front.spread(_ORDERS)))

@@ -35,7 +35,7 @@ def kind_of(graph: Graph) -> tuple[object, ...]:
     return structure(graph), tuple((v.name, v.home) for v in graph.values)
 
 
-def figures_of(problem: Problem) -> dict[str, Any]:
+def sizes_of(problem: Problem) -> dict[str, Any]:
     """What `widest` has to know of a step, as anything that JSON can hold."""
     return {
         "sizes_bytes": [v.size_bytes for v in problem.graph.values],

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from memplan.errors import InvalidPlanFile
 from memplan.problem.data import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Value
 
-_FORMAT = "memplan.problem.data"
+_FORMAT = "memplan.problem"
 _VERSION = 4
 _GZIP_OVER_BYTES = 4 << 20
 _MOST_BYTES = 1 << 30  # a plan of a million steps is far smaller

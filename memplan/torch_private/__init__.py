@@ -51,7 +51,6 @@ from memplan.torch_private.tracing import READ_SCALAR as READ_SCALAR
 from memplan.torch_private.tracing import TRACING as TRACING
 from memplan.torch_private.tracing import Recording as Recording
 from memplan.torch_private.tracing import boxed as boxed
-from memplan.torch_private.tracing import exchanged as exchanged
 from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
 from memplan.torch_private.tracing import leave_out as leave_out
 from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
@@ -62,5 +61,6 @@ from memplan.torch_private.tracing import tracer_constants as tracer_constants
 from memplan.torch_private.tracing import tracer_graph as tracer_graph
 from memplan.torch_private.tracing import tracer_node as tracer_node
 from memplan.torch_private.tracing import uncompiled as uncompiled
+from memplan.torch_private.tracing import with_layout as with_layout
 from memplan.torch_private.transformers_paths import collects_outputs as collects_outputs
 from memplan.torch_private.transformers_paths import not_tracing_for_transformers as not_tracing_for_transformers

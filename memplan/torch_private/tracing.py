@@ -169,7 +169,7 @@ def outside_of_tracing() -> Iterator[None]:
         yield
 
 
-def exchanged(
+def with_layout(
     tensor: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,

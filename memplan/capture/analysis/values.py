@@ -31,7 +31,7 @@ CallParts = tuple[Any, tuple[Any, ...], dict[str, Any]]  # target, args, kwargs
 
 def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device) -> Traced:
     """Analyse a raw trace. Raises UnsupportedModel where the program can't be represented exactly."""
-    builder = _Builder(raw, input_names, device)
+    builder = _StepBuilder(raw, input_names, device)
     outputs = builder.hold_outputs(builder.read_nodes())
     take_gradients(builder.draft, raw)
     drop_dead_ops(builder.draft, outputs)
@@ -40,7 +40,7 @@ def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device
     return freeze(builder.draft, raw, outputs)
 
 
-class _Builder:
+class _StepBuilder:
     """Reads the nodes of a trace, in order, into a draft."""
 
     def __init__(self, raw: RawTrace, input_names: Sequence[str], device: torch.device) -> None:

@@ -122,16 +122,16 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
         return _as_on_cuda(func, args, outputs)
     if func in _ELEMENTS:
         elements = _ELEMENTS[func](*args)
-        return private.exchanged(outputs, elements=elements) if elements > outputs.numel() else outputs
+        return private.with_layout(outputs, elements=elements) if elements > outputs.numel() else outputs
     return _with_strides(func, args, _with_dtypes(func, args, outputs))
 
 
 def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func in _ON_HOST:
-        return tuple(private.exchanged(t, device="cpu") if i in _ON_HOST[func] else t for i, t in enumerate(outputs))
+        return tuple(private.with_layout(t, device="cpu") if i in _ON_HOST[func] else t for i, t in enumerate(outputs))
     if func is aten.cudnn_batch_norm.default and args[5]:
         elements = private.batch_norm_reserve_elements(args[0])
-        return (*outputs[:3], private.exchanged(outputs[3], size=(elements,), stride=(1,)))
+        return (*outputs[:3], private.with_layout(outputs[3], size=(elements,), stride=(1,)))
     return outputs
 
 
@@ -139,14 +139,14 @@ def _with_dtypes(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func is aten.native_group_norm_backward.default:
         first = outputs[0]
         wrong = first is not None and first.dtype != args[1].dtype
-        return (private.exchanged(first, dtype=args[1].dtype), *outputs[1:]) if wrong else outputs
+        return (private.with_layout(first, dtype=args[1].dtype), *outputs[1:]) if wrong else outputs
     parameters = _STATISTICS.get(func)
     if parameters is None:
         return outputs
     dtypes = {args[i].dtype for i in parameters if i < len(args) and isinstance(args[i], torch.Tensor)}
     if dtypes != {torch.float32} or args[0].dtype == torch.float32:
         return outputs
-    return (outputs[0], *(private.exchanged(t, dtype=torch.float32) for t in outputs[1:]))
+    return (outputs[0], *(private.with_layout(t, dtype=torch.float32) for t in outputs[1:]))
 
 
 def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
@@ -163,7 +163,7 @@ def _with_strides(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
 
 
 def _with_stride(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    return result if result.stride() == stride else private.exchanged(result, stride=stride)
+    return result if result.stride() == stride else private.with_layout(result, stride=stride)
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-class TensorFacts(NamedTuple):
+class ResultFacts(NamedTuple):
     """All that a plan depends on of a result. storage: equal for results of one op that share memory."""
 
     dtype: torch.dtype
@@ -34,7 +34,7 @@ class TensorFacts(NamedTuple):
     device_type: str
 
 
-Facts = tuple[TensorFacts | None, ...]  # None for what is no tensor
+Facts = tuple[ResultFacts | None, ...]  # None for what is no tensor
 
 _NOTED: dict[str, Facts] = {}  # by signature of the call
 
@@ -44,7 +44,7 @@ def facts_of(result: Any) -> Facts:
     results: Sequence[Any] = result if isinstance(result, (list, tuple)) else [result]
     storages = [storage_key(t) if isinstance(t, torch.Tensor) else None for t in results]
     return tuple(
-        TensorFacts(
+        ResultFacts(
             t.dtype, tuple(t.shape), tuple(t.stride()), t.untyped_storage().nbytes(), storages.index(key), t.device.type
         )
         if isinstance(t, torch.Tensor)
@@ -95,13 +95,13 @@ def with_noted_results(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
     return type(outputs)(found) if several else found[0]
 
 
-def _as_noted(tensor: Any, facts: TensorFacts | None) -> Any:
+def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
     if tensor is None or (facts is not None and facts_of(tensor)[0] == facts._replace(storage=0)):
         return tensor
     if facts is None:
         private.leave_out(tensor)
         return None
-    return private.exchanged(
+    return private.with_layout(
         tensor,
         dtype=facts.dtype,
         stride=facts.stride,

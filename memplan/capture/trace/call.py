@@ -16,6 +16,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
+Forward = Callable[..., Any]  # of a model: its own, or one that stands in for it
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,7 @@ class _Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _TensorLayout:
     """How a tensor lies in its memory."""
 
     shape: torch.Size
@@ -44,8 +44,8 @@ class _Layout:
     dtype: torch.dtype
 
     @staticmethod
-    def of(tensor: torch.Tensor) -> _Layout:
-        return _Layout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+    def of(tensor: torch.Tensor) -> _TensorLayout:
+        return _TensorLayout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """On the meta device."""
@@ -67,7 +67,7 @@ class _Result:
 
     argument: int | None
     same: bool
-    layout: _Layout
+    layout: _TensorLayout
     device: torch.device
 
 
@@ -79,7 +79,7 @@ class _Results:
     results: tuple[_Result | None, ...]
 
 
-class _Call:
+class _OpCall:
     """An op's arguments: the tensors among them, what all look like, and how they are written to the trace."""
 
     def __init__(self, recording: private.Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ class Memo:
         if torch.is_inference_mode_enabled():
             return trace()
         try:
-            call = _Call(recording, args, kwargs)
+            call = _OpCall(recording, args, kwargs)
             if func in op_facts.VIEWS and _is_plain(call.tensors, args[0]):
                 return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
@@ -151,7 +151,7 @@ class Memo:
         before = recording.length
         outputs = trace()
         try:
-            if _Call(recording, args, kwargs).looks != call.looks:
+            if _OpCall(recording, args, kwargs).looks != call.looks:
                 raise _Unfit
             self._known[key] = _results(recording, func, call, outputs, before)
         except _Unfit:
@@ -169,11 +169,11 @@ def _is_plain(given: Sequence[torch.Tensor], first: Any) -> bool:
     return first.layout is torch.strided and not (first.is_complex() or first.is_neg())
 
 
-def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _Call) -> Any:
+def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call: _OpCall) -> Any:
     """The results of a view, and nodes for them in the trace."""
     (tensor,) = call.tensors
     with private.without_modes():
-        results = func(_Layout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
+        results = func(_TensorLayout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
     node = recording.write(func, call.args, call.kwargs)
     if isinstance(results, torch.Tensor):
         return _bound(recording, node, results, tensor.device)
@@ -200,7 +200,7 @@ def _bound(
     return output
 
 
-def _repeated(recording: private.Recording, func: Any, call: _Call, known: _Results) -> Any:
+def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Results) -> Any:
     """The results of an op once more, and nodes for them in the trace."""
     node = recording.write(func, call.args, call.kwargs)
     outputs, seen = list[Any](), list[Any]()
@@ -230,7 +230,7 @@ def _output(
 # -- reading ---------------------------------------------------------------------------------------------------------
 
 
-def _results(recording: private.Recording, func: Any, call: _Call, outputs: Any, before: int) -> _Results:
+def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: Any, before: int) -> _Results:
     """What an op gave that was traced just now, where there were `before` nodes. Raises _Unfit."""
     kind = type(outputs) if type(outputs) in (list, tuple) else None
     several = list(outputs) if kind else [outputs]
@@ -255,7 +255,7 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         raise _Unfit
     if output.is_conj() or output.is_neg() or output.is_inference():
         raise _Unfit
-    layout, storage = _Layout.of(output), storage_key(output)
+    layout, storage = _TensorLayout.of(output), storage_key(output)
     around = [position for position, tensor in enumerate(given) if storage_key(tensor) == storage]
     if len(around) > 1:
         raise _Unfit  # in whose memory it would lie were they not in one is not known

@@ -43,7 +43,7 @@ class Autocast:
         )
 
 
-class Layout(Protocol):
+class GradientLayout(Protocol):
     """Shape, strides and dtype of a gradient that arrives."""
 
     @property
@@ -63,7 +63,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class PartSurroundings:
     """What a part of a larger step must know of it, to be captured on its own.
 
     tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
@@ -74,7 +74,7 @@ class Surroundings:
     is no step around, and the tangents are all that is said.
     """
 
-    tangents: Mapping[int, Layout]
+    tangents: Mapping[int, GradientLayout]
     uses: Mapping[int, int] = field(default_factory=dict)
     answers: tuple[Answer, ...] = ()
     whole: bool = False

@@ -35,9 +35,9 @@ from memplan.capture.trace.raw_trace import (
     AttributeRead,
     Autocast,
     Decision,
+    PartSurroundings,
     RawTrace,
     ScalarRead,
-    Surroundings,
 )
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import (
@@ -65,7 +65,7 @@ class CompiledCode(UnsupportedModel):
 
 
 @dataclass(slots=True)
-class _Session:
+class _TraceNotes:
     """What the traced function notes down while it runs.
 
     seen: what forward read from tensors before: all of it where the inputs' data is not at hand (`blind`), else the
@@ -154,7 +154,7 @@ def trace_step(
     autocast: Autocast,
     device: torch.device,
     expanded: bool = False,
-    around: Surroundings | None = None,
+    around: PartSurroundings | None = None,
     shapes: Mapping[str, torch.Size] | None = None,
     memo: Memo | None = None,
     moves_inputs: bool = True,
@@ -186,7 +186,7 @@ def trace_step(
             raise UnsupportedModel(f"{name} is a sparse tensor, which ops on can't be traced")
     inputs = (*call.tensors, *(call.tensors[p] for p, _ in (around.further_uses() if around else ())))
     differentiated = [n for n, p in parameters.items() if p.requires_grad]
-    session = _Session({m: n for n, m in model.named_modules()}, {}, len(parameters), in_place=in_place)
+    session = _TraceNotes({m: n for n, m in model.named_modules()}, {}, len(parameters), in_place=in_place)
     if around is not None and around.answers:
         session.seen, session.blind = iter(around.answers), True
     elif seen is not None:
@@ -272,7 +272,7 @@ def trace_step(
         stack.enter_context(results_forgotten(model))
         memory = memory or stack.enter_context(KeptMemory())
         try:
-            graph_module = private.trace_with_fakes(_under(_Watch(session, memo or Memo(), memory), step), *args)
+            graph_module = private.trace_with_fakes(_under(_OpWatch(session, memo or Memo(), memory), step), *args)
         except UnsupportedModel:
             raise
         except private.DATA_DEPENDENT_ERRORS as error:
@@ -293,13 +293,13 @@ def trace_step(
     return _finish(graph_module, session, parameters, buffers, input_names(call, around), inputs, differentiated)
 
 
-def input_names(call: Call, around: Surroundings | None) -> tuple[str, ...]:
+def input_names(call: Call, around: PartSurroundings | None) -> tuple[str, ...]:
     """Names of the inputs of a trace: those of the call, and one for each further use."""
     further = around.further_uses() if around else ()
     return (*call.names, *(f"{call.names[position]} (use {use})" for position, use in further))
 
 
-def _inner(session: _Session, edges: Edges) -> dict[int, bool]:
+def _inner(session: _TraceNotes, edges: Edges) -> dict[int, bool]:
     """The outputs from which others derive, and whether one that backward starts from does. edges: behind those."""
     assert session.template is not None
     tensors = {i: t for i, t in enumerate(session.template.tensors) if t.grad_fn is not None}
@@ -311,7 +311,7 @@ def _grads_in_part(
     starts: Sequence[torch.Tensor],
     wanted: Sequence[torch.Tensor],
     tangents: Sequence[torch.Tensor],
-    around: Surroundings,
+    around: PartSurroundings,
     given: Sequence[torch.Tensor],
     parameters: Mapping[str, torch.Tensor],
 ) -> list[torch.Tensor | None]:
@@ -372,7 +372,9 @@ def _in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> I
             of_module[key] = tensor
 
 
-def _tangents(session: _Session, expanded: bool, around: Surroundings | None) -> tuple[list[int], list[torch.Tensor]]:
+def _tangents(
+    session: _TraceNotes, expanded: bool, around: PartSurroundings | None
+) -> tuple[list[int], list[torch.Tensor]]:
     """The outputs that backward starts from, and a stand-in for the gradient of each that the caller will hand in."""
     assert session.template is not None
     if around is None:
@@ -411,7 +413,7 @@ def _under(mode: private.TorchDispatchMode, step: Callable[..., Any]) -> Callabl
     return inner
 
 
-def _note_placeholders(session: _Session, real: Sequence[torch.Tensor]) -> None:
+def _note_placeholders(session: _TraceNotes, real: Sequence[torch.Tensor]) -> None:
     placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
     session.sources = {n.name: t for n, t in zip(placeholders[session.parameter_count :], real, strict=True)}
 
@@ -479,7 +481,7 @@ def _same_state(a: Any, b: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _module_stack(session: _Session) -> Iterator[None]:
+def _module_stack(session: _TraceNotes) -> Iterator[None]:
     """Note which module runs while each node is written."""
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -503,20 +505,20 @@ def _module_stack(session: _Session) -> Iterator[None]:
             handle.remove()
 
 
-class _Watch(private.TorchDispatchMode):
+class _OpWatch(private.TorchDispatchMode):
     """Sees each op of the trace first.
 
     Corrects what fake kernels get wrong, and answers forward's questions to tensor data that derives from the inputs
     alone, noting each for the guards.
     """
 
-    def __init__(self, session: _Session, memo: Memo, memory: KeptMemory) -> None:
+    def __init__(self, session: _TraceNotes, memo: Memo, memory: KeptMemory) -> None:
         """memory: of real tensors that forward writes to; they are neither parameters, buffers nor arguments."""
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._session, self._memo, self._memory = session, memo, memory
         self._views: list[torch.Tensor] = []  # of real tensors
 
-    def __enter__(self) -> _Watch:
+    def __enter__(self) -> _OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -549,7 +551,7 @@ class _Watch(private.TorchDispatchMode):
         if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
             return total
         if number in self._session.in_place:
-            return private.exchanged(total, stride=first.stride())
+            return private.with_layout(total, stride=first.stride())
         nodes = private.tracer_node(total), private.tracer_node(first)
         if nodes[0] is not None and nodes[1] is not None:
             self._session.odd_sums.append((number, nodes[0], nodes[1]))
@@ -630,7 +632,7 @@ class _Watch(private.TorchDispatchMode):
 
 def _finish(
     graph_module: fx.GraphModule,
-    session: _Session,
+    session: _TraceNotes,
     parameters: dict[str, nn.Parameter],
     buffers: dict[str, torch.Tensor],
     names_of_inputs: Sequence[str],
@@ -675,7 +677,7 @@ def _layers(names: Sequence[str], spans: Sequence[tuple[int, str]]) -> dict[str,
     return {name: path for (start, path), end in zip(spans, ends) for name in names[start:end] if path}
 
 
-def _data_dependent(session: _Session, error: BaseException) -> str:
+def _data_dependent(session: _TraceNotes, error: BaseException) -> str:
     return (
         f"the shape or value of a result depends on data ({first_line(error)}): module "
         f"{session.where or '(the model itself)'}, {line_of(error)}. Compute it outside of the model and pass it "

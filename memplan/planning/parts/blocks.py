@@ -33,7 +33,7 @@ from memplan.planning.parts.partial_plan import PartialPlan
 from memplan.planning.parts.parts import (
     Part,
     Parts,
-    Whole,
+    WholeParameters,
     capture_unit,
     measured_parts,
     shares_parameters,
@@ -46,12 +46,12 @@ from memplan.runtime.installed.install import PlannedForward, planned_forward
 from memplan.runtime.parts.part_runners import UnitStep, recomputed
 from memplan.runtime.parts.rehearsal import Rehearsal, measured_peak, resident_tensors
 from memplan.runtime.program.collectives import GRADIENT, Collectives
-from memplan.runtime.program.step import Step
+from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers import Candidate
 from memplan.solvers.parts.saved import solve_saved
-from memplan.solvers.parts.ways import UnitChoice, appraise, choose, smallest
+from memplan.solvers.parts.ways import UnitChoice, appraise, choose_ways, smallest
 from memplan.torch_private import part_here
 from memplan.units import format_bytes
 
@@ -70,7 +70,7 @@ def apply_blocks(
     accumulate: bool = False,
     costs: str = "measure",
     config: ConfigLike = None,
-    whole: Whole = contextlib.nullcontext,
+    whole: WholeParameters = contextlib.nullcontext,
     reserved_bytes: Callable[[], int] = lambda: 0,
     leaves_out: LeavesOut | None = None,
     group: torch.distributed.ProcessGroup | None = None,
@@ -120,7 +120,7 @@ def _rehearsed(
     accumulate: bool,
     costs: str,
     config: ConfigLike,
-    whole: Whole,
+    whole: WholeParameters,
     reserved_bytes: Callable[[], int],
     leaves_out: LeavesOut | None,
     shards: Shards | None,
@@ -159,7 +159,7 @@ def _rehearsed(
     limit = budget_bytes_of(budget, everything.peak_bytes + beside_bytes, resident_bytes + beside_bytes)
     excess_bytes, fits = 0, True
     for left in reversed(range(_ROUNDS if shards is None else _ROUNDS_WITH_SHARDS)):
-        found = choose(parts.problem, limit - beside_bytes - excess_bytes) if left or fits else None
+        found = choose_ways(parts.problem, limit - beside_bytes - excess_bytes) if left or fits else None
         choice = found or least  # which has the last word, for other choices may be farther from what was worked out
         ways = [u.ways[options[0]] for u, (_, options) in zip(units, choice.picks, strict=True)]
         if shards is not None:
@@ -183,7 +183,9 @@ def _rehearsed(
     return plan, units, ways
 
 
-def _after(meet: Callable[[], None], whole: Whole, block: nn.Module) -> contextlib.AbstractContextManager[Any]:
+def _after(
+    meet: Callable[[], None], whole: WholeParameters, block: nn.Module
+) -> contextlib.AbstractContextManager[Any]:
     """The parameters of a block, gathered once all ranks are there."""
     meet()
     return whole(block)
@@ -194,7 +196,7 @@ def _called(model: nn.Module, call: Call) -> Any:
 
 
 def _units(
-    model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, whole: Whole, shards: Shards | None
+    model: nn.Module, blocks: Sequence[nn.Module], rehearsal: Rehearsal, whole: WholeParameters, shards: Shards | None
 ) -> list[Part]:
     """The blocks as parts of the step, captured with the arguments that a first forward hands them."""
     names = {module: name for name, module in model.named_modules()}
@@ -334,7 +336,7 @@ class _BlockPlanner:
     places: bool = False
     told: bool = False
 
-    def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> Step:
+    def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> PlannedStep:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         events = [f"{GRADIENT}of block {self.name}, recomputed"]
         return RecomputedStep(
@@ -350,7 +352,7 @@ class _BlockPlanner:
     def is_same(self, *arguments: Any) -> bool:
         return False
 
-    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]:
+    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[PlannedStep]:
         """Any call can be recomputed as a whole, as ranks do whose batch is unlike their sample."""
         if not self.told:
             self.told = True

@@ -18,8 +18,8 @@ from memplan import torch_private as private
 from memplan.capture.capture import model_device
 from memplan.capture.key import ArgumentsKey, ModesKey
 from memplan.capture.ops.layout import allocated_bytes, storage_key
-from memplan.capture.probe import exchanged
-from memplan.capture.trace.call import Call
+from memplan.capture.probe import forwards_exchanged
+from memplan.capture.trace.call import Call, Forward
 from memplan.config import Config
 from memplan.errors import BudgetInfeasible, PlanMismatch
 from memplan.logs import log
@@ -28,10 +28,9 @@ from memplan.planning.parts.parts import Parts, parts_of
 from memplan.runtime.parts.part_runners import UnitCalls, UnitStep
 from memplan.runtime.parts.rehearsal import measured_peak, resident_tensors, timed_step
 from memplan.runtime.program.collectives import GRADIENT, Collectives
-from memplan.solvers.parts.ways import UnitChoice, appraise, choose, smallest
+from memplan.solvers.parts.ways import UnitChoice, appraise, choose_ways, smallest
 from memplan.units import format_bytes
 
-Forward = Callable[..., Any]
 Ways = Mapping[nn.Module, tuple[UnitStep | str, ...]]
 Refused = Callable[[nn.Module, str], None]
 LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
@@ -111,7 +110,7 @@ class PartialStep:
 
 
 def _run(ways: Ways, forward: Forward, call: Call, refused: Refused = lambda module, problem: None) -> Any:
-    with exchanged(UnitCalls(ways, refused).forwards()):
+    with forwards_exchanged(UnitCalls(ways, refused).forwards()):
         return forward(*call.variadic, **call.arguments)
 
 
@@ -179,7 +178,7 @@ def _fitting(
     BudgetInfeasible."""
     excess_bytes, peak_bytes = extra_bytes, 0
     for left in reversed(range(_ROUNDS)):
-        found = choose(parts.problem, limit - excess_bytes) if left else None
+        found = choose_ways(parts.problem, limit - excess_bytes) if left else None
         choice = found or least  # which has the last word, for other choices may be farther from what was worked out
         ways = _ways(parts, choice)
         measured_bytes = measured_peak(model, call, functools.partial(_run, ways, forward, call))

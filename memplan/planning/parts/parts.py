@@ -17,8 +17,8 @@ from memplan.capture.capture import Capture, capture_part
 from memplan.capture.ops.real_results import Facts, OtherResults
 from memplan.capture.probe import Site, UnitCall, find_sites
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import Surroundings
+from memplan.capture.trace.call import Call, Forward
+from memplan.capture.trace.raw_trace import PartSurroundings
 from memplan.config import Config
 from memplan.costs.measure import estimate, measure
 from memplan.errors import MemplanError, UnsupportedModel
@@ -33,11 +33,10 @@ from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.lower import Program, lower
 from memplan.solvers import Candidate, Front, solve_front
 from memplan.solvers.parts.passes import Pass, pass_of
-from memplan.solvers.parts.ways import Chain, UnitOption, UnitProblem
+from memplan.solvers.parts.ways import UnitChain, UnitOption, UnitProblem
 from memplan.units import format_bytes
 
-Forward = Callable[..., Any]
-Whole = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+WholeParameters = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
 _POINTS = 32  # of a unit's front
 _MOST_OPTIONS = 16  # of one unit
@@ -90,7 +89,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
+class UnitStage:
     """Units that run one after the other; block: the block that they are in, where it may run as one unit instead."""
 
     units: tuple[Part, ...]
@@ -115,7 +114,7 @@ class Parts:
     written: tensors that were there before forward, buffers aside, and that it writes to.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[UnitStage, ...]
     problem: UnitProblem
     left_bytes: int
     written: tuple[torch.Tensor, ...] = ()
@@ -190,7 +189,7 @@ def capture_unit(unit: Part, shares: bool) -> None:
     if site.kind != "captured" or visit is None:
         return
     autocast = visit.call.autocast
-    around = Surroundings(visit.tangents, visit.uses, site.answers)
+    around = PartSurroundings(visit.tangents, visit.uses, site.answers)
     try:
         if not visit.tangents:
             raise UnsupportedModel("no gradient reaches its results by themselves")
@@ -216,7 +215,10 @@ def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
 
 
 def solve_units(
-    units: Sequence[Part], source: str, solve: Callable[[Problem], Front], whole: Whole = contextlib.nullcontext
+    units: Sequence[Part],
+    source: str,
+    solve: Callable[[Problem], Front],
+    whole: WholeParameters = contextlib.nullcontext,
 ) -> None:
     """The front of every captured unit; equal ones are solved once.
 
@@ -291,7 +293,7 @@ def _planned_again(
     planned: what its schedule for the sample comes to. Raises UnsupportedModel.
     """
     log.info("planning %s again, because gradients of other layouts arrive", site.name)
-    around = Surroundings(tangents, uses, site.answers)
+    around = PartSurroundings(tangents, uses, site.answers)
     with torch.enable_grad(), call.autocast.context():
         captured = capture_part(module, module.forward, call.sample(), around)
     captured = dataclasses.replace(captured, call=captured.call.without_tensors())
@@ -327,9 +329,9 @@ def measured_parts(rehearse: Callable[..., Rehearsal], units: Sequence[Part], bl
     if not passages:
         for unit, around in zip(units, split.units, strict=True):
             _set_options(unit, around, 0)
-        chains = tuple((Chain((tuple(u.options),)),) for u in units)
+        chains = tuple((UnitChain((tuple(u.options),)),) for u in units)
         problem = UnitProblem(chains, split.turn_bytes, split.end_bytes)
-        return Parts(tuple(Stage((u,)) for u in units), problem, split.left_bytes)
+        return Parts(tuple(UnitStage((u,)) for u in units), problem, split.left_bytes)
     inside = {units[i].module for p in passages for i in range(p.first, p.end)}
     outside = {units[what].module for _, what in _in_order(units, passages) if isinstance(what, int)}
     if inside & outside:
@@ -377,13 +379,13 @@ def _in_stages(
     whole: StepMeasure,
 ) -> Parts:
     """split: measured with blocks in units. whole: measured with blocks recomputed."""
-    stages: list[Stage] = []
-    alternatives: list[tuple[Chain, ...]] = []
+    stages: list[UnitStage] = []
+    alternatives: list[tuple[UnitChain, ...]] = []
     for around, (module, what) in zip(whole.units, _in_order(units, passages), strict=True):
         if isinstance(what, int):
             _set_options(units[what], around, 0)
-            stages.append(Stage((units[what],)))
-            alternatives.append((Chain((tuple(units[what].options),)),))
+            stages.append(UnitStage((units[what],)))
+            alternatives.append((UnitChain((tuple(units[what].options),)),))
             continue
         block = Part(module, blocks[module], ways=["recompute"], options=_opaque_options(around)[:1])
         before_bytes = what.before_bytes - around.forward_bytes
@@ -391,9 +393,9 @@ def _in_stages(
             _set_options(units[i], split.units[i], before_bytes)
         inner = tuple(units[what.first : what.end])
         exit_bytes = what.after_bytes - around.after_forward_bytes - before_bytes
-        stages.append(Stage(inner, block))
-        one = Chain((tuple(block.options),))
-        alternatives.append((Chain(tuple(tuple(u.options) for u in inner), exit_bytes), one) if inner else (one,))
+        stages.append(UnitStage(inner, block))
+        one = UnitChain((tuple(block.options),))
+        alternatives.append((UnitChain(tuple(tuple(u.options) for u in inner), exit_bytes), one) if inner else (one,))
     problem = UnitProblem(tuple(alternatives), whole.turn_bytes, whole.end_bytes)
     return Parts(tuple(stages), problem, whole.left_bytes)
 

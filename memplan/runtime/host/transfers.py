@@ -354,10 +354,10 @@ def on_host(
 ) -> torch.Tensor:
     """A gradient on the host, once it is there for the CPU to read. stride: None for that of what was copied."""
     slab.transfers.streams.finish(ticket.event)
-    return look_at(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
+    return viewed_as(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
 
 
-def look_at(
+def viewed_as(
     memory: torch.Tensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
     """A tensor over memory that was copied as bytes. offset: in elements."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.runtime.program.step import Step, WholeStep
+from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.units import format_bytes
 
 
@@ -21,7 +21,7 @@ class HeldGradients:
 
     def __init__(self, model: nn.Module, host: Collection[str]) -> None:
         self.exist, self.extra_bytes = False, 0
-        self._counting: list[Step] = []  # steps whose plans count such
+        self._counting: list[PlannedStep] = []  # steps whose plans count such
         self.belong_to(model, host)
 
     def belong_to(self, model: nn.Module, host: Collection[str]) -> None:
@@ -41,7 +41,7 @@ class HeldGradients:
         strided = (g for g in gradients if g is not None and g.layout is torch.strided)
         self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
 
-    def beyond(self, step: Step, limit_bytes: int | None) -> str | None:
+    def beyond(self, step: PlannedStep, limit_bytes: int | None) -> str | None:
         """That they do not fit beside a step whose plan does not count them, in words. limit_bytes: the budget."""
         plan = step.plan
         if not self.extra_bytes or plan is None or limit_bytes is None or self.are_counted_by(step):
@@ -55,17 +55,17 @@ class HeldGradients:
             "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
         )
 
-    def are_counted_by(self, step: Step) -> bool:
+    def are_counted_by(self, step: PlannedStep) -> bool:
         planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
         return planned_so or any(step is known for known in self._counting)
 
-    def are_counted_from_now_by(self, step: Step, steps: Iterable[Step]) -> None:
+    def are_counted_from_now_by(self, step: PlannedStep, steps: Iterable[PlannedStep]) -> None:
         """steps: all that are kept; others are forgotten here."""
         kept = list(steps)
         self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
-def news_of_flight(step: WholeStep, steps: Sequence[Step], limit_bytes: int | None) -> dict[str, str]:
+def news_of_flight(step: WholeStep, steps: Sequence[PlannedStep], limit_bytes: int | None) -> dict[str, str]:
     """By subject, what is to be known when a step begins. steps: all of the model's. limit_bytes: the budget."""
     waiting = [s for known in steps if isinstance(known, WholeStep) for s in known.runner.waiting if s.saved]
     if not waiting:

@@ -28,7 +28,7 @@ from memplan.runtime.parts.rehearsal import ForwardFails, errors_of_forward
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.program.lower import Program
-from memplan.runtime.program.step import EagerStep, Step, WholeStep
+from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
 
@@ -40,7 +40,7 @@ _MANY_STEPS = 12  # as many plans for one model are worth a warning
 _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
 
 
-class Planner(Protocol):
+class StepSource(Protocol):
     """What makes steps for calls that no step serves."""
 
     budget_bytes: int | None
@@ -61,10 +61,10 @@ class Planner(Protocol):
         model: nn.Module,
         forward: Callable[..., Any],
         sample: Sample | Call,
-        known: Sequence[Step] = (),
+        known: Sequence[PlannedStep] = (),
         share: Share | None = None,
-    ) -> Step: ...
-    def join(self, model: nn.Module, step: WholeStep, known: Sequence[Step], share: Share) -> WholeStep: ...
+    ) -> PlannedStep: ...
+    def join(self, model: nn.Module, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep: ...
     def step_for(
         self,
         model: nn.Module,
@@ -73,7 +73,7 @@ class Planner(Protocol):
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
-        known: Sequence[Step],
+        known: Sequence[PlannedStep],
     ) -> WholeStep: ...
     def is_same(
         self,
@@ -84,10 +84,10 @@ class Planner(Protocol):
         tangents: dict[int, TangentLayout],
         backward: Autocast,
     ) -> bool: ...
-    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[Step]: ...
+    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[PlannedStep]: ...
     def looking(self) -> contextlib.AbstractContextManager[None]: ...
     def learn(self, device: torch.device, margin: float) -> None: ...
-    def for_copy(self) -> Planner: ...
+    def for_copy(self) -> StepSource: ...
 
 
 class PlannedForward:
@@ -102,7 +102,7 @@ class PlannedForward:
         self,
         model: nn.Module,
         original: Callable[..., Any],
-        planner: Planner,
+        planner: StepSource,
         reader: CallReader,
         on_mismatch: OnMismatch = "replan",
         on_oom: OnOutOfMemory = "raise",
@@ -110,7 +110,7 @@ class PlannedForward:
         alone: bool = True,
     ) -> None:
         self.model, self.original = model, original
-        self.steps: list[Step] = []
+        self.steps: list[PlannedStep] = []
         self.reader, self._planner, self._agreement = reader, planner, agreement
         self._on_mismatch, self._on_oom = on_mismatch if alone or agreement else "raise", on_oom
         self._alone = alone
@@ -125,7 +125,7 @@ class PlannedForward:
         self._unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
         self._shared = SharedBackward()
-        self._declined: list[tuple[Step, str]] = []  # steps that this call has left by another branch, and where
+        self._declined: list[tuple[PlannedStep, str]] = []  # steps that this call has left by another branch, and where
         self.undo: list[Callable[[], None]] = []  # what else there is to take off with the plan
         functools.update_wrapper(self, original)
 
@@ -180,7 +180,7 @@ class PlannedForward:
         self._tell({"tracers": "the model runs unplanned under torch.func, forward-mode differentiation and tracers"})
         return True
 
-    def _run(self, step: Step, call: Call) -> Any:
+    def _run(self, step: PlannedStep, call: Call) -> Any:
         if isinstance(step, WholeStep):
             return step.run(call)
         with self.stepping_aside(), self.fetching():
@@ -209,52 +209,52 @@ class PlannedForward:
 
     # -- which step -------------------------------------------------------------------------------------------------
 
-    def _step_for(self, call: Call) -> Step:
+    def _step_for(self, call: Call) -> PlannedStep:
         if self._agreement is None:
             return self._at_hand(call) or self._planned(call)
         return self._agreed(call, self._agreement, lambda share: self._planned(call, share))
 
-    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], Step]) -> Step:
+    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], PlannedStep]) -> PlannedStep:
         """The step that this rank runs, or prepares, while others do. plan: makes one where there is none."""
 
-        def planned(share: Share) -> Step:
+        def planned(share: Share) -> PlannedStep:
             step = self._at_hand(call)
             return plan(share) if step is None else self._joined(call, step, share)
 
-        def others() -> list[Step]:
+        def others() -> list[PlannedStep]:
             return [*self._serving(call), *self._planner.instead(self.model, self.original, call)]
 
         step = agreement.step(lambda: self._at_hand(call), planned, others)
         assert step is not None
         return self._use(step) if any(step is known for known in self.steps) else step
 
-    def _at_hand(self, call: Call) -> Step | None:
+    def _at_hand(self, call: Call) -> PlannedStep | None:
         """The step that serves a call; where several do, for batches of other ranks, the fastest."""
         serving = self._serving(call)
         step = next(serving, None) if self._alone else min(serving, key=lambda s: s.plan.time_s, default=None)
         return None if step is None else self._use(step)
 
-    def _serving(self, call: Call) -> Iterator[Step]:
+    def _serving(self, call: Call) -> Iterator[PlannedStep]:
         """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is. Last
         those that count gradients, where there are none."""
 
-        def rank(step: Step) -> tuple[bool, bool]:
+        def rank(step: PlannedStep) -> tuple[bool, bool]:
             return not isinstance(step, WholeStep), not self._held.extra_bytes and self._held.are_counted_by(step)
 
         steps = sorted(self.steps, key=rank)
         return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
 
-    def _mismatch(self, step: Step, call: Call) -> str | None:
+    def _mismatch(self, step: PlannedStep, call: Call) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before it runs."""
         declined = next((why for other, why in self._declined if other is step), None)
         return declined or step.mismatch(call) or self._held.beyond(step, self._planner.budget_bytes)
 
-    def _use(self, step: Step) -> Step:
+    def _use(self, step: PlannedStep) -> PlannedStep:
         if self.steps[0] is not step:
             self.steps[:] = [step, *(other for other in self.steps if other is not step)]
         return step
 
-    def _joined(self, call: Call, step: Step, share: Share) -> Step:
+    def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
         """A step with the schedule of ranks that plan now, in the place of one that is at hand."""
         if not isinstance(step, WholeStep):
             return step
@@ -263,13 +263,13 @@ class PlannedForward:
         same = (s for s in self._serving(call) if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
-    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> Step:
+    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> PlannedStep:
         """A new step. share: where ranks of a group have plans from one another. counting: gradients of earlier steps,
         as the planner is to do already."""
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
         reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
-        known: Sequence[Step]
+        known: Sequence[PlannedStep]
         if counting:  # plans that do not are none to begin with
             known, reason = [], "gradients of an earlier step are there"
         elif None in reasons:
@@ -300,13 +300,13 @@ class PlannedForward:
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             return self.add(step)
 
-    def _in_place_of(self, before: Step, after: Step) -> Step:
+    def _in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
         """A step that this rank alone runs in the place of the one that ranks had agreed on."""
         if self._agreement is not None:
             self._agreement.keep(before, after)
         return after
 
-    def add(self, step: Step) -> Step:
+    def add(self, step: PlannedStep) -> PlannedStep:
         """Take a step in, as the one that was used last."""
         step.settle(self.model)
         if vars(self.model).get("forward") is self:
@@ -332,7 +332,7 @@ class PlannedForward:
         call = self.reader.read_sample(sample)
         self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
 
-        def planned(share: Share | None = None) -> Step:
+        def planned(share: Share | None = None) -> PlannedStep:
             with self._planning():
                 return self.add(self._planner.step(self.model, self.original, call, share=share))
 
@@ -366,7 +366,7 @@ class PlannedForward:
         limit_bytes = self._planner.budget_bytes
         return next((why for step in self.steps if (why := self._held.beyond(step, limit_bytes)) is not None), None)
 
-    def _planned_with_gradients(self, call: Call) -> Step:
+    def _planned_with_gradients(self, call: Call) -> PlannedStep:
         """A new step whose plan counts them; where there is none, one that does not."""
         why = self._why_no_room()
         try:
@@ -385,14 +385,14 @@ class PlannedForward:
         self._tell({"gradients": why})
         self._held.extra_bytes = 0
 
-    def _tell_of_passing(self, call: Call, known: Sequence[Step]) -> None:
+    def _tell_of_passing(self, call: Call, known: Sequence[PlannedStep]) -> None:
         """Say once where all that is new is that arguments are passed by name instead of by position, or so."""
         if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
             now = ", ".join(call.paths)
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
             self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
 
-    def _tell_of_flight(self, step: Step) -> None:
+    def _tell_of_flight(self, step: PlannedStep) -> None:
         """Say once what is to be known of forwards that wait for their backward while this one begins."""
         if self._planner.in_flight > 1 or not isinstance(step, WholeStep):
             return
@@ -496,7 +496,7 @@ class PlannedForward:
         self.add(other)
         return other
 
-    def _after(self, problem: Exception, step: Step, repeats: bool) -> None:
+    def _after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:
         """Get ready to plan again: after running out of memory, for what ops were found to give, or for another branch.
         Raises what can't be mended. repeats: the step can run once more."""
         fixed = self._on_mismatch == "raise" or self._agreement is not None or not self._alone
@@ -512,7 +512,7 @@ class PlannedForward:
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._forget_steps()
 
-    def _decline(self, step: Step, why: str) -> None:
+    def _decline(self, step: PlannedStep, why: str) -> None:
         """This call goes another way than the step; calls that go too many are planned in parts from now on."""
         self._declined.append((step, why))
         if self._planner.decides and len(self._declined) >= _MOST_BRANCHES:
@@ -520,7 +520,7 @@ class PlannedForward:
             self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in self._declined)]
             log.warning("such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
 
-    def _after_out_of_memory(self, step: Step, problem: Exception, repeats: bool) -> None:
+    def _after_out_of_memory(self, step: PlannedStep, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
 
         repeats: the step can run once more.

@@ -24,7 +24,7 @@ from memplan.capture.attributes.attributes import CHECKED_ELSEWHERE, is_plain
 from memplan.capture.capture import Capture
 from memplan.capture.key import StepKey
 from memplan.capture.ops.real_results import once_more_where_results_differ
-from memplan.capture.trace.call import Call
+from memplan.capture.trace.call import Call, Forward
 from memplan.errors import MemplanError
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import (
@@ -41,7 +41,6 @@ from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 
-Forward = Callable[..., Any]
 # Captures and plans a unit of this module for gradients of such layouts, by output.
 Again = Callable[[nn.Module, Mapping[int, TangentLayout]], tuple[Capture, Program]]
 

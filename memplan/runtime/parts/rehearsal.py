@@ -24,8 +24,8 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.capture.attributes.kept_memory import has_memory
 from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.probe import DataFollowed, Forward, NotedReads, UnitCall, exchanged, nothing_saved
-from memplan.capture.trace.call import Call, CallReader, OutputTemplate
+from memplan.capture.probe import DataFollowed, NotedReads, UnitCall, forwards_exchanged, nothing_saved
+from memplan.capture.trace.call import Call, CallReader, Forward, OutputTemplate
 from memplan.capture.trace.edges import Edge, Edges
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.trace import differentiated_outputs, shared_objects
@@ -234,7 +234,7 @@ class Rehearsal(UnitObserver):
             self._meter.register(resident_tensors(self._model, self._call))
             with self._meter if self._metered else contextlib.nullcontext():
                 # A rerun that stopped early would not tell what a forward leaves.
-                with exchanged(forwards), set_checkpoint_early_stop(False):
+                with forwards_exchanged(forwards), set_checkpoint_early_stop(False):
                     output = self._original(*args, **kwargs)
                 starts = starts_of(self._model, output)
                 del output

@@ -17,7 +17,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import MetaTensor
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]  # op, args, kwargs
+BoundCall = tuple[Any, tuple[Any, ...], dict[str, Any]]  # op, args, kwargs
 
 _KNOWN: dict[Any, Callable[..., Any]] = {}  # by op, function of its name, and look of the arguments
 
@@ -83,7 +83,7 @@ def _tensors(thing: Any) -> Any:
 
 
 class _Arrived(Exception):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: BoundCall) -> None:
         self.call = call
 
 
@@ -93,7 +93,7 @@ class _Gate(private.TorchDispatchMode):
         raise _Arrived((func, args, {n: v for n, v in (kwargs or {}).items() if (n, v) not in unsaid}))
 
 
-def _arriving(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def _arriving(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
     """The first op that runs when a function is called; (None, (), {}) where it can't be called in this way."""
     try:
         with _Gate():  # type: ignore[no-untyped-call]

@@ -298,7 +298,7 @@ class Runner:
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The outputs of one planned forward, connected to autograd."""
         parameters = [self.store[name] for name in self.trainable]
-        outputs = _Step.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+        outputs = _StepFunction.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
         if self._outputs.inner or self._outputs.shared:
             node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
             node.state.returned = self._outputs.returned(outputs)
@@ -477,7 +477,7 @@ class Runner:
         return contextlib.nullcontext()
 
 
-class _Step(torch.autograd.Function):
+class _StepFunction(torch.autograd.Function):
     """One planned training step: forward and backward programs behind one autograd node."""
 
     @staticmethod

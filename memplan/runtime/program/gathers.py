@@ -1,7 +1,7 @@
 """Gathers of sharded parameters: what a program calls where its plan says so.
 
-One `Session` serves one forward and its backward. Several may be under way at once; a parameter is freed when the last
-of them lets go of it. A session that nobody holds any more, because its step was given up, lets go of everything.
+One `GatherSession` serves one forward and its backward. Several may be under way at once; a parameter is freed when the
+last of them lets go of it. A session that nobody holds any more, because its step was given up, lets go of everything.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Gathers:
             self.shards.release(parameter)
 
 
-class Session:
+class GatherSession:
     """The gathered parameters of one forward and its backward."""
 
     __slots__ = ("__weakref__", "_find", "_gathers", "_held")
@@ -80,24 +80,24 @@ def _give_up(gathers: Gathers, held: dict[str, tuple[nn.Parameter, Handle]]) -> 
     held.clear()
 
 
-def open_gathers(store: Any) -> Session:
+def open_gathers(store: Any) -> GatherSession:
     """The gathers of one forward and its backward."""
-    return Session(store.gathers, store.__getitem__)
+    return GatherSession(store.gathers, store.__getitem__)
 
 
 @private.with_function_modes
-def gather(session: Session, name: str) -> str:
+def gather(session: GatherSession, name: str) -> str:
     """Begin to gather the parameter called `name`."""
     return session.gather(name)
 
 
 @private.with_function_modes
-def gathered(session: Session, ticket: str) -> torch.Tensor:
+def gathered(session: GatherSession, ticket: str) -> torch.Tensor:
     """Let what follows wait for a gather; gives the whole parameter."""
     return session.wait(ticket)
 
 
 @private.with_function_modes
-def release(session: Session, name: str) -> None:
+def release(session: GatherSession, name: str) -> None:
     """Free a gathered parameter, which nothing reads from here on."""
     session.release(name)

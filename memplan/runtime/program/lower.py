@@ -39,13 +39,13 @@ from memplan.problem.schedule import (
 from memplan.runtime.host.transfers import (
     contents,
     leave,
-    look_at,
     offload,
     offload_gradient,
     on_host,
     open_slab,
     prefetch,
     stayed,
+    viewed_as,
     wait,
 )
 from memplan.runtime.program.bindings import binding
@@ -53,7 +53,7 @@ from memplan.runtime.program.check import TRACED
 from memplan.runtime.program.collectives import GRADIENT
 from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
-from memplan.runtime.program.rng import held_rng, replay, replay_all, save_rng
+from memplan.runtime.program.rng import held_rng, replay_all, replay_random, save_rng
 
 aten = torch.ops.aten
 
@@ -329,7 +329,7 @@ class _Lowering:
         if not op_facts.is_of_pytorch(kernel.target):
             return replay_all, device
         result = tensors_of(kernel.node.meta["val"])[0]
-        return replay, device if result.device.type == device.type else result.device
+        return replay_random, device if result.device.type == device.type else result.device
 
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:
@@ -448,7 +448,7 @@ class _Lowering:
         for root in self.traced.roots[value]:
             made = root.meta["val"]
             layout = (made.dtype, list(made.shape), list(made.stride()), made.storage_offset())
-            instance[root] = self.side.call(look_at, (memory, *layout), name=root.name)
+            instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _see_on_host(self, value: int) -> None:
         """Bind a gradient to its copy on the host, in the strides of its kernel: where a dimension has one element, the

@@ -51,7 +51,7 @@ class Outputs:
         looked_at = [_NEVER]
         return Returned(
             {i: _Onlookers(self.names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None},
-            [_Shared([self.names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared],
+            [_SharedOutputs([self.names[i] for i in group], {i: tensors[i] for i in group}) for group in self.shared],
         )
 
     def check(self, returned: Returned, reached: Collection[int]) -> None:
@@ -68,7 +68,7 @@ class Returned:
     """The outputs of one forward. Keeps none alive but in its memory, which the plan holds until backward ends."""
 
     onlookers: Mapping[int, _Onlookers]
-    shared: Sequence[_Shared]
+    shared: Sequence[_SharedOutputs]
 
 
 class _Onlookers:
@@ -108,7 +108,7 @@ class _Onlookers:
         )
 
 
-class _Shared:
+class _SharedOutputs:
     """Outputs in the same memory, which have one version."""
 
     def __init__(self, names: Sequence[str], outputs: Mapping[int, torch.Tensor]) -> None:

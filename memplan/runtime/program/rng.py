@@ -47,7 +47,7 @@ def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None
         restore_rng(device, on_device)
 
 
-def replay(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def replay_random(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Run a random op with the generator state of its first run; the generator itself is left as it was."""
     present = save_rng(device)
     try:

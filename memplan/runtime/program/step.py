@@ -22,7 +22,7 @@ from memplan.runtime.program.outputs import Outputs
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
 
-class Step(Protocol):
+class PlannedStep(Protocol):
     """What serves one kind of call of a model."""
 
     @property
@@ -34,7 +34,7 @@ class Step(Protocol):
     def mismatch(self, call: Call) -> str | None: ...
     def settle(self, model: nn.Module) -> None: ...
     def run(self, call: Call) -> Any: ...
-    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> Step: ...
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> PlannedStep: ...
 
 
 @dataclass(frozen=True, slots=True)

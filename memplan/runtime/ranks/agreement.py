@@ -34,7 +34,7 @@ import torch
 from memplan import errors
 from memplan import torch_private as private
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
-from memplan.runtime.program.step import Step
+from memplan.runtime.program.step import PlannedStep
 
 _T = TypeVar("_T")
 
@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 _LONGEST_WAIT_S = 20
 
 
-class Shared(NamedTuple):
+class SharedPlans(NamedTuple):
     """Plans of one round. own: that which this rank asked for. others: of other kinds, by the rank that made each."""
 
     own: bytes
@@ -64,10 +64,10 @@ class Share(Protocol):
         make: Callable[[list[Any]], bytes],
         exact: str = "",
         figures: Callable[[], Any] = ...,
-    ) -> Shared: ...
+    ) -> SharedPlans: ...
 
 
-class _State(enum.IntEnum):
+class _RankState(enum.IntEnum):
     """What a rank has to say: it has a step, it needs a plan, it only looks on, something went wrong."""
 
     READY = 1
@@ -79,7 +79,7 @@ class _State(enum.IntEnum):
 class _Word(NamedTuple):
     """What a rank says before a step, sixteen bytes of it: its state and the digest of its collectives."""
 
-    state: _State
+    state: _RankState
     digest: bytes = bytes(8)
 
     def pack(self) -> bytes:
@@ -87,7 +87,7 @@ class _Word(NamedTuple):
 
     @staticmethod
     def unpack(data: bytes) -> _Word:
-        return _Word(_State(data[0]), data[8:])
+        return _Word(_RankState(data[0]), data[8:])
 
 
 class Ranks:
@@ -168,10 +168,10 @@ class Agreement:
 
     def step(
         self,
-        look: Callable[[], Step | None],
-        plan: Callable[[Share], Step] | None,
-        others: Callable[[], Sequence[Step]] = tuple,
-    ) -> Step | None:
+        look: Callable[[], PlannedStep | None],
+        plan: Callable[[Share], PlannedStep] | None,
+        others: Callable[[], Sequence[PlannedStep]] = tuple,
+    ) -> PlannedStep | None:
         """The step that this rank runs next.
 
         look: gives the step that is at hand, if there is one. plan: makes one; None where this rank only looks on while
@@ -183,9 +183,9 @@ class Agreement:
         while True:
             words = [_Word.unpack(w) for w in self._ranks.words(_word(step, problem, plan is None).pack())]
             states = {word.state for word in words}
-            if _State.FAILED in states:
+            if _RankState.FAILED in states:
                 raise self._failure(problem)
-            if _State.PLANS not in states:
+            if _RankState.PLANS not in states:
                 if _are_equal(words):
                     return step
                 found, step = self._one_that_all_have(step, others)
@@ -193,7 +193,7 @@ class Agreement:
                     return step
                 if planned or not self._one_schedule:
                     raise self._mismatch(words, step)
-            planning, planned = _Planning(self._ranks), True
+            planning, planned = _PlanningRound(self._ranks), True
             if plan is not None and (step is None or self._one_schedule):
                 step, problem = self._attempt(functools.partial(plan, planning.share))
                 problem = None if isinstance(problem, _LeaderFailed) else problem
@@ -208,14 +208,14 @@ class Agreement:
         if isinstance(problem, _Told):
             raise problem.error
         words = self._ranks.words(_word(None, problem, idle=True).pack())
-        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
             raise self._failure(problem)
         return result  # type: ignore[return-value]
 
     def meet(self) -> None:
         """Within `together`: go on once all ranks are here. Where `run` ended with an error on one of them, it ends."""
         words = self._ranks.words(_word(None, None, idle=True).pack())
-        if any(_Word.unpack(word).state == _State.FAILED for word in words):
+        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
             raise _Told(self._failure(None))
 
     def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
@@ -227,7 +227,7 @@ class Agreement:
 
         return _attempt(alone)
 
-    def keep(self, before: Step, after: Step) -> None:
+    def keep(self, before: PlannedStep, after: PlannedStep) -> None:
         """Check a step that takes the place of the one that was agreed on, on this rank alone.
 
         Raises PlanMismatch, here and at the next step of every rank, where others would notice.
@@ -246,22 +246,24 @@ class Agreement:
         )
         raise self._broken
 
-    def _one_that_all_have(self, step: Step | None, others: Callable[[], Sequence[Step]]) -> tuple[bool, Step | None]:
+    def _one_that_all_have(
+        self, step: PlannedStep | None, others: Callable[[], Sequence[PlannedStep]]
+    ) -> tuple[bool, PlannedStep | None]:
         """Whether each rank has a step with the same collectives as one of every other, and this rank's."""
-        own: dict[str, Step] = {}
+        own: dict[str, PlannedStep] = {}
         for one in () if step is None else (step, *others()):
             own.setdefault(one.collectives.digest.hex(), one)
         first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
         common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
         return (False, step) if common is None else (True, own.get(common))
 
-    def _mismatch(self, words: Sequence[_Word], step: Step | None) -> PlanMismatch:
+    def _mismatch(self, words: Sequence[_Word], step: PlannedStep | None) -> PlanMismatch:
         """What to raise on every rank where steps have other collectives."""
         told = self._ranks.messages(None if step is None else list(step.collectives.events))
         names = self._ranks.names
         kinds: dict[bytes, list[int]] = {}
         for rank, word in enumerate(words):
-            if word.state == _State.READY:
+            if word.state == _RankState.READY:
                 kinds.setdefault(word.digest, []).append(rank)
         first, *others = kinds.values()
         lines = [
@@ -283,7 +285,7 @@ class Agreement:
         return _error_of(self._ranks.names[rank], told[rank])
 
 
-class _Planning:
+class _PlanningRound:
     """One round of planning, in which every rank of the group takes part, whether it plans or not."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -297,7 +299,7 @@ class _Planning:
         make: Callable[[list[Any]], bytes],
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
-    ) -> Shared:
+    ) -> SharedPlans:
         """The plan of the rank that makes it for those that ask for such a plan. At most one for each round."""
         assert not self._shared, "a step has one plan"
         requests = self._ask(kind, budget_bytes, exact)
@@ -314,7 +316,7 @@ class _Planning:
             raise problem
         if not plans[leader]:
             raise _LeaderFailed
-        return Shared(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
+        return SharedPlans(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
 
     def finish(self) -> None:
         """Take part in what is left of the round."""
@@ -356,15 +358,15 @@ class _Told(Exception):
 
 def _are_equal(words: Sequence[_Word]) -> bool:
     """Whether all ranks that have a step run the same collectives."""
-    return len({word.digest for word in words if word.state == _State.READY}) <= 1
+    return len({word.digest for word in words if word.state == _RankState.READY}) <= 1
 
 
-def _word(step: Step | None, problem: Exception | None, idle: bool) -> _Word:
+def _word(step: PlannedStep | None, problem: Exception | None, idle: bool) -> _Word:
     if problem is not None:
-        return _Word(_State.FAILED)
+        return _Word(_RankState.FAILED)
     if step is not None:
-        return _Word(_State.READY, step.collectives.digest)
-    return _Word(_State.IDLE if idle else _State.PLANS)
+        return _Word(_RankState.READY, step.collectives.digest)
+    return _Word(_RankState.IDLE if idle else _RankState.PLANS)
 
 
 def _attempt(run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.bounds.moments import Program
+from memplan.solvers.bounds.moments import MomentProgram
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Floats, Ints
 
@@ -22,7 +22,7 @@ _CHECK = 25  # rounds between two looks at the bound
 _HOPELESS = 1e6  # times what all columns cost: the room can't be kept, and multipliers would grow for ever
 
 
-class Line(NamedTuple):
+class BoundLine(NamedTuple):
     """No schedule within a budget takes less than the baseline and at_zero_s - s_per_byte * budget."""
 
     at_zero_s: float
@@ -48,20 +48,20 @@ class Look(NamedTuple):
     ratio: float
 
 
-def line_of(program: Program, budget_bytes: int, rounds: int) -> Line:
+def bound_line(program: MomentProgram, budget_bytes: int, rounds: int) -> BoundLine:
     """A line under the programme's optimum at every budget, close to it at this one."""
-    return look_at(program, budget_bytes, rounds, None)[0]
+    return ascend(program, budget_bytes, rounds, None)[0]
 
 
-def look_at(program: Program, budget_bytes: int, rounds: int, before: Look | None) -> tuple[Line, Look]:
-    """`line_of`, from where another look at the programme stopped."""
+def ascend(program: MomentProgram, budget_bytes: int, rounds: int, before: Look | None) -> tuple[BoundLine, Look]:
+    """`bound_line`, from where another look at the programme stopped."""
     byte_scale = float(max(1, int(program.size_bytes.max())))
     time_scale = float(program.cost.max())
     if before is None:
         rows, columns, prices = (np.zeros(len(x)) for x in (program.left, program.cost, program.fixed_bytes))
         before = Look(rows, prices, columns, rows, prices, 1.0)
     if time_scale <= 0.0:
-        return Line(0.0, 0.0), before
+        return BoundLine(0.0, 0.0), before
     room = (budget_bytes - program.fixed_bytes) / byte_scale
     scaled = program._replace(cost=program.cost / time_scale)
     weight = program.size_bytes / byte_scale
@@ -70,11 +70,11 @@ def look_at(program: Program, budget_bytes: int, rounds: int, before: Look | Non
     # What rounding may have added: a few units in the last place of each term.
     safe = at_room_free - 1e-12 * taken
     held = float((look.prices * (program.fixed_bytes / byte_scale)).sum())
-    return Line((safe + held) * time_scale, float(look.prices.sum()) / byte_scale * time_scale), look
+    return BoundLine((safe + held) * time_scale, float(look.prices.sum()) / byte_scale * time_scale), look
 
 
 @kernel
-def _reduced(p: Program, weight: Floats, rows: Floats, prices: Floats, out: Floats) -> None:
+def _reduced(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats, out: Floats) -> None:
     """Cost of each column less what its rows pay for it."""
     for j in range(len(out)):
         out[j] = p.cost[j]
@@ -87,7 +87,7 @@ def _reduced(p: Program, weight: Floats, rows: Floats, prices: Floats, out: Floa
 
 
 @kernel
-def _bound(p: Program, weight: Floats, rows: Floats, prices: Floats) -> tuple[float, float]:
+def _bound(p: MomentProgram, weight: Floats, rows: Floats, prices: Floats) -> tuple[float, float]:
     """(bound without the prices of room, sum of the terms' sizes)."""
     reduced = np.empty(len(p.cost))
     _reduced(p, weight, rows, prices, reduced)
@@ -104,7 +104,7 @@ def _bound(p: Program, weight: Floats, rows: Floats, prices: Floats) -> tuple[fl
 
 
 @kernel
-def _step_sizes(p: Program, weight: Floats, moments: int) -> tuple[Floats, Floats, Floats]:
+def _step_sizes(p: MomentProgram, weight: Floats, moments: int) -> tuple[Floats, Floats, Floats]:
     """Steps of columns, rows and prices: one over what each meets."""
     step_x = np.full(len(p.cost), 1e-9)
     step_y = np.zeros(len(p.left))
@@ -154,7 +154,7 @@ def _weight_of(columns: Floats, weight: Floats) -> float:
 
 @kernel
 def _multipliers(
-    p: Program, weight: Floats, room: Floats, rounds: int, before: Look
+    p: MomentProgram, weight: Floats, room: Floats, rounds: int, before: Look
 ) -> tuple[Floats, Floats, Floats, Floats, Floats, float]:
     """The fields of a `Look`."""
     n, m, moments = len(p.cost), len(p.left), len(room)

@@ -29,9 +29,9 @@ from typing import NamedTuple
 import numpy as np
 
 from memplan.problem.data import Problem
-from memplan.solvers.bounds.dual import Line, Look, look_at
+from memplan.solvers.bounds.dual import BoundLine, Look, ascend
 from memplan.solvers.bounds.mincut import saved_sets
-from memplan.solvers.bounds.moments import Program, Step, program_of, step_of
+from memplan.solvers.bounds.moments import MomentProgram, StepMoments, program_of, step_of
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 
 _SPREAD = (
@@ -72,7 +72,7 @@ class Bound:
 
     baseline_s: float
     floor_bytes: int
-    lines: tuple[Line, ...]
+    lines: tuple[BoundLine, ...]
     guides: tuple[Guide, ...] = field(default=(), compare=False, repr=False)
 
     def time_s(self, budget_bytes: int | None) -> float:
@@ -98,7 +98,7 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     if flat.op_count == flat.arrays.boundary or flat.lost_late:
         return Bound(baseline_s, floor_bytes, ())
     waiting = _waiting_lines(flat, fixed, cuts)
-    search = _Search(flat, fixed[1:], baseline_s)
+    search = _BoundSearch(flat, fixed[1:], baseline_s)
     high = int(search.whole_bytes.max())
     budgets = [floor_bytes + int(share * (high - floor_bytes)) for share in _SPREAD if high > floor_bytes]
     tries = moments + _MORE_TRIES // flat.op_count
@@ -109,7 +109,7 @@ def bound_of(flat: Flat, baseline_s: float, moments: int, cuts: int) -> Bound:
     return Bound(baseline_s, floor_bytes, lines, guides)
 
 
-def _waiting_lines(flat: Flat, fixed: Ints, cuts: int) -> list[Line]:
+def _waiting_lines(flat: Flat, fixed: Ints, cuts: int) -> list[BoundLine]:
     """Lines from what microbatches that wait have saved; none where none waits.
 
     With b bytes saved by each, the boundary holds b bytes for all of them, and any backward op for all but one.
@@ -119,7 +119,7 @@ def _waiting_lines(flat: Flat, fixed: Ints, cuts: int) -> list[Line]:
     for cut in saved_sets(flat, needed_after(flat, flat.arrays.boundary), cuts, twice=True) if others else ():
         for held, count in ((int(fixed[0]), others + 1), (int(fixed.max()), others)):
             slope = cut.line_s_per_byte / count
-            found.append(Line(cut.line_s + slope * held, slope))
+            found.append(BoundLine(cut.line_s + slope * held, slope))
     return found
 
 
@@ -129,7 +129,7 @@ def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
     return a.others * (boundary_bytes - a.tangent_bytes - a.base_bytes + a.input_bytes)
 
 
-class _Search:
+class _BoundSearch:
     """Looks for sets of moments; `lines` are all lines found on the way.
 
     alone: the line of each moment that was tried, from where it was tried first. programs, looks: of each set that was
@@ -138,16 +138,16 @@ class _Search:
     """
 
     def __init__(self, flat: Flat, fixed_bytes: Ints, baseline_s: float) -> None:
-        self.step: Step = step_of(flat)
+        self.step: StepMoments = step_of(flat)
         self.first = flat.arrays.boundary
         self.fixed_bytes = fixed_bytes
         self.needed_bytes = needed_bytes(flat)
         self.whole_bytes = fixed_bytes + self.needed_bytes
         self.least_gain_s = _GAIN * baseline_s
         self.chosen: tuple[int, ...] = ()
-        self.lines: list[Line] = []
-        self.alone: dict[int, Line] = {}
-        self.programs: dict[tuple[int, ...], Program] = {}
+        self.lines: list[BoundLine] = []
+        self.alone: dict[int, BoundLine] = {}
+        self.programs: dict[tuple[int, ...], MomentProgram] = {}
         self.looks: dict[tuple[int, ...], Look] = {}
 
     def improve(self, budget_bytes: int, tries: int, thorough: bool) -> tuple[int, ...]:
@@ -196,13 +196,13 @@ class _Search:
         fewer = [tuple(m for m in moments if m != b) for b in moments]
         return max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
 
-    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> Line:
+    def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> BoundLine:
         """A look from nothing, so that looks can be compared; with `rounds` from where the last one stopped."""
         if moments not in self.programs:
             at = np.array(moments, dtype=np.int64)
             self.programs[moments] = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
         before = self.looks.get(moments) if rounds else None
-        line, self.looks[moments] = look_at(self.programs[moments], budget_bytes, rounds or _LOOK_ROUNDS, before)
+        line, self.looks[moments] = ascend(self.programs[moments], budget_bytes, rounds or _LOOK_ROUNDS, before)
         self.lines.append(line)
         return line
 
@@ -243,7 +243,7 @@ def needed_bytes(flat: Flat) -> Ints:
     return found
 
 
-def _envelope(lines: list[Line], low: int, high: int, count: int) -> tuple[Line, ...]:
+def _envelope(lines: list[BoundLine], low: int, high: int, count: int) -> tuple[BoundLine, ...]:
     """The lines that are highest at `count` budgets evenly apart, those that steepen last."""
     if not lines or high <= low:
         return ()

@@ -26,7 +26,7 @@ import numpy as np
 from memplan.solvers.orders.flat import Flags, Flat, Floats, Ints
 
 
-class Program(NamedTuple):
+class MomentProgram(NamedTuple):
     """Minimise `cost` x within 0 <= x <= most: x[left] + x[right] - x[needs] >= least for each row, and for moment k
     `size_bytes` x over the columns with `moment` k at most budget - `fixed_bytes[k]`.
 
@@ -47,7 +47,7 @@ class Program(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMoments:
     """What the programmes of a step share: forward values that can be freed, who reads what, who has run when.
 
     reader, read: pairs of a forward op and a value that it reads, held ones left out. certain[op]: the first backward
@@ -63,7 +63,7 @@ class Step:
     ahead: dict[int, tuple[Flags, Flags]] = field(default_factory=dict, compare=False, repr=False)
 
 
-def step_of(flat: Flat) -> Step:
+def step_of(flat: Flat) -> StepMoments:
     a = flat.arrays
     pairs = [(op, v) for op in range(a.boundary) for v in flat.reads[op] if not a.held[v]]
     overwriter = np.full(len(a.size_bytes), -1, dtype=np.int64)
@@ -72,7 +72,7 @@ def step_of(flat: Flat) -> Step:
             if a.taken[v] >= 0:
                 overwriter[a.taken[v]] = op
     columns = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
-    return Step(flat, columns[0].copy(), columns[1].copy(), _certain(flat), overwriter)
+    return StepMoments(flat, columns[0].copy(), columns[1].copy(), _certain(flat), overwriter)
 
 
 def _certain(flat: Flat) -> Ints:
@@ -107,13 +107,13 @@ def overtaken(flat: Flat, op: int) -> list[int]:
     return [int(a.taken[v]) for v in flat.makes[op] if a.taken[v] >= 0]
 
 
-def runnable(step: Step, moment: int) -> Flags:
+def runnable(step: StepMoments, moment: int) -> Flags:
     """Forward ops that may run after a moment."""
     a = step.flat.arrays
     return np.asarray(a.rerunnable[: a.boundary] | (step.certain > moment))
 
 
-def reached(step: Step, moment: int, wanted: Flags) -> Flags:
+def reached(step: StepMoments, moment: int, wanted: Flags) -> Flags:
     """Values that what is wanted after a moment may ask for: themselves and the operands of ops that run for them."""
     flat, a = step.flat, step.flat.arrays
     can = runnable(step, moment)
@@ -129,7 +129,7 @@ def reached(step: Step, moment: int, wanted: Flags) -> Flags:
     return found
 
 
-def _ahead(step: Step, moment: int) -> tuple[Flags, Flags]:
+def _ahead(step: StepMoments, moment: int) -> tuple[Flags, Flags]:
     """What backward ops after a moment read, and what that may ask for."""
     if moment not in step.ahead:
         wanted = asked(step.flat, range(moment + 1, step.flat.op_count))
@@ -137,7 +137,7 @@ def _ahead(step: Step, moment: int) -> tuple[Flags, Flags]:
     return step.ahead[moment]
 
 
-class _Builder:
+class _ProgramBuilder:
     """Columns and rows as they come, in pieces."""
 
     def __init__(self) -> None:
@@ -176,10 +176,10 @@ class _Columns(NamedTuple):
     later: Ints
 
 
-def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Program:
+def program_of(step: StepMoments, moments: tuple[int, ...], fixed_bytes: Ints) -> MomentProgram:
     """The programme of these moments, backward ops in order. fixed_bytes: what nothing can free at each of them."""
     flat, a = step.flat, step.flat.arrays
-    builder = _Builder()
+    builder = _ProgramBuilder()
     ends = (*moments[1:], flat.op_count)
     held = []
     columns: list[_Columns] = []
@@ -203,7 +203,7 @@ def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Progr
         builder.row(here.runs[ops], after.later[ops], here.later[ops], 0.0)
     _second_runs(step, builder, columns[0], moments[0])
     left, right, needs, least = (np.concatenate(x) for x in zip(*builder.rows, strict=True))
-    return Program(
+    return MomentProgram(
         np.concatenate(builder.cost), np.concatenate(builder.most), left, right, needs, least,
         np.concatenate(builder.moment), np.concatenate(builder.value), np.concatenate(builder.size_bytes),
         np.array(held, dtype=np.int64),
@@ -211,7 +211,7 @@ def program_of(step: Step, moments: tuple[int, ...], fixed_bytes: Ints) -> Progr
 
 
 def _moment_columns(
-    step: Step, builder: _Builder, moments: tuple[int, ...], k: int, within: Flags, operands: Flags
+    step: StepMoments, builder: _ProgramBuilder, moments: tuple[int, ...], k: int, within: Flags, operands: Flags
 ) -> _Columns:
     flat, a = step.flat, step.flat.arrays
     moment = moments[k]
@@ -231,7 +231,7 @@ def _moment_columns(
     return _Columns(free, live_column, runs, later)
 
 
-def _made_before(step: Step, moment: int) -> Flags:
+def _made_before(step: StepMoments, moment: int) -> Flags:
     """Forward values whose op has run before a moment for certain."""
     a = step.flat.arrays
     found = np.zeros(len(a.size_bytes), dtype=np.bool_)
@@ -240,7 +240,7 @@ def _made_before(step: Step, moment: int) -> Flags:
     return found
 
 
-def _needs(step: Step, builder: _Builder, here: _Columns, runs: Ints, wanted: Flags) -> None:
+def _needs(step: StepMoments, builder: _ProgramBuilder, here: _Columns, runs: Ints, wanted: Flags) -> None:
     """What is wanted after a moment is live at it or made after it, and so are the operands of what makes it."""
     a = step.flat.arrays
     values = np.nonzero(wanted & ~here.free)[0]
@@ -250,7 +250,7 @@ def _needs(step: Step, builder: _Builder, here: _Columns, runs: Ints, wanted: Fl
     builder.row(here.live[values], runs[a.producer[values]], runs[readers], 0.0)
 
 
-def _second_runs(step: Step, builder: _Builder, first: _Columns, moment: int) -> None:
+def _second_runs(step: StepMoments, builder: _ProgramBuilder, first: _Columns, moment: int) -> None:
     """A value that was overwritten is live at the first moment only where its op has run twice by then."""
     a = step.flat.arrays
     values = np.nonzero(((first.live > 0) | first.free) & (step.overwriter >= 0))[0]

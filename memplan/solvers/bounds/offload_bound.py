@@ -107,7 +107,7 @@ def _sent(value: Value) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Moment:
+class _OpMoment:
     """An op while it runs for the first time.
 
     needed: forward values, made before it, that the backward pass still reads. fixed_bytes: held then beside those,
@@ -123,7 +123,7 @@ class _Moment:
     second_runs: bool
 
 
-def _least_extra_s(cut: SavedSet, room_bytes: float, moment: _Moment, link: Link) -> float:
+def _least_extra_s(cut: SavedSet, room_bytes: float, moment: _OpMoment, link: Link) -> float:
     """Seconds of recomputation and waiting that the line of a cut leaves nobody without.
 
     Of E seconds in all let X come before the moment. The cut is about what comes after: E >= X + line - slope * speed *
@@ -139,7 +139,7 @@ def _least_extra_s(cut: SavedSet, room_bytes: float, moment: _Moment, link: Link
     return max(0.0, going_s, coming_s)
 
 
-def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Iterator[_Moment]:
+def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Iterator[_OpMoment]:
     """The boundary, where most is held, and where most is beyond what can be on the host: of the backward pass, and of
     the forward pass. Only the boundary where microbatches wait."""
     a = flat.arrays
@@ -155,13 +155,13 @@ def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Itera
         needed, after_s = needed_after(flat, first), float(backward_s[first - a.boundary])
         before_s = certain_s + float(backward_s[0]) - after_s
         second_runs = _second_runs(flat, _reach(flat, needed))
-        yield _Moment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
+        yield _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, second_runs)
     forward = None if a.others else _forward_moment(flat, baseline_s, to_host_bytes_per_s)
     if forward is not None:
         yield forward
 
 
-def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> _Moment | None:
+def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> _OpMoment | None:
     """Where most is beyond what can be on the host, were the forward pass to run in the given order."""
     a, ops = flat.arrays, range(flat.arrays.boundary)
     all_needed = needed_after(flat, a.boundary)
@@ -187,7 +187,7 @@ def _forward_moment(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -
     resident -= sum(int(a.size_bytes[v]) for i in ops for v in flat.makes[i] if a.held[v])
     fixed_bytes = resident + held + operands + new + int(a.scratch_bytes[op])
     before_s = sum(float(a.time_s[i]) for i in before)
-    return _Moment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, _second_runs(flat, reach))
+    return _OpMoment(needed, fixed_bytes, baseline_s - after_s, baseline_s - before_s, _second_runs(flat, reach))
 
 
 def _before(flat: Flat, op: int) -> set[int]:

@@ -36,7 +36,7 @@ from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, 
 from memplan.solvers.chain.rotor import distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
 from memplan.solvers.orders.replay import fill, prune, replay
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
 
 _LEAST_OPS = 3  # forward ops from which a block is taken apart
@@ -58,7 +58,7 @@ Keys = tuple[str, ...]
 Partition = tuple[Cuts, bool]
 
 
-def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
     """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
 
     keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
@@ -74,7 +74,7 @@ def hierarchy(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterat
     for sketch in pareto(found)[:_LOWERED]:
         for part in _PARTS:
             target = sketch.peak_bytes - (sketch.peak_bytes - a.base_bytes) // part
-            order = lower(a, sketch.order, target, rounds, config.width)
+            order = bring_down(a, sketch.order, target, rounds, config.width)
             found.append(sketch_of(flat, "", order))
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.

@@ -13,11 +13,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
-from memplan.solvers.chain.options import BlockOptions, LocalBlock, Option, closure_s, cut_flags, figures_of, kept_whole
+from memplan.solvers.chain.options import (
+    BlockOptions,
+    LocalBlock,
+    Option,
+    closure_s,
+    cut_flags,
+    kept_whole,
+    option_figures,
+)
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Flags, Floats, Ints
 from memplan.solvers.orders.replay import fill, replay
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 
 _SAVED, _FORWARD, _BACKWARD, _RECOMPUTE, _AGAIN = range(5)
 _LEVELS = 12  # limits told apart in each direction of the grid
@@ -41,7 +49,7 @@ def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: In
     count = 0
     start = 0
     for i in range(len(ends)):
-        legal = figures_of(a, cut, incoming_bytes, orders[start : ends[i]], figures[i])
+        legal = option_figures(a, cut, incoming_bytes, orders[start : ends[i]], figures[i])
         start = ends[i]
         left = 0
         for k in range(count):
@@ -125,12 +133,12 @@ def searched(a: Arrays, orders: Sequence[Ints], targets: int) -> list[Ints]:
     if not front:
         return []
     low, high = front[0][0], front[-1][0]
-    found = [lower(a, front[0][2], 0, _LOWER_ROUNDS, _WIDTH)]
+    found = [bring_down(a, front[0][2], 0, _LOWER_ROUNDS, _WIDTH)]
     for step in range(targets):
         target = low + (high - low) * step // targets if step else low - low // 16
         below = [order for peak, _time_s, order in front if peak <= target][-1:]
         above = [order for peak, _time_s, order in front if peak > target][:1]
-        above = [lower(a, order, target, _LOWER_ROUNDS, _WIDTH) for order in above]
+        above = [bring_down(a, order, target, _LOWER_ROUNDS, _WIDTH) for order in above]
         found += [fill(a, order, target, _FILL_ROUNDS) for order in (*below, *above)]
     return found
 

@@ -271,7 +271,7 @@ def closure_s(a: Arrays, wanted: Flags) -> float:
 
 
 @kernel
-def figures_of(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
+def option_figures(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
     """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
     during = np.zeros(len(order), dtype=np.int64)
     peak, _position, time_s = replay(a, order, during)
@@ -313,7 +313,7 @@ def cut_flags(block: LocalBlock) -> Flags:
 def measured(block: LocalBlock, order: Ints) -> Option:
     """What an order of a block comes to."""
     figures = np.empty(5)
-    legal = figures_of(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
+    legal = option_figures(block.flat.arrays, cut_flags(block), block.incoming_bytes, order, figures)
     assert legal, "a block's order reads what is not there"
     saved, ahead, back, recompute_s, again_s = figures.tolist()
     stand_in = int(np.nonzero(order == block.flat.arrays.boundary)[0][0])

@@ -37,7 +37,7 @@ def dag_arrays(flat: Flat) -> DagArrays:
 
 
 @kernel
-def measure(a: DagArrays, order: Ints, end: Ints, during: Ints) -> tuple[int, float]:
+def measure_order(a: DagArrays, order: Ints, end: Ints, during: Ints) -> tuple[int, float]:
     """(peak bytes, seconds) of an order; (-1, 0.0) where it reads what was never made, or runs a held node twice.
 
     Fills end[p], the last position to which the output of run p is retained, and during[p], the bytes held there.

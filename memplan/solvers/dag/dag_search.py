@@ -1,7 +1,7 @@
 """Search over orders of a plain DAG (`dag_order`): down to a limit of bytes, and then to fewer seconds.
 
-`improve` is a large-neighbourhood search (Shaw, 1998): it removes a few repeated runs, brings the peak back under the
-limit with others, and keeps what costs no more, up to a threshold that shrinks to nothing (record-to-record travel,
+`improve_order` is a large-neighbourhood search (Shaw, 1998): it removes a few repeated runs, brings the peak back under
+the limit with others, and keeps what costs no more, up to a threshold that shrinks to nothing (record-to-record travel,
 Dueck, 1993).
 
 Limits are counts of trials, one evaluated order each.
@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.solvers.dag.dag_order import DagArrays, excess, measure, moved, needed_runs, recompute, repeated
-from memplan.solvers.numeric.draws import State, below
+from memplan.solvers.dag.dag_order import DagArrays, excess, measure_order, moved, needed_runs, recompute, repeated
+from memplan.solvers.numeric.draws import DrawState, below
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Ints
 
 
 @kernel
 def _live_through(
-    a: DagArrays, order: Ints, end: Ints, at: int, intervals: int, state: State
+    a: DagArrays, order: Ints, end: Ints, at: int, intervals: int, state: DrawState
 ) -> tuple[Ints, Ints, Ints]:
     """Outputs retained through a position that does not touch them, best first: nodes, next reads, runs in order.
 
@@ -76,7 +76,7 @@ def _advanced(a: DagArrays, order: Ints, reader: int, at: int) -> Ints:
 @kernel
 def repair(
     a: DagArrays, order: Ints, limit_bytes: int, most_s: float, steps: int, width: int, most_width: int,
-    intervals: int, state: State, trials: Ints,
+    intervals: int, state: DrawState, trials: Ints,
 ) -> Ints:  # fmt: skip
     """Bring the peak under a limit: at the highest position, end the retention that costs least for what it frees.
 
@@ -85,7 +85,7 @@ def repair(
     """
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)
-    peak, time_s = measure(a, order, end, during)
+    peak, time_s = measure_order(a, order, end, during)
     trials[0] += 1
     for _ in range(steps):
         if peak <= limit_bytes or time_s > most_s or trials[0] >= trials[1]:
@@ -111,7 +111,7 @@ def repair(
                 trial = needed_runs(a, trial)
                 trial_end = np.empty(len(trial), dtype=np.int64)
                 trial_during = np.empty(len(trial), dtype=np.int64)
-                trial_peak, trial_s = measure(a, trial, trial_end, trial_during)
+                trial_peak, trial_s = measure_order(a, trial, trial_end, trial_during)
                 trials[0] += 1
                 if trial_peak < 0:
                     continue
@@ -128,12 +128,12 @@ def repair(
         order = best
         end = np.empty(len(order), dtype=np.int64)
         during = np.empty(len(order), dtype=np.int64)
-        peak, time_s = measure(a, order, end, during)
+        peak, time_s = measure_order(a, order, end, during)
     return order
 
 
 @kernel
-def _random_move(a: DagArrays, order: Ints, end: Ints, state: State) -> Ints:
+def _random_move(a: DagArrays, order: Ints, end: Ints, state: DrawState) -> Ints:
     """A random run at another place at which it is legal and all its readers still follow it."""
     source = below(state, len(order))
     node = order[source]
@@ -169,11 +169,11 @@ def _random_move(a: DagArrays, order: Ints, end: Ints, state: State) -> Ints:
 
 
 @kernel
-def reorder(a: DagArrays, order: Ints, limit_bytes: int, state: State, trials: Ints) -> Ints:
+def reorder(a: DagArrays, order: Ints, limit_bytes: int, state: DrawState, trials: Ints) -> Ints:
     """Random moves that run nothing again, kept where the bytes above the limit do not grow; stops when all fits."""
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)
-    peak, _time_s = measure(a, order, end, during)
+    peak, _time_s = measure_order(a, order, end, during)
     over = excess(during, limit_bytes)
     while over > 0.0 and trials[0] < trials[1]:
         trials[0] += 1
@@ -181,7 +181,7 @@ def reorder(a: DagArrays, order: Ints, limit_bytes: int, state: State, trials: I
         if len(trial) == 0:
             continue
         trial_end = np.empty(len(trial), dtype=np.int64)
-        peak, _time_s = measure(a, trial, trial_end, during)
+        peak, _time_s = measure_order(a, trial, trial_end, during)
         if peak < 0:
             continue
         trial_over = excess(during, limit_bytes)
@@ -192,7 +192,7 @@ def reorder(a: DagArrays, order: Ints, limit_bytes: int, state: State, trials: I
 
 @kernel
 def descend(
-    a: DagArrays, order: Ints, limit_bytes: int, rounds: int, width: int, intervals: int, state: State, trials: Ints
+    a: DagArrays, order: Ints, limit_bytes: int, rounds: int, width: int, intervals: int, state: DrawState, trials: Ints
 ) -> Ints:
     """Reorder and repair towards a limit in stages, smaller ones after a failure.
 
@@ -201,7 +201,7 @@ def descend(
     best = order
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)
-    peak, _time_s = measure(a, order, end, during)
+    peak, _time_s = measure_order(a, order, end, during)
     part = 3
     nodes = len(a.size_bytes)
     for _ in range(rounds):
@@ -214,7 +214,7 @@ def descend(
         trial = repair(a, trial, target, np.inf, 4 * nodes, width, nodes, intervals, state, trials)
         end = np.empty(len(trial), dtype=np.int64)
         during = np.empty(len(trial), dtype=np.int64)
-        trial_peak, _time_s = measure(a, trial, end, during)
+        trial_peak, _time_s = measure_order(a, trial, end, during)
         if 0 <= trial_peak < peak:
             best = trial
             peak = trial_peak
@@ -241,7 +241,7 @@ def drop_repeats(a: DagArrays, order: Ints, limit_bytes: int, trials: Ints) -> I
             trial = needed_runs(a, order[keep])
             end = np.empty(len(trial), dtype=np.int64)
             during = np.empty(len(trial), dtype=np.int64)
-            peak, _time_s = measure(a, trial, end, during)
+            peak, _time_s = measure_order(a, trial, end, during)
             trials[0] += 1
             if 0 <= peak <= limit_bytes:
                 order = trial
@@ -251,7 +251,7 @@ def drop_repeats(a: DagArrays, order: Ints, limit_bytes: int, trials: Ints) -> I
 
 
 @kernel
-def _without_some(a: DagArrays, order: Ints, again: Ints, state: State) -> Ints:
+def _without_some(a: DagArrays, order: Ints, again: Ints, state: DrawState) -> Ints:
     """The order less a few repeated runs that stand close together."""
     start = below(state, len(again))
     count = 1 + below(state, 3)
@@ -264,9 +264,9 @@ def _without_some(a: DagArrays, order: Ints, again: Ints, state: State) -> Ints:
 
 
 @kernel
-def improve(
+def improve_order(
     a: DagArrays, order: Ints, limit_bytes: int, least_s: float, width: int, intervals: int, threshold: float,
-    state: State, trials: Ints,
+    state: DrawState, trials: Ints,
 ) -> Ints:  # fmt: skip
     """The large-neighbourhood search, from an order that fits. Stops at `least_s` seconds or at trials[1].
 
@@ -274,7 +274,7 @@ def improve(
     """
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)
-    _peak, time_s = measure(a, order, end, during)
+    _peak, time_s = measure_order(a, order, end, during)
     area = float(during.sum()) / len(order)
     best = order
     best_s = time_s
@@ -298,7 +298,7 @@ def improve(
             trial = repair(a, trial, limit_bytes, most_s, 12, width, 4 * width, intervals, state, trials)
         trial_end = np.empty(len(trial), dtype=np.int64)
         trial_during = np.empty(len(trial), dtype=np.int64)
-        trial_peak, trial_s = measure(a, trial, trial_end, trial_during)
+        trial_peak, trial_s = measure_order(a, trial, trial_end, trial_during)
         if trial_peak < 0 or trial_peak > limit_bytes or trial_s > most_s:
             continue
         trial_area = float(trial_during.sum()) / len(trial)

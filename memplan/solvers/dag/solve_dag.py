@@ -22,7 +22,7 @@ from memplan.solvers.dag.dag_exact import best_order
 from memplan.solvers.dag.dag_order import DagArrays, dag_arrays, greedy_order, needed_runs
 from memplan.solvers.dag.dag_problem import CERTIFIED, DagPlan, DagProblem, DagStep, account, dag_as_problem, graph_of
 from memplan.solvers.front.front import solve_front
-from memplan.solvers.numeric.draws import State
+from memplan.solvers.numeric.draws import DrawState
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.units import format_bytes
 
@@ -76,10 +76,10 @@ def solve_dag(
     """
     if budget_bytes <= 0:
         raise ValueError(f"a budget must be more than 0 bytes, got {budget_bytes}")
-    task = _Task.of(problem, budget_bytes, limits or DagLimits())
+    task = _DagTask.of(problem, budget_bytes, limits or DagLimits())
     if task.floor_bytes > budget_bytes:
         raise _too_small(task, limits, start)
-    found: list[_Found] = [] if start is None else [_given(problem, start)]
+    found: list[_FoundOrder] = [] if start is None else [_given(problem, start)]
     found.append(task.found("every node once", task.once()))
     bound_s = problem.baseline_s
     if not task.solved(found, bound_s) and len(problem.nodes) <= task.limits.exact_nodes:
@@ -95,7 +95,7 @@ def solve_dag(
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _FoundOrder:
     """An order and what `simulate` says of it."""
 
     solver: str
@@ -105,7 +105,7 @@ class _Found:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _DagTask:
     """One call of `solve_dag`: the problem in the forms that its parts want."""
 
     problem: DagProblem
@@ -115,11 +115,11 @@ class _Task:
     arrays: DagArrays
     relations: Relations
     floor_bytes: int
-    state: State
+    state: DrawState
     trials: Ints
 
     @classmethod
-    def of(cls, problem: DagProblem, budget_bytes: int, limits: DagLimits) -> _Task:
+    def of(cls, problem: DagProblem, budget_bytes: int, limits: DagLimits) -> _DagTask:
         flat = flatten(dag_as_problem(problem))
         relations = relations_of(flat)
         arrays = dag_arrays(flat)
@@ -131,11 +131,11 @@ class _Task:
     def once(self) -> Ints:
         return np.arange(len(self.problem.nodes), dtype=np.int64)
 
-    def found(self, solver: str, order: Ints) -> _Found:
+    def found(self, solver: str, order: Ints) -> _FoundOrder:
         timeline = account(self.problem, order.tolist())
-        return _Found(solver, tuple(order.tolist()), timeline.peak_bytes, timeline.time_s)
+        return _FoundOrder(solver, tuple(order.tolist()), timeline.peak_bytes, timeline.time_s)
 
-    def solved(self, found: Sequence[_Found], bound_s: float) -> bool:
+    def solved(self, found: Sequence[_FoundOrder], bound_s: float) -> bool:
         return any(f.peak_bytes <= self.budget_bytes and f.time_s <= bound_s * (1 + CERTIFIED) for f in found)
 
     def spend(self, share: float) -> Ints:
@@ -147,9 +147,9 @@ class _Task:
         self.trials[0] = counter[0]
 
 
-def _given(problem: DagProblem, start: DagPlan) -> _Found:
+def _given(problem: DagProblem, start: DagPlan) -> _FoundOrder:
     timeline = account(problem, start.order)
-    return _Found(start.solver, start.order, timeline.peak_bytes, timeline.time_s)
+    return _FoundOrder(start.solver, start.order, timeline.peak_bytes, timeline.time_s)
 
 
 def _depth_first(flat: Flat) -> Ints:
@@ -170,7 +170,7 @@ def _depth_first(flat: Flat) -> Ints:
     return np.array(order, dtype=np.int64)
 
 
-def _orders(task: _Task) -> list[tuple[str, Ints]]:
+def _orders(task: _DagTask) -> list[tuple[str, Ints]]:
     """Orders to start from: every node once, in three ways, with moves towards the budget; and the front's."""
     a, flat = task.arrays, task.flat
     readers = np.bincount(a.read, minlength=flat.op_count).astype(np.int64)
@@ -189,7 +189,7 @@ def _orders(task: _Task) -> list[tuple[str, Ints]]:
     return found
 
 
-def _from_front(task: _Task) -> list[tuple[str, Ints]]:
+def _from_front(task: _DagTask) -> list[tuple[str, Ints]]:
     """Orders from `solve_front`, with all before the DAG's peak as its forward pass and the rest as its backward pass.
 
     Two that peak highest within the budget and two that peak lowest above it.
@@ -208,7 +208,7 @@ def _from_front(task: _Task) -> list[tuple[str, Ints]]:
     return [("a split in two", order) for order in usable if np.bincount(order).max() <= most]
 
 
-def _searched(task: _Task, known: Sequence[_Found], bound_s: float) -> list[_Found]:
+def _searched(task: _DagTask, known: Sequence[_FoundOrder], bound_s: float) -> list[_FoundOrder]:
     """Bring starting orders under the budget, go on from the best of them, and take the best of all."""
     a, limits, budget = task.arrays, task.limits, task.budget_bytes
     starts = [(f.solver, np.array(f.order, dtype=np.int64)) for f in known if f.peak_bytes <= budget]
@@ -236,7 +236,7 @@ def _searched(task: _Task, known: Sequence[_Found], bound_s: float) -> list[_Fou
         left = 1.0 - float(task.trials[0]) / limits.trials
         for f in best:
             counter = task.spend(share * left / len(best))
-            order = search.improve(a, np.array(f.order, dtype=np.int64), budget, bound_s, limits.width,
+            order = search.improve_order(a, np.array(f.order, dtype=np.int64), budget, bound_s, limits.width,
                                    limits.intervals, _THRESHOLD * share, task.state, counter)  # fmt: skip
             order = search.drop_repeats(a, order, budget, counter)
             task.spent(counter)
@@ -249,7 +249,7 @@ def _steps(problem: DagProblem, order: Sequence[int]) -> tuple[DagStep, ...]:
     return tuple(step for step in schedule if isinstance(step, Compute | Drop))
 
 
-def _plan(task: _Task, found: Sequence[_Found], bound_s: float) -> DagPlan:
+def _plan(task: _DagTask, found: Sequence[_FoundOrder], bound_s: float) -> DagPlan:
     fitting = [f for f in found if f.peak_bytes <= task.budget_bytes]
     if not fitting:
         raise _none_found(task, found, proven=math.isinf(bound_s))
@@ -267,7 +267,7 @@ def _plan(task: _Task, found: Sequence[_Found], bound_s: float) -> DagPlan:
     )
 
 
-def _too_small(task: _Task, limits: DagLimits | None, start: DagPlan | None) -> BudgetInfeasible:
+def _too_small(task: _DagTask, limits: DagLimits | None, start: DagPlan | None) -> BudgetInfeasible:
     floor = task.floor_bytes
     try:
         plan = solve_dag(task.problem, floor, limits, start)
@@ -282,7 +282,7 @@ def _too_small(task: _Task, limits: DagLimits | None, start: DagPlan | None) -> 
     )
 
 
-def _none_found(task: _Task, found: Sequence[_Found], proven: bool) -> BudgetInfeasible:
+def _none_found(task: _DagTask, found: Sequence[_FoundOrder], proven: bool) -> BudgetInfeasible:
     lowest = min(found, key=lambda f: (f.peak_bytes, f.time_s))
     overhead = lowest.time_s / task.problem.baseline_s - 1 if task.problem.baseline_s else 0.0
     verdict = "no order fits" if proven else "no order was found that fits"

@@ -24,7 +24,7 @@ from memplan.solvers.chain.options import measured as option_of
 from memplan.solvers.exact.block import Reversed, Rows, Unsuited, reverse
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
-from memplan.solvers.exact.kernel import Cell, Found, Rules, search
+from memplan.solvers.exact.kernel import Cell, Rules, SearchResult, search
 from memplan.solvers.exact.moment_bound import least_after, windows
 from memplan.solvers.exact.space import NEVER, Space, barring, space_of
 from memplan.solvers.exact.table import NO_TABLE, table_of
@@ -42,7 +42,7 @@ _SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, what one may 
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class BlockSolution:
     """order: of the block's ops, the stand-in among them; None where none was found. recompute_s: of repeated runs,
     infinite without an order. bound_s: nothing that keeps the limits takes less. certified: the two are equal, or it
     is certain that no order takes less than what was asked for. nodes: expanded."""
@@ -86,7 +86,7 @@ class BlockSearch:
         known: Iterable[Sequence[int]] = (),
         bound_s: float = 0.0,
         most_nodes: int | None = None,
-    ) -> Answer:
+    ) -> BlockSolution:
         """known: orders that keep the budget; the best of them is where the search starts from. bound_s: of an answer
         that holds for this budget. most_nodes: instead of the search's own."""
         most_nodes = self.most_nodes if most_nodes is None else most_nodes
@@ -104,35 +104,35 @@ class BlockSearch:
             if found.ticks >= upper:
                 break
             order = self._order(b, found.path)
-            if b is self._whole or budget.admits(measured(self.block, order)):
+            if b is self._whole or budget.admits(option_of_order(self.block, order)):
                 upper, incumbent = found.ticks, order
                 break
         certified = found.bound_ticks >= upper
         least_s = found.bound_ticks * self._tick_s if found.bound_ticks < NEVER else float("inf")
         recompute_s = upper * self._tick_s if incumbent is not None else float("inf")
-        return Answer(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
+        return BlockSolution(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
 
-    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> Found:
+    def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> SearchResult:
         """The least of a block that is this one, or bounds it from below."""
         nothing = np.empty(0, dtype=np.int64)
         if upper <= bound_ticks:
-            return Found(NEVER, upper, nothing, 0)
+            return SearchResult(NEVER, upper, nothing, 0)
         if most_nodes == 0:
-            return Found(NEVER, bound_ticks, nothing, 0)
+            return SearchResult(NEVER, bound_ticks, nothing, 0)
         if len(b.step_bytes) == 0:  # nothing is demanded, so nothing has to be saved
             forward_fits = self.least_forward_bytes() <= budget.forward_peak_bytes
             fits = self.least_saved_bytes() <= budget.saved_bytes and forward_fits
-            return Found(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
+            return SearchResult(0 if fits else NEVER, 0 if fits else NEVER, nothing, 0)
         space, cell = self._cell(b, budget, upper)
         if self.rules.windows and cell.before[-1] >= upper:
-            return Found(NEVER, upper, nothing, 0)
+            return SearchResult(NEVER, upper, nothing, 0)
         most_bounded = most_nodes
         if self.rules.table:
             table, places = table_of(b, space, cell.limits, most_nodes)
             cell = cell._replace(table=table, places=places)
             most_bounded = _MOST_BOUNDED if len(table) else most_nodes
         ticks, least, path, nodes = search(space, cell, self.rules.bits, upper, most_nodes, most_bounded)
-        return Found(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
+        return SearchResult(int(ticks), max(int(least), min(bound_ticks, int(ticks), upper)), path, int(nodes))
 
     def _cell(self, b: Reversed, budget: BlockBudget, upper: int) -> tuple[Space, Cell]:
         """What the search needs for a budget, without a table."""
@@ -209,7 +209,7 @@ class Grid:
     """answers: one for each budget."""
 
     budgets: tuple[BlockBudget, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[BlockSolution, ...]
 
     @property
     def certified(self) -> float:
@@ -226,8 +226,8 @@ def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_part
     a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits
     on the forward peak, beside none.
     """
-    block, everything = searched.block, measured(searched.block, searched.keep_all())
-    orders = {tuple(order): measured(block, order) for order in (searched.keep_all(), *known)}
+    block, everything = searched.block, option_of_order(searched.block, searched.keep_all())
+    orders = {tuple(order): option_of_order(block, order) for order in (searched.keep_all(), *known)}
     budgets = _budgets(searched, everything, saved_parts, peak_parts, forward_parts)
     for budget in budgets:
         for better in improved(block, budget, orders, _TRIES):
@@ -247,7 +247,7 @@ class _Closing:
         self.searched, self.budgets = searched, budgets
         self.left = searched.most_nodes * len(budgets)
         self.best: dict[BlockBudget, tuple[float, tuple[int, ...] | None]] = dict.fromkeys(budgets, (_MOST_S, None))
-        self.found: dict[BlockBudget, Answer] = {}
+        self.found: dict[BlockBudget, BlockSolution] = {}
         for order, option in orders.items():
             self._enter(order, option)
 
@@ -257,15 +257,15 @@ class _Closing:
             if recompute_s < min(self.best[budget][0], self.searched.most_s) and budget.admits(option):
                 self.best[budget] = recompute_s, order
 
-    def answer(self, budget: BlockBudget) -> Answer:
+    def answer(self, budget: BlockBudget) -> BlockSolution:
         """What is known of a budget."""
-        own = self.found.get(budget, Answer(None, _MOST_S, 0.0, False, 0))
+        own = self.found.get(budget, BlockSolution(None, _MOST_S, 0.0, False, 0))
         if own.certified:
             return own
         recompute_s, order = self.best[budget]
         bound_s = max([own.bound_s, *(a.bound_s for looser, a in self.found.items() if budget.within(looser))])
         certified = bound_s >= min(recompute_s, self.searched.most_s)
-        return Answer(order, recompute_s, min(bound_s, recompute_s), certified, own.nodes)
+        return BlockSolution(order, recompute_s, min(bound_s, recompute_s), certified, own.nodes)
 
     def look(self, most_nodes: int) -> None:
         """Search each budget that is open, within so many nodes; from the second look on, one waits for a looser one
@@ -279,7 +279,7 @@ class _Closing:
                 self.left -= answer.nodes
                 answer = dataclasses.replace(answer, nodes=before + answer.nodes)
                 if answer.order is not None and answer.recompute_s < self.best[budget][0]:
-                    self._enter(answer.order, measured(self.searched.block, answer.order))
+                    self._enter(answer.order, option_of_order(self.searched.block, answer.order))
             self.found[budget] = answer
 
     def _waits(self, budget: BlockBudget) -> bool:
@@ -320,7 +320,7 @@ def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_node
     return [np.array(order, dtype=np.int64) for order in orders]
 
 
-def measured(block: LocalBlock, order: Sequence[int]) -> Option:
+def option_of_order(block: LocalBlock, order: Sequence[int]) -> Option:
     """What an order of a block comes to."""
     return option_of(block, np.array(order, dtype=np.int64))
 
@@ -339,6 +339,6 @@ def solve_block(
     known: Iterable[Sequence[int]] = (),
     rules: Rules | None = None,
     most_nodes: int = 20_000,
-) -> Answer:
+) -> BlockSolution:
     """Least recomputation of a block under a budget."""
     return BlockSearch(block, rules, most_nodes).solve(budget, known)

@@ -30,7 +30,7 @@ from memplan.solvers.exact.block import Reversed, Rows
 from memplan.solvers.orders.flat import compressed
 
 Values = frozenset[int]
-Stage = tuple[Values, int]
+FuseStage = tuple[Values, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class _Run:
     makes: Values
     reads: Values
     takes: Values
-    stages: tuple[Stage, ...]
+    stages: tuple[FuseStage, ...]
     ticks: int
     parts: tuple[int, ...]
 
@@ -201,7 +201,7 @@ def fused(b: Reversed, free_bytes: int = -1) -> Reversed:
     return fusing.block()
 
 
-def _joined(run: _Run, makers: list[_Run], reads: Values, stages: list[Stage]) -> _Run:
+def _joined(run: _Run, makers: list[_Run], reads: Values, stages: list[FuseStage]) -> _Run:
     first = [part for maker in reversed(makers) for part in maker.parts]
     ticks = run.ticks + sum(maker.ticks for maker in makers)
     return _Run(run.makes, reads, frozenset(), tuple(stages), ticks, (*first, *run.parts))

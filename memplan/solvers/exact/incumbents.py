@@ -15,7 +15,7 @@ from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.orders.flat import Arrays, Ints
 from memplan.solvers.orders.replay import fill, replay
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.search.exchange import exchange
 
 NO_LIMIT = 1 << 60
@@ -79,7 +79,7 @@ def improved(
     found: list[tuple[float, Ints]] = []
     for start in sorted(starts, key=lambda start: score(starts[start]))[:tries]:
         order = np.array(start, dtype=np.int64)
-        trial = fill(a, lower(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
+        trial = fill(a, bring_down(a, order, limit, _ROUNDS, _WIDTH), limit, _FILLS)
         peak, time_s = _figures(a, trial)
         if peak <= limit and _forward_once(a, trial):
             found.append((time_s, trial))

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memplan.solvers.exact.moment_bound import asked_bytes, best_line, bound_of, cut_at, least_after
+from memplan.solvers.exact.moment_bound import asked_bytes, best_line, cut_at, least_after, price_bound
 from memplan.solvers.exact.space import (
     BETWEEN_BYTES,
     MADE,
@@ -104,7 +104,7 @@ class Cell(NamedTuple):
     places: Ints
 
 
-class Found(NamedTuple):
+class SearchResult(NamedTuple):
     """ticks: of repeated runs, NEVER where there is no solution; bound_ticks: nothing takes less; path: op, or
     -1 - step, in order; nodes: expanded."""
 
@@ -161,7 +161,7 @@ def _appraise(space: Space, cell: Cell, bits: int, step: int, low: int, high: in
             continue
         base = cell.before[u] if windowed and u >= 0 else 0
         flow, _bytes, _ticks = cut_at(edge, work, weight, asked_low, asked_high, cell.price[m])
-        found = bound_of(flow, room, cell.price[m])
+        found = price_bound(flow, room, cell.price[m])
         if base + found > best * 0.95:
             found, price = best_line(edge, work, weight, asked_low, asked_high, room)
             if found > 0:
@@ -193,7 +193,7 @@ def _glance(space: Space, cell: Cell, bits: int, step: int, low: int, high: int,
     if asked_bytes(space.weight[moment], low, high) <= room:
         return least
     flow, _bytes, _ticks = cut_at(space.edge, space.work, space.weight[moment], low, high, cell.price[moment])
-    found = bound_of(flow, room, cell.price[moment])
+    found = price_bound(flow, room, cell.price[moment])
     if bits & WINDOWS != 0 and u >= 0:
         found += cell.before[u]
     return max(least, min(NEVER, found))
@@ -372,8 +372,10 @@ def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: 
 def search(
     space: Space, cell: Cell, bits: int, upper_ticks: int, most_nodes: int, most_bounded: int
 ) -> tuple[int, int, Ints, int]:
-    """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `Found`. most_nodes: to expand.
-    most_bounded: so many of them are bounded by moments."""
+    """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `SearchResult`.
+
+    most_nodes: to expand. most_bounded: so many of them are bounded by moments.
+    """
     ops, steps = len(space.ops), len(space.steps) - 1
     room = 1024 + _NODES_EACH * most_nodes
     slots = 1

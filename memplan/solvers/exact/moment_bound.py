@@ -127,7 +127,7 @@ def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: flo
 
 
 @kernel
-def bound_of(flow: int, room_bytes: int, price: float) -> int:
+def price_bound(flow: int, room_bytes: int, price: float) -> int:
     """The bound of one price from its cut; NEVER where the demand can't be met."""
     return NEVER if flow >= NEVER else max(0, flow - int(np.ceil(price * room_bytes)))
 

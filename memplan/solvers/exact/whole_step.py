@@ -11,7 +11,7 @@ import numpy as np
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.exact.block import Unsuited
-from memplan.solvers.exact.exact import Answer, BlockSearch, measured
+from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
 from memplan.solvers.exact.incumbents import BlockBudget, improved
 from memplan.solvers.orders.flat import Flat, Ints, compressed
 
@@ -26,7 +26,7 @@ class StepAnswer:
 
     budget_bytes: int
     order: Ints | None
-    answer: Answer | None
+    answer: BlockSolution | None
 
 
 def whole_step(flat: Flat) -> LocalBlock:
@@ -81,7 +81,7 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     n = block.flat.arrays.boundary
     everything = (*range(n), BOUNDARY, *range(n, block.flat.op_count))
     starts = [everything, *(tuple(order.tolist()) for order in cut_orders(block, cuts))]
-    orders = {order: measured(block, order) for order in starts}
+    orders = {order: option_of_order(block, order) for order in starts}
     peaks = [max(option.forward_peak_bytes, option.backward_peak_bytes) for option in orders.values()]
     low = searched.least_peak_bytes() if searched else min(peaks) * 3 // 4
     most_saved = orders[everything].saved_bytes
@@ -89,11 +89,11 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     for limit, saved in _limits(low, peaks[0], most_saved, parts, flat):
         budget = BlockBudget(min(saved, limit - block.incoming_bytes), limit, limit)
         for order in improved(block, budget, orders, _TRIES):
-            orders.setdefault(tuple(order.tolist()), measured(block, order.tolist()))
+            orders.setdefault(tuple(order.tolist()), option_of_order(block, order.tolist()))
         fitting = [order for order, option in orders.items() if budget.admits(option)]
         answer = searched.solve(budget, fitting) if searched else None
         if answer and answer.order and answer.order not in orders:
-            orders[answer.order] = measured(block, answer.order)
+            orders[answer.order] = option_of_order(block, answer.order)
         best = answer.order if answer else min(fitting, key=lambda order: orders[order].recompute_s, default=None)
         answers.append(StepAnswer(limit, None if best is None else _of_step(block, best), answer))
     return answers

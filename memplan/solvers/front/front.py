@@ -23,7 +23,7 @@ from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.baselines import keep_all
-from memplan.solvers.front.methods import FAMILIES, METHODS, Task
+from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
@@ -96,13 +96,16 @@ def solve_front(problem: Problem, config: Config | None = None, tell: Tell | Non
     Ctrl-C, and `config.timeout_s`, end the search early with what it has. The problem's own budget steers nothing; it
     says for which peak the progress states a gap.
     """
-    return _Search(problem, config or Config(), tell or (lambda progress: None)).run()
+    return _FrontSearch(problem, config or Config(), tell or (lambda progress: None)).run()
 
 
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
     """The textbook schedules, those first that peak lower: what can be had without a search. Keep all is among them."""
     flat = flatten(problem)
-    sketches = [sketch_of(flat, "keep all", keep_all(flat)), *METHODS["textbook"](Task.of(problem, flat, Config()))]
+    sketches = [
+        sketch_of(flat, "keep all", keep_all(flat)),
+        *METHODS["textbook"](MethodTask.of(problem, flat, Config())),
+    ]
     legal = [_candidate(problem, sketch) for sketch in sketches if sketch.peak_bytes >= 0]
     return tuple(sorted(legal, key=lambda c: c.peak_bytes))
 
@@ -113,7 +116,7 @@ def candidate(problem: Problem, solver: str, order: tuple[int, ...]) -> Candidat
     return Candidate(problem, solver, order, timeline.peak_bytes, timeline.time_s)
 
 
-class _Search:
+class _FrontSearch:
     """One run: what was found so far."""
 
     def __init__(self, problem: Problem, config: Config, tell: Tell) -> None:
@@ -123,7 +126,7 @@ class _Search:
         self.deadline_s = time.monotonic() + config.timeout_s
         self.everything = sketch_of(self.flat, "keep all", keep_all(self.flat))
         self.found: dict[str, list[Sketch]] = {"keep all": [self.everything]}
-        self.task = Task.of(problem, self.flat, config)
+        self.task = MethodTask.of(problem, self.flat, config)
         self.truncated = False
 
     def run(self) -> Front:

@@ -12,7 +12,7 @@ from memplan.solvers.bounds.mincut import saved_sets
 from memplan.solvers.bounds.seeds import saved_of_moments
 from memplan.solvers.chain.baselines import baselines, keep_all
 from memplan.solvers.chain.expand import BlockOrders, expand, solved_chain
-from memplan.solvers.chain.hierarchy import hierarchy as hierarchy_orders
+from memplan.solvers.chain.hierarchy import hierarchy_orders as hierarchy_orders
 from memplan.solvers.chain.options import LocalBlock, cut_orders, kept_whole
 from memplan.solvers.chain.partition import coarse_cuts, crossing_bytes, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import distinct_slots
@@ -27,7 +27,7 @@ _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: 
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class MethodTask:
     """A problem as every method sees it.
 
     keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
@@ -41,36 +41,36 @@ class Task:
     bound: Bound
 
     @classmethod
-    def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> Task:
+    def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> MethodTask:
         keys = tuple(op.key or op.kind for op in problem.graph.ops)
         most_bytes = sketch_of(flat.alone, "keep all", keep_all(flat)).peak_bytes
         return cls(flat, keys, most_bytes, config, bound or Bound(problem.baseline_time_s, 0, ()))
 
 
-def textbook(task: Task) -> Iterator[Sketch]:
+def baseline_schedules(task: MethodTask) -> Iterator[Sketch]:
     """Recompute every block, or sqrt(n) segments."""
     for name, order in baselines(task.flat, task.config.coarse_blocks):
         yield sketch_of(task.flat, name, order)
 
 
-def rotor(task: Task) -> Iterator[Sketch]:
+def rotor(task: MethodTask) -> Iterator[Sketch]:
     """Plain Rotor: each block is kept whole or runs again whole."""
     for _, positions, slots in _chains(task):
         yield from _from_chain(task, "rotor", positions, slots, lambda block: [kept_whole(block)])
 
 
-def cuts(task: Task) -> Iterator[Sketch]:
+def cuts(task: MethodTask) -> Iterator[Sketch]:
     """Saved sets of the whole step, values recomputed once and kept, or kept for a while only."""
     chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.config.cuts)
     yield from _from_saved(task, "minimum cut", [cut.saved for cut in chosen])
 
 
-def moments(task: Task) -> Iterator[Sketch]:
+def moments(task: MethodTask) -> Iterator[Sketch]:
     """Saved sets that are best for the moments that the lower bound found to matter most."""
     yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
 
 
-def blocks(task: Task) -> Iterator[Sketch]:
+def blocks(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with many options, at two granularities."""
     config = task.config
 
@@ -81,7 +81,7 @@ def blocks(task: Task) -> Iterator[Sketch]:
         yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
 
 
-def exact(task: Task) -> Iterator[Sketch]:
+def exact(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with options from an exact search as well, at three granularities."""
     config = task.config
     work = [min(config.exact_work, _EXACT_WORK // task.flat.op_count)]
@@ -99,7 +99,7 @@ def exact(task: Task) -> Iterator[Sketch]:
         yield from _from_chain(task, f"chain of {name} exact blocks", positions, slots, orders, 2 * config.options)
 
 
-def flat(task: Task) -> Iterator[Sketch]:
+def flat(task: MethodTask) -> Iterator[Sketch]:
     """The whole step as one block: exact where it is small, local search at each of a few budgets where it is not."""
     config, a, ops = task.config, task.flat.arrays, task.flat.op_count
     parts = min(config.flat_parts, max(2, config.flat_work // ops))
@@ -109,14 +109,14 @@ def flat(task: Task) -> Iterator[Sketch]:
             yield sketch_of(task.flat, "whole step", prune(a, found.order))
 
 
-def hierarchy(task: Task) -> Iterator[Sketch]:
+def hierarchy(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks that are chains of blocks themselves."""
     for order in hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config):
         yield sketch_of(task.flat, "hierarchy", order)
 
 
-METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
-    "textbook": textbook,
+METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {
+    "textbook": baseline_schedules,
     "rotor": rotor,
     "cuts": cuts,
     "blocks": blocks,
@@ -131,7 +131,7 @@ METHODS: dict[str, Callable[[Task], Iterator[Sketch]]] = {
 FAMILIES = (("textbook", "rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
 
 
-def _from_saved(task: Task, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
+def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:
     """Schedules that keep these forward values: what is missing is recomputed and kept, or kept for a while only."""
     flat, a = task.flat, task.flat.arrays
     pinned = a.held.copy()
@@ -147,7 +147,7 @@ def _from_saved(task: Task, name: str, sets: Iterable[Collection[int]]) -> Itera
                 yield sketch_of(flat, name, prune(a, order))
 
 
-def _chains(task: Task) -> list[tuple[str, tuple[int, ...], int]]:
+def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
     """Cut positions and memory sizes told apart, at two granularities."""
     config = task.config
     coarse, fine = coarse_cuts(task.flat, config.coarse_blocks), fine_cuts(task.flat, config.fine_blocks)
@@ -166,7 +166,7 @@ def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, 
     return tuple(kept[1:-1])
 
 
-def _from_chain(task: Task, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
+def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: int, orders: BlockOrders,
                 options: int | None = None) -> Iterator[Sketch]:  # fmt: skip
     chain = make_chain(task.flat, positions)
     beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)

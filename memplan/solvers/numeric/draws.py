@@ -7,11 +7,11 @@ from numpy.typing import NDArray
 
 from memplan.solvers.numeric.jit import kernel
 
-State = NDArray[np.uint64]
+DrawState = NDArray[np.uint64]
 
 
 @kernel
-def below(state: State, limit: int) -> int:
+def below(state: DrawState, limit: int) -> int:
     """A pseudo-random integer from 0 to limit - 1 (xorshift64*, Marsaglia, 2003, and Vigna, 2016)."""
     x = state[0]
     x ^= x >> np.uint64(12)

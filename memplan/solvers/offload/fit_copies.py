@@ -55,7 +55,7 @@ from memplan.solvers.front.front import Candidate
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.orders.replay import fill, replay
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import thin
 
 _VAST = 1 << 60
@@ -91,7 +91,7 @@ def solve_offload(
     until ops wait for that. host_bytes: of pinned memory for values beside the parameters that live on the host.
     stays: copies of lasting parameters may stay on the device between steps.
     """
-    search = _Search(problem, budget_bytes, host_bytes, under_s, stays)
+    search = _CopySearch(problem, budget_bytes, host_bytes, under_s, stays)
     spread = {id(point) for point in thin(points, _SPREAD)}
     tried = {index for index, point in enumerate(points) if id(point) in spread}
     tried |= set([index for index, point in enumerate(points) if point.peak_bytes <= budget_bytes][-1:])
@@ -119,7 +119,7 @@ class _Tried:
     staying_bytes: int
 
 
-class _Search:
+class _CopySearch:
     """Orders that were tried. limit_s: of the fastest, or what has to be beaten."""
 
     def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float, stays: bool) -> None:
@@ -146,7 +146,7 @@ class _Search:
         for below, above in pairwise(points):
             for part in range(1, _PARTS):
                 target = below.peak_bytes + (above.peak_bytes - below.peak_bytes) * part // _PARTS
-                lowered = lower(a, np.array(above.order, dtype=np.int64), target, _LOWER_ROUNDS, _WIDTH)
+                lowered = bring_down(a, np.array(above.order, dtype=np.int64), target, _LOWER_ROUNDS, _WIDTH)
                 for point, order in ((above, lowered), (below, np.array(below.order, dtype=np.int64))):
                     self._try(point.solver, fill(a, order, target, _FILL_ROUNDS).tolist())
 

@@ -1,7 +1,7 @@
 """Orders of ops: from a set of saved values, and by splitting the life of a value.
 
 `demand_order` runs the backward pass and recomputes what is missing on demand. `split` ends a value's life early and
-computes it again before its next use. `lower` uses splits to bring an order's peak down.
+computes it again before its next use. `bring_down` uses splits to bring an order's peak down.
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def excess_bytes(during: Ints, target_bytes: int) -> float:
 
 
 @kernel
-def lower(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) -> Ints:
+def bring_down(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) -> Ints:
     """Bring the peak of an order down towards a target, one split at the highest position a round.
 
     A round looks at the `width` largest values live through the peak and takes the split that pays the fewest seconds

@@ -36,7 +36,7 @@ class UnitOption:
 
 
 @dataclass(frozen=True, slots=True)
-class Chain:
+class UnitChain:
     """units: the options of each, in the order of forward, one at least. exit_bytes: saved beyond that, once all have
     run."""
 
@@ -50,7 +50,7 @@ class UnitProblem:
     block as one unit. turn_bytes: the most held between forward and backward. end_bytes: the most held after the last
     unit's backward, whatever is chosen."""
 
-    stages: tuple[tuple[Chain, ...], ...]
+    stages: tuple[tuple[UnitChain, ...], ...]
     turn_bytes: int
     end_bytes: int
 
@@ -80,7 +80,7 @@ def appraise(problem: UnitProblem, picks: Sequence[tuple[int, tuple[int, ...]]])
     return UnitChoice(tuple(picks), max(peak_bytes, before_bytes + problem.turn_bytes), time_s)
 
 
-def choose(problem: UnitProblem, budget_bytes: int) -> UnitChoice | None:
+def choose_ways(problem: UnitProblem, budget_bytes: int) -> UnitChoice | None:
     """The fastest choice within the budget; None where there is none.
 
     Exact while fewer sums than `_MOST_STATES` are reached; then the least sum and the fastest near each other stay.
@@ -104,12 +104,12 @@ def smallest(problem: UnitProblem) -> UnitChoice:
     low, high, best = -1, some.peak_bytes, some
     while high - low > 1:
         middle = (low + high) // 2
-        found = choose(problem, middle)
+        found = choose_ways(problem, middle)
         if found is None:
             low = middle
         else:
             high, best = found.peak_bytes, found
-    return choose(problem, high) or best
+    return choose_ways(problem, high) or best
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _by_stage(problem: UnitProblem, picks: Sequence[int]) -> list[tuple[int, tup
     return found
 
 
-def _through(states: _States, chain: Chain, budget_bytes: int, trail: _Trail, alternative: int) -> _States:
+def _through(states: _States, chain: UnitChain, budget_bytes: int, trail: _Trail, alternative: int) -> _States:
     for options in chain.units:
         states = _extended(states, options, budget_bytes, trail, alternative * _ALTERNATIVE)
     return _States(states.sums + chain.exit_bytes, states.times, states.ids)

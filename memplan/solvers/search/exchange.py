@@ -1,7 +1,7 @@
 """Local search at a fixed peak: leave out one recomputation, and make room for its result with others.
 
-Greedy filling stops where nothing more fits. Here a run is left out although its result does not fit, `lower` splits
-other values until it does, and `fill` uses up what that frees; the result is kept where it takes less time.
+Greedy filling stops where nothing more fits. Here a run is left out although its result does not fit, `bring_down`
+splits other values until it does, and `fill` uses up what that frees; the result is kept where it takes less time.
 
 Tried beside it: threshold acceptance with moves that lift, shift and regroup runs on an incremental memory profile.
 Mean overheads over thirteen captured steps fell by 3% of themselves for 2 to 13 times the seconds; starts from the
@@ -15,10 +15,10 @@ import numpy as np
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Ints
 from memplan.solvers.orders.replay import fill, prune, removable, replay
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 
 _ROUNDS = 6  # splits that may make room for one result
-_FILL_ROUNDS = 4  # as variables, for a literal argument would compile `lower` and `fill` a second time
+_FILL_ROUNDS = 4  # as variables, for a literal argument would compile `bring_down` and `fill` a second time
 
 
 @kernel
@@ -35,7 +35,7 @@ def exchange(a: Arrays, order: Ints, limit_bytes: int, tries: int, width: int) -
         keep = np.ones(len(order), dtype=np.bool_)
         keep[ranked[rank]] = False
         rank += 1
-        trial = lower(a, prune(a, order[keep]), limit_bytes, int(_ROUNDS), width)
+        trial = bring_down(a, prune(a, order[keep]), limit_bytes, int(_ROUNDS), width)
         trial_peak, _at, trial_s = replay(a, trial, np.zeros(len(trial), dtype=np.int64))
         if trial_peak < 0 or trial_peak > limit_bytes:
             continue

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from memplan.solvers.numeric.draws import State, below
+from memplan.solvers.numeric.draws import DrawState, below
 from memplan.solvers.numeric.jit import kernel
 from memplan.solvers.orders.flat import Arrays, Floats, Ints
 from memplan.solvers.orders.replay import fill, prune, replay
@@ -43,8 +43,8 @@ _FILL_ROUNDS = 4
 
 
 @kernel
-def improve(
-    a: Arrays, order: Ints, limit_bytes: int, least_s: float, tries: int, patience: int, state: State
+def search_neighbours(
+    a: Arrays, order: Ints, limit_bytes: int, least_s: float, tries: int, patience: int, state: DrawState
 ) -> tuple[Ints, int]:
     """An order that peaks within the limit and takes no longer, and how many neighbours were tried for it.
 
@@ -81,7 +81,7 @@ def improve(
 
 
 @kernel
-def _without_some(a: Arrays, order: Ints, state: State) -> Ints:
+def _without_some(a: Arrays, order: Ints, state: DrawState) -> Ints:
     """The order less a few repeated runs, rather dear ones than others; empty where there are none.
 
     Either runs that follow one another in time, or all runs of ops that follow one another in the model.
@@ -123,7 +123,7 @@ def _repeated(a: Arrays, order: Ints) -> Ints:
 
 
 @kernel
-def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: Ints, state: State) -> Ints:
+def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: Ints, state: DrawState) -> Ints:
     """The order with splits that bring its peak under the limit; empty where that fails or takes longer than `most_s`.
 
     `orders.lower` looks at the largest values and takes the best split of all. Here it is the most promising one of
@@ -160,7 +160,7 @@ def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: In
 
 
 @kernel
-def _drawn(a: Arrays, events: Events, by_size: Ints, at: int, state: State) -> tuple[Ints, Ints]:
+def _drawn(a: Arrays, events: Events, by_size: Ints, at: int, state: DrawState) -> tuple[Ints, Ints]:
     """Values that are live through a position, and their next reads; those of few seconds per byte, more or less."""
     values, reads = live_through(events, by_size, at, len(by_size))
     cost: Floats = np.empty(len(values), dtype=np.float64)

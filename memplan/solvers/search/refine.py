@@ -1,10 +1,10 @@
 """Local search on flat schedules: from what the methods found to a front.
 
-`refine` pushes the lowest schedules lower (`lower`), and at each peak of a grid brings neighbours down or fills them
-up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front (`exchange`), and leaves
-out several at once (`neighbourhood`). Both only add to what there is. What is refined together competes: a schedule
-that is beaten is left aside, though it might have led further. So families of methods are refined apart, and then
-traded together. Where the best that is known is `_CLOSE` to the lower bound, there is nothing left to look for.
+`refine` pushes the lowest schedules lower (`bring_down`), and at each peak of a grid brings neighbours down or fills
+them up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front (`exchange`), and
+leaves out several at once (`neighbourhood`). Both only add to what there is. What is refined together competes: a
+schedule that is beaten is left aside, though it might have led further. So families of methods are refined apart, and
+then traded together. Where the best that is known is `_CLOSE` to the lower bound, there is nothing left to look for.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from memplan.config import Config
 from memplan.solvers.bounds.lower_bound import Bound
 from memplan.solvers.orders.flat import Flat
 from memplan.solvers.orders.replay import fill
-from memplan.solvers.orders.rewrites import lower
+from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
 from memplan.solvers.search.exchange import exchange
-from memplan.solvers.search.neighbourhood import improve
+from memplan.solvers.search.neighbourhood import search_neighbours
 
 _CLOSE = 1e-3  # of the bound
 _PATIENCE = 5.0  # of the neighbours: how many in a row may be no better, for a gap as large as the bound
@@ -40,7 +40,7 @@ def refine(
     found = list(start)
     for sketch in start[: config.descents]:
         new = _descend(flat, sketch, floor_bytes, config)
-        order = lower(a, sketch.order, floor_bytes, rounds, config.width)
+        order = bring_down(a, sketch.order, floor_bytes, rounds, config.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
         yield from new
@@ -54,7 +54,7 @@ def refine(
         above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
         new = [sketch_of(flat, s.solver, fill(a, s.order, target, 8)) for s in below]
         for sketch in above:
-            order = lower(a, sketch.order, target, rounds // 4, config.width)
+            order = bring_down(a, sketch.order, target, rounds // 4, config.width)
             new.append(sketch_of(flat, _lowered(sketch.solver), fill(a, order, target, 8)))
         found = pareto([*found, *new])
         yield from new
@@ -79,7 +79,9 @@ def trade(flat: Flat, sketches: list[Sketch], bound: Bound, config: Config) -> I
             patience = _PATIENCE * config.neighbours * (sketch.time_s / bound.time_s(peak_bytes) - 1)
             least_s = (1 + _CLOSE) * bound.time_s(peak_bytes)
             state = np.array([index + 1], dtype=np.uint64)
-            order, tried = improve(flat.arrays, sketch.order, peak_bytes, least_s, tries, int(patience), state)
+            order, tried = search_neighbours(
+                flat.arrays, sketch.order, peak_bytes, least_s, tries, int(patience), state
+            )
             sketch = sketch_of(flat, sketch.solver, order)
             left -= tried
         last = sketch
@@ -111,7 +113,7 @@ def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, config: Config) -> li
     part = 4
     for _ in range(config.descent_steps):
         target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
-        order = lower(flat.arrays, sketch.order, target, rounds, config.width)
+        order = bring_down(flat.arrays, sketch.order, target, rounds, config.width)
         lowered = sketch_of(flat, _lowered(sketch.solver), order)
         if lowered.peak_bytes < sketch.peak_bytes:
             found.append(lowered)

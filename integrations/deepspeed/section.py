@@ -15,8 +15,8 @@ from typing import Any, Literal, TypeVar
 import memplan
 
 HostBudget = int | str
-Budget = HostBudget | float
-_Some = TypeVar("_Some", bound=Budget)
+RankBudget = HostBudget | float
+_Some = TypeVar("_Some", bound=RankBudget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class MemplanConfig:
     """
 
     enabled: bool = True
-    budget: Budget | None = None
-    per_rank: Mapping[int, Budget] = field(default_factory=dict)
-    per_stage: tuple[Budget, ...] = ()
+    budget: RankBudget | None = None
+    per_rank: Mapping[int, RankBudget] = field(default_factory=dict)
+    per_stage: tuple[RankBudget, ...] = ()
     reserve_fraction: float = 0.05
     host_budget: HostBudget | None = None
     host_per_rank: Mapping[int, HostBudget] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class MemplanConfig:
         section = source.get("memplan") if isinstance(source, Mapping) else None
         return MemplanConfig() if section is None else _read(section)
 
-    def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> Budget | None:
+    def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> RankBudget | None:
         """The budget of a global rank in a pipeline stage; None where it is to be measured.
 
         Raises ValueError where the section speaks of other ranks, or of another number of stages.
@@ -91,7 +91,12 @@ def _closest(
 
 
 def _check_places(
-    rank_key: str, per_rank: Mapping[int, Budget], ranks: int, stage_key: str, per_stage: Sequence[Budget], stages: int
+    rank_key: str,
+    per_rank: Mapping[int, RankBudget],
+    ranks: int,
+    stage_key: str,
+    per_stage: Sequence[RankBudget],
+    stages: int,
 ) -> None:
     strange = [r for r in per_rank if r >= ranks]
     if strange:
@@ -123,7 +128,7 @@ def _switch(key: str, value: object) -> bool:
     return value
 
 
-def _budget(key: str, value: object) -> Budget:
+def _budget(key: str, value: object) -> RankBudget:
     if isinstance(value, float):
         if not 0 < value <= 1:
             raise ValueError(f'"memplan": {key} as a fraction of the unplanned peak must be in (0, 1], got {value}')
