@@ -46,8 +46,8 @@ from benchmarks.activation_memory_budget import build_gpt2, build_llama
 from benchmarks.environment import environment
 from memplan.capture.capture import capture
 from memplan.costs.measure import estimate
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import Problem
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
 
 Sample = dict[str, Any]

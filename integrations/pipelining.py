@@ -125,7 +125,7 @@ class StagePlans:
     def plans(self) -> dict[int, memplan.Plan]:
         """The plan of each stage by its index; empty before the first step."""
         found = {index: memplan.plan_of(stage.whole) for index, stage in self._stages.items()}
-        return {index: plan for index, plan in found.items() if plan is not None}
+        return {index: plan for index, plan in found.items() if isinstance(plan, memplan.Plan)}
 
     def remove(self) -> None:
         """Take the plans off and leave the schedule as it was. Does nothing the second time."""

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from memplan.errors import MemplanError as MemplanError
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import UnsupportedModel as UnsupportedModel
-    from memplan.planning.parts.blocks import apply_blocks as apply_blocks
-    from memplan.planning.parts.partial_plan import PartialPlan as PartialPlan
+    from memplan.installed.blocks import apply_blocks as apply_blocks
+    from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
@@ -49,7 +49,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",
-    "apply_blocks": "planning.parts.blocks", "PartialPlan": "planning.parts.partial_plan",
+    "apply_blocks": "installed.blocks", "PartialPlan": "plans.partial_plan",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
     "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",

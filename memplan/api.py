@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,17 +14,19 @@ from torch.utils import _pytree as pytree
 
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
-from memplan.config import ConfigLike, config_of
-from memplan.costs.margin import known_margin
+from memplan.config import ConfigLike
 from memplan.errors import BudgetInfeasible
+from memplan.installed.choice import OnMismatch
+from memplan.installed.planned_forward import PlannedForward, planned_forward
+from memplan.installed.recovery import OnOutOfMemory
+from memplan.installed.unused import refuse_without_forward
 from memplan.planning.planner import Planner
-from memplan.planning.planning import CostSource, LossFunction, Update
+from memplan.planning.settings import CostSource, LossFunction, Settings, Update
+from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
-from memplan.runtime.installed.install import OnMismatch, OnOutOfMemory, PlannedForward, planned_forward
-from memplan.runtime.installed.unused import refuse_without_forward
 from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.lower import Grads
 from memplan.runtime.program.step import PlannedStep
@@ -131,18 +134,18 @@ def apply(
     refuse_without_forward(model)
     before = planned_forward(model)
     less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
-    planner = Planner(
-        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, shards, surroundings or Surroundings(), init, keep_frozen,
-        decides=group is None and shards is None and in_flight == 1,
+    settings = Settings(
+        budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
+        shards, surroundings or Surroundings(), init, keep_frozen,
     )  # fmt: skip
+    planner = Planner(settings, decides=group is None and shards is None and in_flight == 1)
     with _unplanned(model) as original:
         planner.check_optimizer(model)
         reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
         agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
         alone = shards is None
         planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
-        planner.margin = known_margin(model, planner.device)
+        planner.limits.recall(model, planner.placement.device)
 
         def first_step(share: Share | None = None) -> PlannedStep:
             assert sample is not None
@@ -181,67 +184,42 @@ def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None
     )
 
 
-def plan(
-    model: nn.Module,
-    sample: Sample,
-    budget: BudgetLike,
-    *,
-    loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
-    costs: CostSource = "measure",
-    accumulate: bool = False,
-    grads: Grads = "surface",
-    config: ConfigLike = None,
-    host_budget: int | str | None = None,
-    link: Link | None = None,
-    update: Update = "step",
-    in_flight: int = 1,
-    shards: Shards | None = None,
-    keep_frozen: bool = False,
-    surroundings: Surroundings | None = None,
-) -> Plan:
-    """The plan that `apply` would run, without touching the model. Arguments and errors as for `apply`."""
-    planner = Planner(
-        budget, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        update, in_flight, shards, surroundings or Surroundings(), keep_frozen=keep_frozen,
-    )  # fmt: skip
+def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) -> Plan:
+    """The plan that `apply` would run, without touching the model.
+
+    settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
+    shards, keep_frozen and surroundings, as for `apply`, which says what they are and what they raise.
+    """
+    planner = Planner(_settings("plan", budget, settings))
     with _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.plan(model, original, sample)
 
 
-def explore(
-    model: nn.Module,
-    sample: Sample,
-    *,
-    loss_fn: LossFunction | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    device: torch.device | str | None = None,
-    costs: CostSource = "measure",
-    accumulate: bool = False,
-    grads: Grads = "surface",
-    config: ConfigLike = None,
-    host_budget: int | str | None = None,
-    link: Link | None = None,
-    in_flight: int = 1,
-    surroundings: Surroundings | None = None,
-) -> tuple[Plan, ...]:
+def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
-    Each is runnable: `apply(model, sample, plan=point)`. Arguments and errors as for `apply`. With a host budget, which
-    is the same for all points, they may offload.
+    Each is runnable: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
+    keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
-    planner = Planner(
-        None, loss_fn, optimizer, _device(device), costs, accumulate, grads, config_of(config), host_budget, link,
-        in_flight=in_flight, surroundings=surroundings or Surroundings(),
-    )  # fmt: skip
+    planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen")))
     with _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)
 
 
-def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan, ...]:
+def _settings(function: str, budget: BudgetLike | None, given: dict[str, Any], but: Collection[str] = ()) -> Settings:
+    """Settings from the keywords of a function. Raises TypeError for those that it does not take."""
+    known = {field.name for field in dataclasses.fields(Settings)} - {"budget", "init", *but}
+    strange = sorted(given.keys() - known)
+    if strange:
+        raise TypeError(f"{function}() got an unexpected keyword argument {strange[0]!r}; it takes {sorted(known)}")
+    if given.get("surroundings", 0) is None:
+        given.pop("surroundings")
+    return Settings(budget, **given)
+
+
+def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | PartialPlan | None, ...]:
     """Plan a planned model for further kinds of calls ahead of time, the largest first. Gives their plans in order.
 
     Where ranks train the model together (`group=` of `apply`), each calls this with as many samples: they agree on the
@@ -262,7 +240,7 @@ def _bytes(sample: Sample) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
 
 
-def plan_of(model: nn.Module) -> Plan | None:
+def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
     """The plan that the model ran last, or will run first; None where it has none."""
     planned = planned_forward(model)
     return None if planned is None else planned.plan
@@ -336,16 +314,3 @@ def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
     finally:
         if planned is not None:
             planned.install()
-
-
-def _device(device: torch.device | str | None) -> torch.device | None:
-    """The device by its number: generators and allocators are those of one. Raises ValueError where it is not there."""
-    found = None if device is None else torch.device(device)
-    if found is None or found.type != "cuda":
-        return found
-    if not torch.cuda.is_available():
-        raise ValueError(
-            f"device={device!r}, but PyTorch finds no CUDA device here. To see what a plan for one would come to, give "
-            'device="cpu" and costs=memplan.Roofline(...) with its speed'
-        )
-    return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found

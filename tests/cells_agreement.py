@@ -19,8 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 import memplan
 from memplan.errors import MemplanError
 from memplan.planning import planner as planner_module
-from memplan.planning import planning as planning_module
-from memplan.planning.planner import Planner
+from memplan.planning import whole_plans
+from memplan.planning.capturing import Capturing
+from memplan.planning.whole_plans import WholePlans
 from tests.fake_shards import FakeShards
 from tests.ranks import Cell
 from tests.test_replan import NoMemory
@@ -73,13 +74,13 @@ def told_by_all(found: Any) -> list[Any]:
 def counted_plans() -> Iterator[list[int]]:
     """The number of plans that this rank looks for itself, as the list's length."""
     searched: list[int] = []
-    original = planning_module.solve_front
+    original = whole_plans.solve_front
 
     def solve(*args: Any, **kwargs: Any) -> Any:
         searched.append(1)
         return original(*args, **kwargs)
 
-    with mock.patch.object(planning_module, "solve_front", solve):
+    with mock.patch.object(whole_plans, "solve_front", solve):
         yield searched
 
 
@@ -156,13 +157,13 @@ def no_room() -> str | None:
 
 def broken_planning() -> str | None:
     """Something breaks while one rank plans for both, and while the other one captures."""
-    for name, breaks in (("_plan", 0), ("capture", 1)):
+    for owner, name, breaks in ((WholePlans, "plan", 0), (Capturing, "capture", 1)):
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise ZeroDivisionError("of all things")
 
         net = planned(stack())
-        with mock.patch.object(Planner, name, broken) if rank() == breaks else contextlib.nullcontext():
+        with mock.patch.object(owner, name, broken) if rank() == breaks else contextlib.nullcontext():
             if rank() == breaks:
                 found = refused(lambda net=net: net(batch()), ZeroDivisionError, "of all things")
             else:

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
 from memplan.integrations.pipelining import plan_stages
 from memplan.problem.schedule import Boundary
 from memplan.runtime.host import transfers as engine
-from memplan.runtime.installed.install import planned_forward
 from tests.cells_deepspeed_sections import attached
 from tests.cells_pipelines import (
     MICROBATCHES,

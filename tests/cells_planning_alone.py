@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.errors import MemplanError
-from memplan.planning.planner import Planner
+from memplan.planning.problems import Problems
 from memplan.runtime.ranks import agreement
 from tests.cells_agreement import batch, planned, rank, refused, stack
 from tests.cells_zero3 import LENGTH, NEEDS, WIDTH, WORDS, Net, apply_it, batches, engine_of, weights
@@ -121,7 +121,7 @@ def waits_alone(wait: Callable[[Any], Any], sample: bool, breaks: int, longest_s
 
     longest_s: how long a rank may."""
     group = torch.distributed.new_group([0, 1])
-    original = Planner._costs
+    original = Problems.costs
 
     def costs(*args: Any) -> Any:
         wait(group)
@@ -139,7 +139,7 @@ def waits_alone(wait: Callable[[Any], Any], sample: bool, breaks: int, longest_s
     with contextlib.ExitStack() as stack_:
         stack_.enter_context(mock.patch.object(agreement, "_LONGEST_WAIT_S", longest_s))
         if rank() == breaks:
-            stack_.enter_context(mock.patch.object(Planner, "_costs", costs))
+            stack_.enter_context(mock.patch.object(Problems, "costs", costs))
         found = refused(run, MemplanError, *words)
     return found or message_arrives()
 
@@ -168,11 +168,7 @@ def blocks_wait_alone(breaks: int) -> str | None:
     group = torch.distributed.new_group([0, 1])
     net = stack()
     net.layers[0].register_forward_pre_hook(lambda *_: torch.distributed.barrier(group=group))
-    with (
-        mock.patch("memplan.planning.parts.blocks.solve_units", broken)
-        if rank() == breaks
-        else contextlib.nullcontext()
-    ):
+    with mock.patch("memplan.installed.blocks.solve_units", broken) if rank() == breaks else contextlib.nullcontext():
         if rank() == breaks:
             return refused(run, ZeroDivisionError, "of all things")
         return refused(run, MemplanError, f"on rank {breaks}", "ZeroDivisionError")

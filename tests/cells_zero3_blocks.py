@@ -43,7 +43,7 @@ def plan_blocks(engine: Any, budget: Any) -> memplan.PartialPlan:
 
 def all_as_planned(engine: Any, plan: memplan.PartialPlan) -> bool:
     """Whether some blocks recompute, and each that has a plan has run by it, and by nothing else."""
-    from memplan.runtime.installed.install import planned_forward
+    from memplan.installed.planned_forward import planned_forward
 
     planned = [planned_forward(block) for block in engine.module.layers]
     return "planned" in [row.way for row in plan.units] and all(p is not None and len(p.steps) == 1 for p in planned)
@@ -148,7 +148,7 @@ OTHER_LENGTHS = ((40, 40), (30, 30), (40, 30), (40, 40), (9, 40), (30, 17), (40,
 def train_other_batches(planned: bool) -> Any:
     """Batches of another length than the sample on both ranks, and on one alone, and evaluation. Gives what the run
     found, and how many blocks ran by a plan in each step."""
-    from memplan.planning.parts.blocks import BlockStep
+    from memplan.installed.blocks import BlockStep
 
     engine, found, by_plan = engine_of(build=BranchingNet), [], []
     rank, original = torch.distributed.get_rank(), BlockStep.run

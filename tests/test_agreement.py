@@ -15,9 +15,9 @@ import torch
 
 import memplan
 from memplan.config import PRESETS
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import Graph
 from memplan.problem.schedule import Schedule, SurfaceGrads
-from memplan.runtime.installed.install import planned_forward
 from memplan.runtime.program.collectives import Collectives
 from tests.ranks import cells, run_ranks
 from tests.zoo import MODELS, call, loss_of

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.capture.trace import remembered
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from tests.zoo import assert_same_bits, copied
 
 

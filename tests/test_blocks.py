@@ -12,9 +12,9 @@ from torch import nn
 import memplan
 from memplan.capture.capture import capture
 from memplan.costs.measure import estimate
+from memplan.installed.planned_forward import planned_forward
 from memplan.planning.parts.parts import Part
 from memplan.problem.data import Problem
-from memplan.runtime.installed.install import planned_forward
 from memplan.runtime.parts.part_runners import UnitStep
 from memplan.solvers import Candidate, solve_front
 from memplan.solvers.parts.passes import pass_of

@@ -21,7 +21,7 @@ from memplan.capture.trace.call import CallReader
 from memplan.capture.trace.raw_trace import Autocast, RawTrace
 from memplan.capture.trace.trace import trace_step
 from memplan.costs.measure import measure
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.check import TRACED
 from memplan.torch_private import READ_SCALAR, run_in_mode
 from tests.small import at_floor

@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.capture.trace.call import CallReader
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from tests.meter import LiveMeter
 from tests.test_partial import Block
 from tests.zoo import assert_same_bits, copied, loss_of, run_steps

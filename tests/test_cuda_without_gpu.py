@@ -16,7 +16,6 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
-from memplan.api import _device
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import _check_devices, capture
 from memplan.capture.key import ArgumentsKey
@@ -26,11 +25,12 @@ from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import libraries
 from memplan.costs.measure import _Bench
 from memplan.costs.optimizer import optimizer_needs
+from memplan.installed.planned_forward import planned_forward
+from memplan.planning.settings import Settings
 from memplan.problem.data import Costs, Problem
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.host.transfers import CudaStreams, FakeStreams
-from memplan.runtime.installed.install import planned_forward
 from memplan.runtime.program.lower import lower
 from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
 from memplan.runtime.watch.observe import Observer
@@ -100,14 +100,14 @@ def test_seeding_the_device_in_forward_is_refused(seed: Callable[[], Any]) -> No
 
 
 def test_a_planned_device_has_a_number_and_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _device(None) is None and _device("cpu") == torch.device("cpu")
+    assert Settings().target_device is None and Settings(device="cpu").target_device == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="no CUDA device here"):
         memplan.plan(nn.Linear(4, 4), torch.randn(2, 4), 1.0, device="cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert _device("cuda") == torch.device("cuda", 1)
-    assert _device("cuda:0") == CUDA
+    assert Settings(device="cuda").target_device == torch.device("cuda", 1)
+    assert Settings(device="cuda:0").target_device == CUDA
 
 
 def test_arguments_may_be_on_the_host_beside_those_on_the_device() -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from tests.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 

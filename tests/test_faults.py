@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
-from memplan.runtime.installed.install import planned_forward
 from tests.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.zoo import MODELS, assert_same_bits, call, run_steps
 

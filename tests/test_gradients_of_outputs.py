@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 import memplan
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import WholeStep
 from tests.zoo import assert_same_bits, copied
 

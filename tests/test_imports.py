@@ -44,17 +44,16 @@ ARROWS = {
     "costs": "capture errors problem torch_private units",
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
-    "runtime/program": "capture errors problem runtime/host runtime/watch torch_private",
+    "runtime/program": "capture errors plans problem runtime/host runtime/watch torch_private",
     "runtime/parts": "capture errors runtime/program runtime/watch torch_private",
     "runtime/ranks": "errors runtime/program torch_private",
-    "runtime/installed": "capture costs errors logs runtime/host runtime/parts runtime/program runtime/ranks "
-    "runtime/watch torch_private units",
     "runtime": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
     "planning": "capture config costs errors logs planning/parts plans problem runtime solvers torch_private units",
-    "api": "capture config costs errors planning plans problem runtime units",
+    "installed": "capture config costs errors logs planning plans problem runtime solvers torch_private units",
+    "api": "capture config costs errors installed planning plans problem runtime units",
     "__main__": "costs",
-    "__init__": "api capture config errors planning plans problem units",
+    "__init__": "api capture config errors installed planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
@@ -62,7 +61,9 @@ THEIRS = {
     **{place: set[str]() for place in ("units", "errors", "logs", "config", "problem", "__init__", "__main__")},
     "plans": {"networkx"},
     "solvers": NUMERIC,
-    **dict.fromkeys(("torch_private", "capture", "costs", "runtime", "planning", "api"), NUMERIC | {"torch"}),
+    **dict.fromkeys(
+        ("torch_private", "capture", "costs", "runtime", "planning", "installed", "api"), NUMERIC | {"torch"}
+    ),
 }
 # Extras may be imported where they are used, by those layers that know about torch.
 EXTRAS = {"transformers"}

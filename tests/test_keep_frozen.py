@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-import memplan.planning.planning
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
+from memplan.installed.planned_forward import planned_forward
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
 from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Prefetch, Stay
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.standing import Contents
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import _placements, least_bytes
@@ -492,8 +493,8 @@ def test_a_parameter_that_is_trained_or_shares_memory_with_one_does_not_stay() -
     assert lasting and not any("frozen.0" in name for name in lasting)
     tied = copy.deepcopy(plain)
     tied.frozen[1].weight = nn.Parameter(tied.frozen[0].weight.data, requires_grad=False)  # type: ignore[arg-type]
-    planning = memplan.planning.planning.Planning(1 << 20, keep_frozen=True)
-    assert "frozen.1.weight" not in planning._lasting(tied) and "frozen.2.weight" in planning._lasting(tied)
+    lasting = Placement(Settings(1 << 20, keep_frozen=True)).lasting(tied)
+    assert "frozen.1.weight" not in lasting and "frozen.2.weight" in lasting
 
 
 def test_without_asking_nothing_stays() -> None:

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import memplan
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.check import TRACED
 from tests.small import Net, at_floor, grads_of, net_and_sample, pair, picture
 from tests.zoo import MODELS, assert_same_bits, run_steps

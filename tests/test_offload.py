@@ -22,6 +22,7 @@ from benchmarks.gpu import offload as rivals
 from benchmarks.offload import step_of
 from memplan.config import Config
 from memplan.errors import IllegalSchedule
+from memplan.installed.planned_forward import planned_forward
 from memplan.planning import residency
 from memplan.problem.addresses import pinned_bytes, place_host_copies
 from memplan.problem.data import Graph, Link, Problem, Value
@@ -41,7 +42,6 @@ from memplan.problem.schedule import (
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of

@@ -15,8 +15,8 @@ from torch import nn
 
 import memplan
 from memplan.costs.libraries import most_library_bytes
+from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.host.transfers import CudaStreams, Transfers
-from memplan.runtime.installed.install import planned_forward
 from tests.on_gpu import ON_GPU, REAL_GPU, assert_as_plain, assert_peak_is_predicted, deterministic, to_device
 from tests.test_computed_branches import Guarded, batch
 from tests.test_in_flight import Stage

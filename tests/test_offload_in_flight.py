@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.addresses import place_host_copies
 from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Boundary, Drop, Offload, Wait
 from memplan.problem.simulate import simulate
 from memplan.runtime.host import transfers as engine
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.copies import movables_of

@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
 from tests.meter import LiveMeter, storage_bytes
 from tests.zoo import assert_same_bits, call, loss_of, run_steps, tensors_of
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.planning import planning
-from memplan.runtime.installed.install import planned_forward
+from memplan.installed.planned_forward import planned_forward
+from memplan.planning import whole_plans
 from memplan.runtime.program.step import EagerStep, WholeStep
 from memplan.units import format_bytes, parse_bytes
 from tests.meter import LiveMeter
@@ -455,8 +455,8 @@ def test_arguments_passed_in_another_way_are_told_of_and_not_searched_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
-    solve = planning.solve_front
-    monkeypatch.setattr(planning, "solve_front", lambda *args: (searched.append(1), solve(*args))[1])
+    solve = whole_plans.solve_front
+    monkeypatch.setattr(whole_plans, "solve_front", lambda *args: (searched.append(1), solve(*args))[1])
     plain, (x, y) = TakesAnything().train(), torch.randn(2, 16, 8)
     net = memplan.apply(copy.deepcopy(plain), (x, y), 1.0, costs="estimate")
     for run in ({"x": x, "y": y}, {"x": x, "y": y}, {"x": x, "y": y}, None, None):

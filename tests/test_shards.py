@@ -17,10 +17,10 @@ from torch import nn
 
 import memplan
 from memplan.errors import BudgetInfeasible, IllegalSchedule, PlanMismatch, UnsupportedModel
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import Drop, Prefetch, Schedule, Wait
 from memplan.problem.simulate import simulate
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies
 from memplan.solvers.orders.flat import flatten

@@ -19,10 +19,10 @@ from torch import nn
 
 import memplan
 from memplan.errors import IllegalSchedule
+from memplan.installed.planned_forward import planned_forward
 from memplan.problem.data import Link, Problem
 from memplan.problem.schedule import Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
-from memplan.runtime.installed.install import planned_forward
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies
 from memplan.solvers.orders.flat import flatten
@@ -331,7 +331,7 @@ def test_a_failed_update_on_the_host_is_told() -> None:
     optimizer = OPTIMIZERS["SGD"](net.parameters())
     planned(net, sample, optimizer, host_budget="1GiB", link=PCIE)
     before = list(net.state_dict())
-    updates = planned_forward(net)._planner.updates  # type: ignore[union-attr]
+    updates = planned_forward(net)._planner.placement.updates  # type: ignore[union-attr]
     updates.reads_done = failing
     with pytest.raises(MemoryError):
         loss_of(call(net, sample)).backward()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.solvers.models import MODELS
 from memplan.planning.planner import Planner
+from memplan.planning.settings import Settings
 from memplan.problem.file import save_problem
 
 INSTANCES = Path(__file__).parent / "instances"
@@ -22,8 +23,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     for name in parser.parse_args().names:
         net, sample = MODELS[name]()
-        planner = Planner(None)
-        problem = planner.problem(net, planner.capture(net, net.forward, sample))
+        planner = Planner(Settings())
+        problem = planner.problem(net, net.forward, sample)
         save_problem(problem, INSTANCES / f"{name}.json.gz")
         print(f"{name}: {len(problem.graph.ops)} ops, {problem.baseline_time_s:.3f} s")
     return 0

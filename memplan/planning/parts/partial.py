@@ -23,8 +23,8 @@ from memplan.capture.trace.call import Call, Forward
 from memplan.config import Config
 from memplan.errors import BudgetInfeasible, PlanMismatch
 from memplan.logs import log
-from memplan.planning.parts.partial_plan import PartialPlan, UnitRow
 from memplan.planning.parts.parts import Parts, parts_of
+from memplan.plans.partial_plan import PartialPlan, UnitRow
 from memplan.runtime.parts.part_runners import UnitCalls, UnitStep
 from memplan.runtime.parts.rehearsal import measured_peak, resident_tensors, timed_step
 from memplan.runtime.program.collectives import GRADIENT, Collectives

@@ -184,7 +184,7 @@ class UnitRunner(Runner):
             raise
 
     def _start(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return None if self.rescue is None else super()._start(inputs)
+        return super()._start(inputs) if self.is_attended else None
 
     def _go_back(self, start: Any) -> None:
         if start is not None:
@@ -252,7 +252,7 @@ class UnitStep:
     def _use(self, runner: UnitRunner) -> None:
         """Let this runner be the one that runs next."""
         if self.again is not None:
-            runner.rescue = self._rescue
+            runner.attend(self._rescue)
         self.runners[:] = [runner, *(other for other in self.runners if other is not runner)]
 
     def _rescue(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:

@@ -72,6 +72,10 @@ class ParameterStore:
             home = module._parameters if leaf in module._parameters else module._buffers
             self._homes[name] = (home, leaf)
 
+    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
+        """Have these in common with the stores of the model's other steps."""
+        self.transfers, self.updates = transfers or self.transfers, updates
+
     def __getitem__(self, name: str) -> torch.Tensor:
         home, leaf = self._homes[name]
         return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
@@ -274,12 +278,12 @@ class Runner:
         self.program = program
         self.store = store
         self.trainable = trainable
-        self.rescue: Rescue | None = None
-        self.before_backward: Callable[[], None] | None = None
+        self._rescue: Rescue | None = None
+        self._before_backward: Callable[[], None] | None = None
         self.watch: Observer | None = None
         self.unchecked: set[fx.GraphModule] = set()
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
-        self.keeps_buffers = False
+        self._keeps_buffers = False
         self.written = written
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
@@ -290,6 +294,38 @@ class Runner:
         self._layouts = backwards[0][0]
         self._outputs = outputs
         self._decisions = decisions
+
+    def attend(
+        self, rescue: Rescue, before_backward: Callable[[], None] = lambda: None, keeps_buffers: bool = False
+    ) -> None:
+        """Have somebody look after the step from now on.
+
+        rescue: gives gradients where this program can't. before_backward: is told that one begins. keeps_buffers: what
+        forward writes to is put back where it runs again.
+        """
+        self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
+
+    @property
+    def is_attended(self) -> bool:
+        """Whether somebody gives gradients where this program can't."""
+        return self._rescue is not None
+
+    def begin_backward(self) -> None:
+        """Tell whom it concerns."""
+        if self._before_backward is not None:
+            self._before_backward()
+
+    def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+        """Those of this program, or of another one where it can't give them and somebody knows better."""
+        tangents = dict(sorted(tangents.items()))
+        try:
+            return self.backward(state, tangents)
+        except Exception as error:
+            mends = private.is_out_of_memory(error) or isinstance(error, (OtherTangents, OtherResults))
+            if self._rescue is None or not mends:
+                raise
+            problem = error.with_traceback(None)  # or its frames would keep tensors alive
+        return self._rescue(state, tangents, problem)
 
     def check_first_runs(self) -> None:
         """Have every result compared with the trace's when the programs first run, for no op was run here before."""
@@ -374,7 +410,7 @@ class Runner:
         kept: dict[str, torch.Tensor] = {}
         if self.program.forward in self.unchecked or self._decisions:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
-        elif self.keeps_buffers:
+        elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
         return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
 
@@ -511,10 +547,9 @@ class _StepFunction(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
-        if runner.before_backward is not None:
-            runner.before_backward()
+        runner.begin_backward()
         ctx.state, state.autocast = None, Autocast.of_backward(runner.device.type)
-        gradients = _gradients(runner, state, {i: t for i, t in enumerate(tangents) if t is not None})
+        gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, *(gradients.get(key) for key in wanted))
 
@@ -525,16 +560,3 @@ def _apart(tensor: torch.Tensor) -> torch.Tensor:
     with private.outside_of_tracing():
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]
         return flat.view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
-
-
-def _gradients(runner: Runner, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
-    """Those of the runner, or of another one where this one can't give them and somebody knows better."""
-    tangents = dict(sorted(tangents.items()))
-    try:
-        return runner.backward(state, tangents)
-    except Exception as error:
-        mends = private.is_out_of_memory(error) or isinstance(error, (OtherTangents, OtherResults))
-        if runner.rescue is None or not mends:
-            raise
-        problem = error.with_traceback(None)  # or its frames would keep tensors alive
-    return runner.rescue(state, tangents, problem)

@@ -13,6 +13,8 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
 from memplan.capture.trace.call import Call
+from memplan.plans.partial_plan import PartialPlan
+from memplan.plans.plan import Plan
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, Runner, TangentLayout, Written
 from memplan.runtime.program.gathers import Gathers
@@ -26,7 +28,7 @@ class PlannedStep(Protocol):
     """What serves one kind of call of a model."""
 
     @property
-    def plan(self) -> Any: ...
+    def plan(self) -> Plan | PartialPlan | None: ...
     @property
     def provisional(self) -> bool: ...
     @property
@@ -41,11 +43,11 @@ class PlannedStep(Protocol):
 class WholeStep:
     """One plan of a model for one kind of call.
 
-    plan: a `memplan.Plan`. programs: it lowered, and where there is a second one, for gradients of another layout.
+    programs: the plan, lowered, and where there is a second one, for gradients of another layout.
     provisional: found in a hurry, to be planned in full when such a call comes again. collectives: of all programs.
     """
 
-    plan: Any
+    plan: Plan
     capture: Capture
     programs: tuple[Program, ...]
     key: StepKey
@@ -58,7 +60,7 @@ class WholeStep:
         model: nn.Module,
         capture: Capture,
         programs: tuple[Program, ...],
-        plan: Any,
+        plan: Plan,
         provisional: bool = False,
         gathers: Gathers | None = None,
     ) -> WholeStep:

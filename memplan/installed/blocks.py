@@ -22,14 +22,14 @@ from memplan.capture.capture import refuse_without_data
 from memplan.capture.key import ArgumentsKey
 from memplan.capture.probe import Site
 from memplan.capture.shards import Shards
-from memplan.capture.trace.call import Call, CallReader, Sample
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.config import ConfigLike, config_of
 from memplan.costs.libraries import most_library_bytes
 from memplan.costs.optimizer import optimizer_needs
 from memplan.errors import BudgetInfeasible, MemplanError, UnsupportedModel
+from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.logs import log
 from memplan.planning.parts.partial import resident_bytes_of, rows_of
-from memplan.planning.parts.partial_plan import PartialPlan
 from memplan.planning.parts.parts import (
     Part,
     Parts,
@@ -39,15 +39,16 @@ from memplan.planning.parts.parts import (
     shares_parameters,
     solve_units,
 )
+from memplan.planning.planner import Planner
+from memplan.planning.settings import Settings
+from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike, budget_bytes_of
-from memplan.runtime.host.updates import UpdatesInBackward
-from memplan.runtime.installed.install import PlannedForward, planned_forward
 from memplan.runtime.parts.part_runners import UnitStep, recomputed
 from memplan.runtime.parts.rehearsal import Rehearsal, measured_peak, resident_tensors
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.step import PlannedStep
-from memplan.runtime.ranks.agreement import Agreement
+from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers import Candidate
 from memplan.solvers.parts.saved import solve_saved
@@ -319,62 +320,50 @@ class RecomputedStep:
         return dataclasses.replace(self, model=model, forward=forward)
 
 
-@dataclass
-class _BlockPlanner:
-    """Makes steps for calls of a block that are unlike the one in the sample."""
+class _BlockPlanner(Planner):
+    """Makes steps for calls of a block that are unlike the one in the sample: such a call is recomputed as a whole.
 
-    name: str
-    ignored: frozenset[str] = frozenset()
-    budget_bytes: int | None = None  # that is one for all blocks
-    in_flight: int = 1
-    may_hold_gradients: bool = False
-    margin: float = 0.0
-    host: frozenset[str] | None = None
-    device: torch.device | None = None
-    updates: UpdatesInBackward | None = None
-    decides: bool = False
-    places: bool = False
-    told: bool = False
+    ignored: attributes of modules that change without changing what forward computes.
+    """
 
-    def step(self, model: nn.Module, forward: Callable[..., Any], sample: Any, *known: Any) -> PlannedStep:
+    def __init__(self, name: str, ignored: frozenset[str] = frozenset()) -> None:
+        super().__init__(Settings(accumulate=True))  # gradients of earlier steps are counted once for all blocks
+        self._name, self._ignored, self._told = name, ignored, False
+
+    def step(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep] = (),
+        share: Share | None = None,
+    ) -> PlannedStep:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
-        events = [f"{GRADIENT}of block {self.name}, recomputed"]
-        return RecomputedStep(
-            model, forward, ArgumentsKey(call, None, traced=False), Collectives.of(events), self.ignored
-        )
+        events = [f"{GRADIENT}of block {self._name}, recomputed"]
+        arguments = ArgumentsKey(call, None, traced=False)
+        return RecomputedStep(model, forward, arguments, Collectives.of(events), self._ignored)
 
     def join(self, *arguments: Any) -> Any:
-        raise MemplanError(f"block {self.name} is planned by itself, and joins no other rank's plan")
+        raise MemplanError(f"block {self._name} is planned by itself, and joins no other rank's plan")
 
     def step_for(self, *arguments: Any) -> Any:
-        raise MemplanError(f"block {self.name} has no other plan for such gradients")
+        raise MemplanError(f"block {self._name} has no other plan for such gradients")
 
     def is_same(self, *arguments: Any) -> bool:
         return False
 
-    def instead(self, model: nn.Module, forward: Callable[..., Any], call: Call) -> Sequence[PlannedStep]:
+    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
         """Any call can be recomputed as a whole, as ranks do whose batch is unlike their sample."""
-        if not self.told:
-            self.told = True
+        if not self._told:
+            self._told = True
             log.warning(
                 "a call of block %s is recomputed as a whole, because a rank's batch is unlike its sample; "
                 "that may hold more than was planned",
-                self.name,
+                self._name,
             )
         return (self.step(model, forward, call),)
 
-    def learn(self, device: torch.device, margin: float) -> None:
-        """Blocks are not planned again."""
-
-    def counting_held_gradients(self) -> contextlib.AbstractContextManager[None]:
-        """Nor for that."""
-        return contextlib.nullcontext()
-
-    def looking(self) -> contextlib.AbstractContextManager[None]:
-        """It looks at no parameter."""
-        return contextlib.nullcontext()
-
-    def for_copy(self) -> _BlockPlanner:
+    def for_copy(self) -> Planner:
         """It knows nothing of the block itself."""
         return self
 

@@ -1,0 +1,315 @@
+"""Which step serves a call of a planned model: one that is at hand, or a new one, alone or with other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal
+
+from torch import nn
+
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch
+from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
+from memplan.logs import log
+from memplan.planning.planner import Planner
+from memplan.plans.partial_plan import PartialPlan
+from memplan.plans.plan import Plan
+from memplan.runtime.parts.rehearsal import errors_of_forward
+from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
+from memplan.runtime.ranks.agreement import Agreement, Share
+
+OnMismatch = Literal["replan", "raise"]
+
+_MOST_STEPS = 64  # that a model keeps; the one that was not used for longest goes first
+_MANY_STEPS = 12  # as many plans for one model are worth a warning
+_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
+
+
+class StepChoice:
+    """The steps of one model, and which of them serves a call.
+
+    - steps: by kind of call, that first which was used last.
+    - agreement: with the other ranks that train the model; None where it trains on this one alone.
+    - alone: plans may change without asking other ranks.
+    - aside: a context in which the model's own forward is in place.
+    - attend: takes every new step before it is used.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Forward,
+        planner: Planner,
+        reader: CallReader,
+        on_mismatch: OnMismatch,
+        agreement: Agreement | None,
+        alone: bool,
+        aside: Callable[[], contextlib.AbstractContextManager[object]],
+        attend: Callable[[PlannedStep], None],
+    ) -> None:
+        self.model, self.original, self.planner, self.reader = model, original, planner, reader
+        self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
+        self.agreement, self.alone = agreement, alone
+        self.steps: list[PlannedStep] = []
+        self.unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
+        self._aside, self._attend = aside, attend
+        self._told: set[str] = set()  # of what there has been a warning
+        self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
+        self._held = HeldGradients(model, ())
+        self._shared = SharedBackward()
+        self._declined: list[tuple[PlannedStep, str]] = []  # steps that this call has left by another branch, and where
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether plans stay as they are, whatever happens: users say so, or other ranks rely on them."""
+        return self.on_mismatch == "raise" or self.agreement is not None or not self.alone
+
+    @contextlib.contextmanager
+    def planning(self) -> Iterator[None]:
+        """While this rank looks at the model by itself to plan it."""
+        with self._aside(), self.planner.looking():
+            yield
+
+    def let_go(self) -> None:
+        """Free what stays on the device between steps: something else runs in between, which may need the room."""
+        for step in self.steps:
+            if isinstance(step, WholeStep):
+                step.runner.store.transfers.standing.free()
+
+    def forget(self) -> None:
+        """Every step is out of date."""
+        self.let_go()
+        self.steps.clear()
+
+    @contextlib.contextmanager
+    def one_call(self) -> Iterator[None]:
+        """What a call has declined is of no concern to the next one."""
+        try:
+            yield
+        finally:
+            self._declined.clear()
+
+    def begin(self, call: Call) -> PlannedStep:
+        """The step that a call runs."""
+        self._look_for_gradients()
+        step = self._step_for(call)
+        self._tell_of_flight(step)
+        return step
+
+    def another(self, call: Call, before: PlannedStep) -> PlannedStep:
+        """The step that this call runs, where it could not go on with one that it began with."""
+        return self.in_place_of(before, self._at_hand(call) or self._planned(call))
+
+    def decline(self, step: PlannedStep, why: str) -> None:
+        """This call goes another way than the step; calls that go too many are planned in parts from now on."""
+        self._declined.append((step, why))
+        capturing = self.planner.capturing
+        if capturing.decides and len(self._declined) >= _MOST_BRANCHES:
+            capturing.stop_deciding()
+            self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in self._declined)]
+            log.warning("such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
+
+    def _step_for(self, call: Call) -> PlannedStep:
+        if self.agreement is None:
+            return self._at_hand(call) or self._planned(call)
+        return self._agreed(call, self.agreement, lambda share: self._planned(call, share))
+
+    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], PlannedStep]) -> PlannedStep:
+        """The step that this rank runs, or prepares, while others do. plan: makes one where there is none."""
+
+        def planned(share: Share) -> PlannedStep:
+            step = self._at_hand(call)
+            return plan(share) if step is None else self._joined(call, step, share)
+
+        def others() -> list[PlannedStep]:
+            return [*self._serving(call), *self.planner.instead(self.model, self.original, call)]
+
+        step = agreement.step(lambda: self._at_hand(call), planned, others)
+        assert step is not None
+        return self._use(step) if any(step is known for known in self.steps) else step
+
+    def _at_hand(self, call: Call) -> PlannedStep | None:
+        """The step that serves a call; where several do, for batches of other ranks, the fastest."""
+        serving = self._serving(call)
+        step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
+        return None if step is None else self._use(step)
+
+    def _serving(self, call: Call) -> Iterator[PlannedStep]:
+        """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is. Last
+        those that count gradients, where there are none."""
+
+        def rank(step: PlannedStep) -> tuple[bool, bool]:
+            return not isinstance(step, WholeStep), not self._held.extra_bytes and self._held.are_counted_by(step)
+
+        steps = sorted(self.steps, key=rank)
+        return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
+
+    def _mismatch(self, step: PlannedStep, call: Call) -> str | None:
+        """What keeps a step from serving a call, in words, as far as that is known before it runs."""
+        declined = next((why for other, why in self._declined if other is step), None)
+        return declined or step.mismatch(call) or self._held.beyond(step, self.planner.limits.budget_bytes)
+
+    def _use(self, step: PlannedStep) -> PlannedStep:
+        if self.steps[0] is not step:
+            self.steps[:] = [step, *(other for other in self.steps if other is not step)]
+        return step
+
+    def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
+        """A step with the schedule of ranks that plan now, in the place of one that is at hand."""
+        if not isinstance(step, WholeStep):
+            return step
+        with self.planning():
+            other = self.planner.join(self.model, step, self.steps, share)
+        whole = (s for s in self._serving(call) if isinstance(s, WholeStep))
+        same = (s for s in whole if s.plan.schedule == other.plan.schedule)
+        return next(same, None) or self.add(other)
+
+    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> PlannedStep:
+        """A new step. share: where ranks of a group have plans from one another. counting: gradients of earlier steps,
+        as the planner is to do already."""
+        if self._held.extra_bytes and not counting:
+            return self._planned_with_gradients(call)
+        reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
+        known: Sequence[PlannedStep]
+        if counting:  # plans that do not are none to begin with
+            known, reason = [], "gradients of an earlier step are there"
+        elif None in reasons:
+            self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
+            known, reason = [], "such a call came again, and gets a plan of its own"
+        elif (reasons or self.unfit) and self.on_mismatch == "raise":
+            raise PlanMismatch(
+                f"this call does not match the plan: {reasons[0] if reasons else self.unfit}. Plan it with "
+                "memplan.apply on such a sample, or call memplan.remove(model)"
+            )
+        else:
+            known, reason = self.steps, f"{reasons[0] if reasons else self.unfit or 'this is the first call'}"
+        log.info("planning, because %s", reason)
+        self._tell_of_passing(call, known)
+        if len(self.steps) == _MANY_STEPS:
+            log.warning(
+                "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
+                "a while. Pad batches to few lengths, and pass numbers that change with the batch as tensors",
+                len(self.steps) + 1, reason,
+            )  # fmt: skip
+        with self.planning():
+            try:
+                step = self.planner.step(self.model, self.original, call, known, share)
+            except NothingToTrain as error:
+                if not self.alone:
+                    raise
+                log.info("such calls run unplanned, because %s", error)
+                step = EagerStep.of(self.model, self.original, call, call.device_type)
+            return self.add(step)
+
+    def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
+        """A step that this rank alone runs in the place of the one that ranks had agreed on."""
+        if self.agreement is not None:
+            self.agreement.keep(before, after)
+        return after
+
+    def add(self, step: PlannedStep) -> PlannedStep:
+        """Take a step in, as the one that was used last."""
+        step.settle(self.model)
+        host = self.planner.placement.host
+        if self._host is not None and host != self._host:
+            self.forget()  # they were made for parameters that have moved since
+        self._host = host
+        self._held.belong_to(self.model, host or ())
+        self.steps.insert(0, step)
+        del self.steps[_MOST_STEPS:]
+        self._attend(step)
+        return step
+
+    def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
+        """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
+        if not self.alone and self.agreement is None:
+            raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
+        call = self.reader.read_sample(sample)
+        self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
+
+        def planned(share: Share | None = None) -> PlannedStep:
+            with self.planning():
+                return self.add(self.planner.step(self.model, self.original, call, share=share))
+
+        if self.agreement is None:
+            with errors_of_forward():
+                return (self._at_hand(call) or planned()).plan
+        return self._agreed(call, self.agreement, planned).plan
+
+    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
+        """The smallest budget for such a call where backward has started from fewer outputs than were planned for;
+        None where it has not."""
+        call = self.reader.read_sample(sample)
+        plans = [s.plan for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
+        counts = [len(plan.problem.graph.tangents) for plan in plans]
+        fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
+        return min(fewer, default=None)
+
+    def _look_for_gradients(self) -> None:
+        """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
+        add up those of several batches."""
+        uncounted = "gradients" not in self._told and self.planner.limits.may_hold_gradients
+        self._held.look(uncounted)
+        if self.is_fixed:
+            why = self._why_no_room()
+            self._held.extra_bytes = 0
+            if why is not None:
+                self._tell_of_gradients(why)
+
+    def _why_no_room(self) -> str | None:
+        """That gradients of an earlier step do not fit beside one of the plans, in words."""
+        limit_bytes = self.planner.limits.budget_bytes
+        return next((why for step in self.steps if (why := self._held.beyond(step, limit_bytes)) is not None), None)
+
+    def _planned_with_gradients(self, call: Call) -> PlannedStep:
+        """A new step whose plan counts them; where there is none, one that does not."""
+        why = self._why_no_room()
+        try:
+            with self.planner.limits.counting_held_gradients():
+                step = self._planned(call, counting=True)
+        except BudgetInfeasible as error:
+            self._tell_of_gradients(why or str(error))
+            return self._at_hand(call) or self._planned(call)
+        self._held.are_counted_from_now_by(step, self.steps)
+        if why is not None:
+            self._tell({"planned with gradients": f"planned again, because {why}"})
+        return step
+
+    def _tell_of_gradients(self, why: str) -> None:
+        """No plan counts them; those that there are go on."""
+        self._tell({"gradients": why})
+        self._held.extra_bytes = 0
+
+    def _tell_of_passing(self, call: Call, known: Sequence[PlannedStep]) -> None:
+        """Say once where all that is new is that arguments are passed by name instead of by position, or so."""
+        if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
+            now = ", ".join(call.paths)
+            why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
+            self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
+
+    def _tell_of_flight(self, step: PlannedStep) -> None:
+        """Say once what is to be known of forwards that wait for their backward while this one begins."""
+        if self.planner.settings.in_flight > 1 or not isinstance(step, WholeStep):
+            return
+        self._tell(news_of_flight(step, self.steps, self.planner.limits.budget_bytes))
+
+    def tell_of_shared_backward(self, step: WholeStep) -> None:
+        """Say once where one backward through more than this forward adds gradients up otherwise than eager does."""
+        self._tell(self._shared.news(step, self._held.parameters if self._held.exist else ()))
+
+    def tell_of_tracers(self) -> None:
+        """Say once that somebody traces."""
+        self._tell({"tracers": "the model runs unplanned under torch.func, forward-mode differentiation and tracers"})
+
+    def _tell(self, news: Mapping[str, str]) -> None:
+        """Each subject once."""
+        for subject, text in news.items():
+            if subject not in self._told:
+                self._told.add(subject)
+                log.warning("%s", text)
+
+
+def _seconds(step: PlannedStep) -> float:
+    """What a step is predicted to take; nothing is known of one that runs unplanned."""
+    return 0.0 if step.plan is None else step.plan.time_s

@@ -1,0 +1,266 @@
+"""A model whose forward runs plans. Its class, parameters, `state_dict` keys and output types stay as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.errors import PlanMismatch
+from memplan.installed.choice import OnMismatch, StepChoice
+from memplan.installed.recovery import OnOutOfMemory, Recovery
+from memplan.installed.unused import UnusedPlan
+from memplan.logs import log
+from memplan.planning.planner import Planner
+from memplan.plans.partial_plan import PartialPlan
+from memplan.plans.plan import Plan
+from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.parts.rehearsal import ForwardFails
+from memplan.runtime.program.lower import Program
+from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.ranks.agreement import Agreement
+
+
+class PlannedForward:
+    """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
+
+    - original: the forward that was there before. reader: takes calls apart.
+    - on_mismatch, on_oom: as for `memplan.apply`.
+    - agreement: with the other ranks that train the model; None where it trains on this one alone.
+    - alone: plans may change without asking other ranks.
+    - undo: what else there is to take off with the plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        original: Forward,
+        planner: Planner,
+        reader: CallReader,
+        on_mismatch: OnMismatch = "replan",
+        on_oom: OnOutOfMemory = "raise",
+        agreement: Agreement | None = None,
+        alone: bool = True,
+    ) -> None:
+        self.model, self.original, self._planner = model, original, planner
+        self.choice = StepChoice(
+            model, original, planner, reader, on_mismatch, agreement, alone, self.stepping_aside, self._attend
+        )
+        self.recovery = Recovery(self.choice, on_oom)
+        self.undo: list[Callable[[], None]] = []
+        self._training = model.training
+        self._own_attribute = "forward" in vars(model)
+        self._is_set_aside = False  # the model's own forward is wanted
+        self._unused = UnusedPlan(model)
+        functools.update_wrapper(self, original)
+
+    @property
+    def steps(self) -> list[PlannedStep]:
+        """By kind of call, that first which was used last."""
+        return self.choice.steps
+
+    @property
+    def plan(self) -> Plan | PartialPlan | None:
+        """The plan that ran last, or will run first; None before there is one."""
+        return self.steps[0].plan if self.steps else None
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the first step held beyond what was there before it; None before it is over."""
+        return self.recovery.grown_bytes
+
+    @private.uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._is_aside():
+            self.choice.let_go()
+            with contextlib.nullcontext() if self._is_set_aside else self.fetching():
+                return self.original(*args, **kwargs)
+        call = self.choice.reader.read(args, kwargs)
+        with contextlib.suppress(ForwardFails), self.choice.one_call():
+            return self._run_planned(call)
+        with self.stepping_aside(), self.fetching():
+            return self.original(*args, **kwargs)  # raises its error, having written what it then has
+
+    def _run_planned(self, call: Call) -> Any:
+        self._unused.end()
+        step = self.choice.begin(call)
+        while True:
+            try:
+                return self._run(step, call)
+            except Exception as error:
+                if not self.recovery.mends(error):
+                    raise
+                problem = error.with_traceback(None)  # or its frames would keep tensors alive
+            repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
+            self.recovery.after(problem, step, repeats)
+            step = self.choice.another(call, step)
+
+    def _is_aside(self) -> bool:
+        """Whether this call is for the model's own forward."""
+        on_host = self._planner.placement.host  # where gradients go, so such parameters need a plan in eval mode too
+        evaluates = self._training and not self.model.training and not on_host
+        if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
+            return True
+        if not private.someone_traces():
+            return False
+        self.choice.tell_of_tracers()
+        return True
+
+    def _run(self, step: PlannedStep, call: Call) -> Any:
+        if isinstance(step, WholeStep):
+            return step.run(call)
+        with self.stepping_aside(), self.fetching():
+            return step.run(call)
+
+    def fetching(self) -> contextlib.AbstractContextManager[object]:
+        """Where the model's own forward finds parameters that live on the host, and parts of it do."""
+        away, device = self._planner.placement.away(self.model), self._planner.placement.device
+        return FetchedWhereUsed(away, device, self.model) if away and device is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def stepping_aside(self) -> Iterator[Forward]:
+        """The model's own forward is in place for as long."""
+        before, self._is_set_aside = self._is_set_aside, True
+        self.choice.let_go()
+        try:
+            yield self.original
+        finally:
+            self._is_set_aside = before
+
+    def add(self, step: PlannedStep) -> None:
+        """Take a step in, as the one that was used last."""
+        self.choice.add(step)
+
+    def _attend(self, step: PlannedStep) -> None:
+        if vars(self.model).get("forward") is self:
+            self.install()  # the first plan says what else that takes
+        if isinstance(step, WholeStep):
+            self.recovery.attend(step)
+
+    def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
+        """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
+        return self.choice.prepare(sample)
+
+    def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
+        """The smallest budget for such a call where backward has started from fewer outputs than were planned for;
+        None where it has not."""
+        return self.choice.floor_of_fewer_outputs(sample)
+
+    # -- in and out of the model ------------------------------------------------------------------------------------
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(self.original)
+
+    @property
+    def program(self) -> Program:
+        """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
+        step = self.steps[0]
+        assert isinstance(step, WholeStep)
+        return step.programs[0]
+
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Constants of the trace that the program holds."""
+        step = self.steps[0]
+        assert isinstance(step, WholeStep)
+        return step.capture.traced.constants
+
+    def install(self) -> None:
+        if vars(self.model).get("forward") is not self:
+            self._unused.watch()
+        self.model.forward = self
+        if self._planner.placement.updates is not None:
+            self._planner.placement.updates.install()
+
+    def uninstall(self) -> None:
+        """Put the original forward back."""
+        self.choice.let_go()
+        self._unused.end()
+        if self._planner.placement.updates is not None:
+            self._planner.placement.updates.remove()
+        if self._own_attribute:
+            self.model.forward = self.original
+        else:
+            del self.model.forward
+
+    def warn_of_host(self) -> None:
+        """Say that the model's own forward does not find its parameters on the device any more."""
+        device = self._planner.placement.device
+        if self._planner.placement.host and device is not None and device.type != "cpu":
+            log.warning(
+                "%d parameters live on the host; call model.to(%r) before the model runs without a plan",
+                len(self._planner.placement.host), str(device),
+            )  # fmt: skip
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model runs the same plans on its own parameters."""
+        model = memo.get(id(self.model))
+        if model is None:
+            return self
+        return _Unbound(self, model, copy.deepcopy(self.original, memo))
+
+    def __reduce__(self) -> Any:
+        """Pickling a model leaves the plan out: what is loaded is the plain model."""
+        return _class_forward, (self.model,)
+
+    def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
+        """The same plans for a copy of the model, which has this forward of its own.
+
+        Those that do not serve it, because its modules were changed before it was first used, are left out.
+        """
+        planner, choice = self._planner.for_copy(), self.choice
+        other = PlannedForward(
+            model, original, planner, choice.reader, choice.on_mismatch, self.recovery.on_oom, choice.agreement,
+            choice.alone,
+        )  # fmt: skip
+        other._training, other._own_attribute = self._training, self._own_attribute
+        for step in reversed(self.steps) if planner is self._planner else ():
+            try:
+                other.add(step.bound_to(model, original))
+            except PlanMismatch as error:
+                other.choice.unfit = str(error)
+        return other
+
+
+def _class_forward(model: nn.Module) -> Callable[..., Any]:
+    return MethodType(type(model).forward, model)
+
+
+class _Unbound:
+    """The forward of a model that is being copied: binds the plan once the copy is complete."""
+
+    def __init__(self, planned: PlannedForward, model: nn.Module, original: Callable[..., Any]) -> None:
+        self._planned, self._model, self._original = planned, model, original
+        functools.update_wrapper(self, planned.original)
+
+    def bind(self) -> PlannedForward:
+        bound = self._planned.bound_to(self._model, self._original)
+        bound.install()
+        return bound
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.bind()(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.bind().__deepcopy__(memo)
+
+    def __reduce__(self) -> Any:
+        return self.bind().__reduce__()
+
+
+def planned_forward(model: nn.Module) -> PlannedForward | None:
+    """The model's planned forward, None where it has none."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, _Unbound):
+        forward = forward.bind()
+    return forward if isinstance(forward, PlannedForward) else None

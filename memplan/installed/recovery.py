@@ -1,0 +1,196 @@
+"""What goes on where a step can't: it ran out of memory, ops gave other results, gradients arrive elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.ops.real_results import OtherResults
+from memplan.capture.trace.call import Call
+from memplan.capture.trace.raw_trace import Autocast
+from memplan.errors import MemplanError
+from memplan.installed.choice import StepChoice
+from memplan.installed.comparison import Comparison
+from memplan.logs import log
+from memplan.runtime.program.decisions import OtherBranch
+from memplan.runtime.program.execute import Gradients, InFlight, OtherTangents, TangentLayout
+from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.units import format_bytes
+
+OnOutOfMemory = Literal["raise", "replan"]
+
+
+class Recovery:
+    """Looks after the steps of one model while they run. choice: has them, and gets new ones."""
+
+    def __init__(self, choice: StepChoice, on_oom: OnOutOfMemory) -> None:
+        self._choice, self.on_oom = choice, on_oom
+        self._comparison: Comparison | None = None  # of the first step with its prediction
+        self._found: Mapping[str, Any] = {}  # what ops gave in the latest first run that was given up
+
+    @property
+    def grown_bytes(self) -> int | None:
+        """The most that the first step held beyond what was there before it; None before it is over."""
+        return None if self._comparison is None else self._comparison.grown_bytes
+
+    def attend(self, step: WholeStep) -> None:
+        """Be asked where the step can't go on, and watch it where it is the first that was planned in full."""
+        shared = functools.partial(self._choice.tell_of_shared_backward, step)
+        step.runner.attend(functools.partial(self._rescue, step), shared, keeps_buffers=self.on_oom == "replan")
+        if self._comparison is None and not step.provisional:
+            self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
+
+    def mends(self, error: Exception) -> bool:
+        """Whether `after` may know what to do."""
+        return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch))
+
+    def _rescue(
+        self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
+    ) -> Gradients:
+        """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
+        call = step.capture.call.filled(state.start.inputs)
+        with step.key.autocast.context(), torch.enable_grad():
+            changed = step.key.mismatch(call)
+            if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
+                return step.runner.backward(state, tangents)
+            repeats = changed is None and step.runner.repeats(state)
+            if not isinstance(problem, OtherTangents):
+                self.after(problem, step, repeats)
+                other = self._planned_for(step, call, tangents, state.autocast)
+            elif not repeats or self._choice.on_mismatch == "raise":
+                raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
+            else:
+                other = self._for_tangents(step, call, tangents, state.autocast, problem)
+        self._choice.in_place_of(step, other)
+        if other.capture.traced.forward_ops != step.capture.traced.forward_ops:
+            raise problem
+        state.saved.clear()
+        try:
+            return other.runner.repeat(state, tangents)
+        except OtherResults as error:  # a first run too
+            problem = error.with_traceback(None)
+        return self._rescue(other, state, tangents, problem)
+
+    def _is_same(
+        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+    ) -> bool:
+        """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
+        if backward is None or not step.runner.takes(tangents, None):
+            return False
+        with self._choice.planning():
+            same = self._choice.planner.is_same(
+                step, self._choice.model, self._choice.original, call, _layouts(tangents), backward
+            )
+        if same:
+            step.runner.autocasts.add(backward)
+        return same
+
+    def _why_not_again(self, step: WholeStep, changed: str | None) -> str:
+        if self._choice.on_mismatch == "raise":
+            return "on_mismatch is 'raise'"
+        if changed is not None:
+            return f"Forward can't run again for it, because since then {changed}"
+        if step.runner.written.matters:
+            return "Forward can't run again for it, because it writes to what it reads; on_oom='replan' keeps buffers"
+        return "Forward can't run again for it, because what it read has been written to since"
+
+    def _for_tangents(
+        self,
+        step: WholeStep,
+        call: Call,
+        tangents: dict[int, torch.Tensor],
+        backward: Autocast | None,
+        problem: Exception,
+    ) -> WholeStep:
+        for other in self._choice.steps:
+            if not isinstance(other, WholeStep) or not other.runner.takes(tangents, backward):
+                continue
+            if other.mismatch(call) is None and other.capture.traced.forward_ops == step.capture.traced.forward_ops:
+                return other
+        log.info("planning, because %s", problem)
+        try:
+            other = self._planned_for(step, call, tangents, backward)
+        except MemplanError as error:
+            raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
+        planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
+        if needed_bytes < planned_bytes:
+            log.info(
+                "such steps can do with %s (%d bytes), those that were planned with %s (%d bytes); loss_fn= "
+                "has them planned for the loss alone",
+                format_bytes(needed_bytes), needed_bytes, format_bytes(planned_bytes), planned_bytes,
+            )  # fmt: skip
+        return other
+
+    def _planned_for(
+        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+    ) -> WholeStep:
+        """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
+        choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
+        with choice.planning():
+            other = choice.planner.step_for(
+                choice.model, choice.original, call, layouts, backward, seen, choice.steps
+            )  # fmt: skip
+        self._choice.add(other)
+        return other
+
+    def after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:
+        """Get ready to plan again: after running out of memory, for what ops were found to give, or for another branch.
+        Raises what can't be mended. repeats: the step can run once more."""
+        if isinstance(problem, OtherBranch) and not self._choice.is_fixed:
+            self._choice.decline(step, str(problem))
+            return
+        if private.is_out_of_memory(problem):
+            self._after_out_of_memory(step, problem, repeats)
+            return
+        if (
+            self._choice.is_fixed
+            or not repeats
+            or not isinstance(problem, OtherResults)
+            or problem.found == self._found
+        ):
+            raise problem  # the last where the new trace has not heeded it
+        self._found = problem.found
+        log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
+        self._choice.forget()
+
+    def _after_out_of_memory(self, step: PlannedStep, problem: Exception, repeats: bool) -> None:
+        """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
+
+        repeats: the step can run once more.
+        """
+        plan = step.plan
+        told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
+        advice = (
+            "Other processes or fragmentation may take the rest: lower the budget, set "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with on_oom='replan'"
+        )
+        if self.on_oom == "replan" and not repeats:
+            advice = (
+                "The step can't run again, for it, or somebody since, has written to what it reads. Lower the budget"
+            )
+        if self.on_oom == "raise" or plan is None or not repeats:
+            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}. {advice}") from problem
+        margin = max(0.05, 2 * self._choice.planner.limits.margin)
+        if margin > 1:
+            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
+        log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
+        device = step.runner.device if isinstance(step, WholeStep) else next(self._choice.model.parameters()).device
+        self._choice.planner.limits.learn(device, margin)
+        self._choice.forget()
+
+    def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
+        """A step was measured: where it held more than predicted, plans keep a margin from now on."""
+        margin, limits, problem = min(0.25, excess), self._choice.planner.limits, step.plan.problem
+        if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source == "measured":
+            log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
+            limits.learn(step.runner.device, margin)
+            if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
+                self._choice.forget()
+
+
+def _layouts(tangents: dict[int, torch.Tensor]) -> dict[int, TangentLayout]:
+    return {i: TangentLayout.of(f"{i}", t) for i, t in tangents.items()}

@@ -1,0 +1,105 @@
+"""Plans that can be had without a search: of an equal step, of other calls, from the textbook."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from torch import nn
+
+from memplan.capture.capture import Capture
+from memplan.capture.trace.call import Call
+from memplan.errors import IllegalSchedule
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.planning.problems import Problems
+from memplan.plans.plan import Plan
+from memplan.plans.uneven import kind_of, translated
+from memplan.problem.data import Graph, Problem
+from memplan.problem.schedule import order_of
+from memplan.problem.simulate import simulate
+from memplan.problem.structure import same_structure
+from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.solvers import candidate, textbook
+from memplan.solvers.bounds.offload_bound import gather_bound_s
+
+
+class AtHand:
+    """Looks among `known`, the steps of one model that there are."""
+
+    def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
+        self._limits, self._placement, self._problems = limits, placement, problems
+
+    def equal_step(self, captured: Capture, known: Sequence[PlannedStep]) -> tuple[WholeStep, Plan] | None:
+        """A step whose ops, values and sizes are the captured one's, be the arguments called otherwise, and its plan
+        for the captured one. captured: with the parameters where they live."""
+        graph = captured.traced.graph
+        for step in known:
+            if isinstance(step, WholeStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
+                problem = dataclasses.replace(step.plan.problem, graph=graph)
+                return step, dataclasses.replace(step.plan, problem=problem)
+        return None
+
+    def hurried(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
+        """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's."""
+        limit = self._limits.budget_bytes
+        if limit is None or self._placement.host_budget is not None or self._placement.gathers is not None:
+            return None
+        problem = self._problems.problem(model, captured, quick=True)
+        found = list(textbook(problem))
+        for step in known:
+            if isinstance(step, WholeStep) and same_structure(step.plan.problem.graph, problem.graph):
+                found.append(candidate(problem, step.plan.solver, order_of(step.plan.schedule)))
+        fitting = [c for c in found if c.peak_bytes <= self._limits.less_margin(limit)]
+        if not fitting:
+            return None
+        best, floor = min(fitting, key=lambda c: c.time_s), min(found, key=lambda c: c.peak_bytes)
+        problem = dataclasses.replace(problem, budget_bytes=limit)
+        return Plan(
+            problem, best.schedule, best.timeline, best.solver, problem.baseline_time_s, floor.peak_bytes, floor.time_s
+        )
+
+    def in_known_order(self, problem: Problem, known: Sequence[PlannedStep]) -> Plan | None:
+        """The fastest schedule of other steps that serves this one and fits: all ranks gather in the order of the steps
+        that they have."""
+        limit = self._limits.budget_bytes
+        if limit is None:
+            return None
+        plans = {step.plan.schedule: step.plan for step in known if isinstance(step, WholeStep)}
+        most_bytes = self._limits.less_margin(limit)
+        fitting = [self.with_schedule(problem, plan, limit, most_bytes) for plan in plans.values()]
+        return min((plan for plan in fitting if plan is not None), key=lambda plan: plan.time_s, default=None)
+
+    def with_schedule(self, problem: Problem, plan: Plan, limit: int, most_bytes: int | None = None) -> Plan | None:
+        """The schedule of a plan for another step, where it serves this one within the limit, and peaks at
+        `most_bytes`."""
+        graph, planned = problem.graph, plan.problem.graph
+        problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
+        alike = kind_of(graph) == kind_of(planned)
+        schedule = plan.schedule if alike else translated(plan.schedule, planned, graph)
+        if schedule is None:
+            return None
+        try:
+            timeline = simulate(problem, schedule)
+        except IllegalSchedule:
+            return None
+        if timeline.peak_bytes > (limit if most_bytes is None else most_bytes):
+            return None
+        bound_s = min(gather_bound_s(problem), timeline.time_s)
+        found = Plan(problem, schedule, timeline, plan.solver, bound_s, timeline.peak_bytes, timeline.time_s)
+        fits = self._placement.host_budget is None or found.host_bytes <= self._placement.host_limit
+        return found if fits else None
+
+
+def unplanned_bytes(call: Call, known: Sequence[PlannedStep]) -> int | None:
+    """What such a call holds unplanned, as far as the plan of an equal one tells."""
+    for step in known:
+        if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
+            return int(step.plan.baseline_peak_bytes)
+    return None
+
+
+def _unnamed(graph: Graph) -> Graph:
+    """The graph without the names of inputs, which are those of arguments."""
+    values = (dataclasses.replace(v, name="") if v.role == "input" else v for v in graph.values)
+    return dataclasses.replace(graph, values=tuple(values))

@@ -1,0 +1,119 @@
+"""From a call to a captured step, with the branches that forward takes and the caches that it leaves."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
+from memplan.capture.capture import Capture, capture, model_device
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.trace import OpenBranch
+from memplan.costs.optimizer import update_needs
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
+from memplan.planning.update_ops import with_updates
+from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.parts.rehearsal import OneForward, one_forward
+from memplan.runtime.program.execute import TangentLayout
+
+
+class Capturing:
+    """Captures the steps of one model.
+
+    decides: where forward branches on what it computes, or fills caches, it is run once on the sample, and captured
+    with the branches that it takes and the caches.
+    """
+
+    def __init__(self, settings: Settings, placement: Placement, decides: bool) -> None:
+        self._settings, self._placement, self.decides = settings, placement, decides
+
+    def stop_deciding(self) -> None:
+        """Forward takes too many ways: steps are captured as if nobody could tell which."""
+        self.decides = False
+
+    @private.without_saved_tensor_hooks()
+    def capture(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        tangents: dict[int, TangentLayout] | None = None,
+        backward: Autocast | None = None,
+        seen: Sequence[Answer] = (),
+    ) -> Capture:
+        """The captured step.
+
+        tangents, backward: outputs at which gradients arrive, their layouts, and the autocast that backward runs
+        under. seen: what forward read from tensors on this very call, where an earlier capture tells.
+        """
+        settings = self._settings
+        trace = functools.partial(
+            capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
+            backward,
+        )  # fmt: skip
+        runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+
+        def traced() -> Capture:
+            try:
+                return trace(seen=seen or None)
+            except OpenBranch:
+                if not runs:
+                    raise
+                return trace(seen=self._one_forward(model, forward, sample).answers)
+
+        try:
+            captured = traced()
+        except SetsAttribute as error:
+            if not runs:
+                raise
+            captured = _with_caches(model, self._one_forward(model, forward, sample), traced, error)
+        return captured if settings.update == "step" else self._with_updates(model, captured)
+
+    def _with_updates(self, model: nn.Module, captured: Capture) -> Capture:
+        """The capture where parameters are updated in the middle of backward."""
+        assert self._settings.optimizer is not None
+        needs = update_needs(self._settings.optimizer, captured.traced.device)
+        if self._placement.updates is not None:  # a later one of their plans
+            needs = {p: needs.get(p, 0) for p in self._placement.updates.parameters}
+        update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured,
+            traced=with_updates(captured.traced, update_bytes),
+            expanded=None if expanded is None else with_updates(expanded, update_bytes),
+        )
+
+    def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
+        """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
+        loss_fn, device = self._settings.loss_fn, self._placement.device
+        run = forward if loss_fn is None else functools.partial(loss_fn, model)
+        call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
+        if device is None or not self._placement.host:
+            with torch.enable_grad():
+                return one_forward(model, run, call.detached(None if device is None else model_device(model)))
+        with torch.no_grad():
+            fetched = FetchedWhereUsed(self._placement.away(model), device, model)
+            return one_forward(model, run, call.detached(device), fetched)
+
+
+def _with_caches(model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute) -> Capture:
+    """The step as it is once a first forward has left its caches. Raises the refusal where it leaves more that each run
+    does not set anew."""
+    left, caches = first.left, first.caches
+    if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
+        raise refusal
+    with AttributesKept(model):
+        caches.put()
+        captured = traced()
+        anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+        known = {(id(table), key) for table, key, _ in caches.values}
+        if not {(id(table), key) for table, key, _ in left.values} <= anew | known:
+            raise refusal
+        return dataclasses.replace(captured, left=caches)

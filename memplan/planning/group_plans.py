@@ -1,0 +1,126 @@
+"""Plans that ranks of a group have from one another: one searches, and all of them run what it found."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from memplan.capture.capture import Capture
+from memplan.costs.measure import device_name
+from memplan.costs.optimizer import optimizer_needs
+from memplan.errors import MemplanError
+from memplan.logs import log
+from memplan.planning.at_hand import AtHand
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
+from memplan.planning.whole_plans import WholePlans
+from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
+from memplan.plans.uneven import kind_of, sizes_of, widest
+from memplan.problem.data import Problem
+from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.ranks.agreement import Share
+
+
+class GroupPlans:
+    """Plans of one model's steps, by way of the ranks that train it together."""
+
+    def __init__(
+        self, settings: Settings, limits: Limits, placement: Placement, plans: WholePlans, at_hand: AtHand
+    ) -> None:
+        self._settings, self._limits, self._placement = settings, limits, placement
+        self._plans, self._at_hand = plans, at_hand
+
+    def shared(
+        self, captured: Capture, provisional: bool, share: Share, make: Callable[[], tuple[Plan, bool]]
+    ) -> tuple[Plan, bool]:
+        """A plan, and whether it is provisional, from the rank that plans for those with this very step, device and
+        settings. provisional: it may be."""
+        own: list[tuple[Plan, bool]] = []
+
+        def packed(figures: Sequence[Any]) -> bytes:
+            own.append(make())
+            plan, provisional = own[0]
+            return bytes([provisional]) + plan_to_bytes(plan)
+
+        limit = self._limits.known_bytes
+        homes = sorted(self._placement.host or ())
+        facts = (*self._facts(captured), homes, self._limits.margin, provisional, limit or self._settings.budget)
+        made = share(_digest(facts), limit or 0, packed).own
+        plan, provisional = own[0] if own else (plan_from_bytes(made[1:]), bool(made[0]))
+        self.take_over(plan)  # whoever made it, or later plans would depend on that
+        return plan, provisional
+
+    def for_all(
+        self, captured: Capture, known: Sequence[PlannedStep], share: Share, problem: Callable[[], Problem]
+    ) -> Plan:
+        """A plan with the schedule that all ranks have, for all must gather in one order.
+
+        It fits the lowest budget of those whose steps differ by sizes alone. Where there are others, they take the
+        schedule of those whose steps are the largest. captured: with the parameters where they live. problem: of it.
+        """
+        assert self._settings.shards is not None
+        limits, uneven = self._limits, False
+        own = functools.cache(problem)
+
+        def figures() -> Any:
+            nonlocal uneven
+            uneven = True
+            return sizes_of(own())
+
+        def make(of_all: Sequence[Any]) -> bytes:
+            most = widest(own(), of_all) if of_all else own()
+            if of_all:
+                log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
+            return plan_to_bytes(self._at_hand.in_known_order(most, known) or self._plans.with_gathers(most))
+
+        host_budget = self._placement.host_budget
+        kind = (
+            kind_of(captured.traced.graph), limits.accumulate, self._settings.grads, self._settings.search, host_budget
+        )  # fmt: skip
+        exact = _digest((*self._facts(captured), self._settings.shards.resident_bytes))
+        known_limit = limits.known_bytes
+        made = share(_digest(kind), known_limit or 0, make, exact, figures)
+        plan = plan_from_bytes(made.own)
+        largest = max(map(plan_from_bytes, made.others), key=_need, default=plan)
+        if _need(largest) > _need(plan):
+            limits.reset(known_limit)
+            self.take_over(largest)
+            found = self._at_hand.with_schedule(own(), largest, limits.budget_bytes or 0)
+            if found is not None:
+                return found
+            log.warning("this rank's batch takes other ops, and can't run in the order of other ranks'")
+        self.take_over(plan)
+        if not uneven:
+            return plan
+        found = self._at_hand.with_schedule(own(), plan, limits.budget_bytes or 0)
+        if found is None:  # no step peaks above the widest, but copies lie on the host in another way
+            raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
+        return found
+
+    def take_over(self, plan: Plan) -> None:
+        """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
+        self._placement.take_over(plan)
+        self._limits.take_over(plan.problem.budget_bytes)
+
+    def _facts(self, captured: Capture) -> tuple[object, ...]:
+        """What a plan depends on, beside the budget."""
+        settings, device = self._settings, captured.traced.device
+        needs = None if settings.optimizer is None else optimizer_needs(settings.optimizer, device)
+        return (
+            captured.traced.graph, device_name(device), needs, self._limits.accumulate, settings.grads, settings.costs,
+            settings.search, self._placement.host_budget, self._placement.known_link, settings.update,
+            settings.in_flight, settings.surroundings, settings.keep_frozen,
+        )  # fmt: skip
+
+
+def _need(plan: Plan) -> tuple[int, str]:
+    """How large a step is, and something that tells equally large ones apart."""
+    return plan.baseline_peak_bytes, _digest(kind_of(plan.problem.graph))
+
+
+def _digest(facts: object) -> str:
+    """One text for equal facts."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -1,0 +1,82 @@
+"""What a step may hold on its device: the budget in bytes, and the margin that is kept below it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from memplan.costs.margin import known_margin, remember_margin
+from memplan.planning.settings import Settings
+from memplan.problem.budgets import budget_bytes_of, device_bytes
+
+
+class Limits:
+    """The budget of all steps of one model.
+
+    - budget_bytes: in bytes, once the first plan has told what a fraction is one of; None before.
+    - margin: how much more than predicted the device has been seen to hold, as a fraction.
+    - accumulate: plans count gradients of earlier backward passes.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.budget_bytes: int | None = None
+        self.margin = 0.0
+        self.accumulate = settings.adds_up
+        self._with_gradients: int | None = None  # `budget_bytes` of plans that count gradients where others do not
+
+    @property
+    def known_bytes(self) -> int | None:
+        """The budget, where that is known before there is a plan."""
+        budget = self._settings.budget
+        return self.budget_bytes or (None if budget is None else device_bytes(budget))
+
+    def settle(self, unplanned_bytes: int, resident_bytes: int) -> int:
+        """The budget, which is known from now on. Both: of the step that is being planned."""
+        if self.budget_bytes is None:
+            assert self._settings.budget is not None
+            self.budget_bytes = budget_bytes_of(self._settings.budget, unplanned_bytes, resident_bytes)
+        return self.budget_bytes
+
+    def reset(self, budget_bytes: int | None) -> None:
+        """Have this budget, or none that is known, whatever was settled before."""
+        self.budget_bytes = budget_bytes
+
+    def take_over(self, budget_bytes: int | None) -> None:
+        """Have the budget of a plan that was made elsewhere, where none is known yet."""
+        self.budget_bytes = self.budget_bytes or budget_bytes
+
+    def less_margin(self, limit_bytes: int) -> int:
+        """What a plan should peak at, for a step to stay within a limit."""
+        return int(limit_bytes / (1 + self.margin))
+
+    def recall(self, model: nn.Module, device: torch.device | None) -> None:
+        """Have the margin that earlier processes have learnt for a model's device, or the one to plan for."""
+        self.margin = known_margin(model, device)
+
+    def learn(self, device: torch.device, margin: float) -> None:
+        """Keep this much of the budget free from now on, in later processes too."""
+        self.margin = margin
+        remember_margin(device, margin)
+
+    @property
+    def may_hold_gradients(self) -> bool:
+        """Whether gradients that are there when forward begins are some that plans do not count, and could."""
+        return not (self.accumulate or self._settings.theirs or self._settings.update == "backward")
+
+    @contextlib.contextmanager
+    def counting_held_gradients(self) -> Iterator[None]:
+        """Plans that are made in here count gradients of earlier steps. A fraction is one of what is held unplanned
+        with them."""
+        budget, before = self._settings.budget, self.budget_bytes
+        known = budget is None or device_bytes(budget) is not None
+        self.accumulate, self.budget_bytes = True, before if known else self._with_gradients
+        try:
+            yield
+        finally:
+            if not known:
+                self._with_gradients, self.budget_bytes = self.budget_bytes, before
+            self.accumulate = False

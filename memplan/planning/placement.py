@@ -1,0 +1,169 @@
+"""Where the parameters of one model live, as the first plan with a host budget decides, and what that takes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.capture import Capture
+from memplan.capture.ops.layout import storage_key
+from memplan.capture.shards import Shard
+from memplan.errors import UnsupportedModel
+from memplan.planning.homes import Movable, movables, with_homes, with_shards
+from memplan.planning.settings import Settings
+from memplan.plans.plan import Plan
+from memplan.problem.budgets import limit_bytes
+from memplan.problem.data import Link
+from memplan.runtime.host.place import materialise, place
+from memplan.runtime.host.transfers import Transfers, measure_link
+from memplan.runtime.host.updates import UpdatesInBackward
+from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.step import WholeStep
+
+
+class Placement:
+    """What all steps of one model share, beside its parameters: their homes, copies, gathers and updates.
+
+    - host: names of the parameters that live on the host; None until a plan with a host budget has decided that.
+    - host_budget: what may be there; None where nothing is offloaded.
+    - device: that of the steps; None is that of the sample.
+    - gathers: of sharded parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows.
+    - known_link: the speed of copies, where somebody has said it.
+    - updates: what updates parameters in the middle of backward.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self.host_budget = settings.most_on_host
+        stay = self.host_budget is not None and settings.surroundings.keeps_parameters
+        self.host: frozenset[str] | None = frozenset() if stay else None
+        self.device = settings.target_device
+        self.gathers = None if settings.shards is None else Gathers(settings.shards)
+        self.updates: UpdatesInBackward | None = None
+        self._counted: dict[str, nn.Parameter] | None = None  # a copy of the model has others
+        self.known_link = settings.link
+        self._transfers: Transfers | None = None  # of all steps, which share host memory
+
+    def for_copy(self, settings: Settings) -> Placement:
+        """Of a copy of the model. What updates the original in backward knows nothing of its parameters."""
+        other = copy.copy(self)
+        other._settings, other.updates = settings, None
+        return other
+
+    @property
+    def is_to_be_decided(self) -> bool:
+        """Whether the first plan decides where parameters live."""
+        return self.host_budget is not None and not self._settings.surroundings.keeps_parameters
+
+    @property
+    def host_limit(self) -> int:
+        """The host budget in bytes."""
+        return 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
+
+    def link(self, device: torch.device) -> Link:
+        """The speed of the connection to host memory, measured where nobody has said it."""
+        return self.known_link or measure_link(device)
+
+    def take_over(self, plan: Plan) -> None:
+        """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
+        if plan.problem.link is None:
+            return
+        if self._settings.shards is None:
+            self.host = frozenset(v.name for v in plan.problem.graph.values if v.fetched)
+        self.known_link = self.known_link or plan.problem.link
+        if self.host_budget is None:  # plans for other calls may copy as much
+            self.host_budget = plan.host_bytes
+
+    def decide(self, host: frozenset[str]) -> None:
+        """Have these parameters live on the host from now on."""
+        self.host = host
+
+    # -- which parameters -------------------------------------------------------------------------------------------
+
+    def movable(self, model: nn.Module, traced: Traced) -> tuple[Movable, ...]:
+        """Parameters that may live on the host."""
+        if not self.is_to_be_decided:
+            return ()
+        odd = {name for name, p in model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
+        return tuple(m for m in movables(traced) if odd.isdisjoint(m.names))
+
+    def counted(self, model: nn.Module) -> dict[str, nn.Parameter]:
+        """Parameters that the optimizer knows, by name: those that there were when it was first asked about."""
+        self._counted = self._counted or dict(model.named_parameters())
+        return self._counted
+
+    def lasting(self, model: nn.Module) -> frozenset[str]:
+        """Names of parameters of which copies may stay on the device between steps: nothing trains their memory."""
+        if not self._settings.keep_frozen:
+            return frozenset()
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        trained = {storage_key(p) for p in parameters.values() if p.requires_grad}
+        return frozenset(n for n, p in parameters.items() if not p.requires_grad and storage_key(p) not in trained)
+
+    def sharded(self, model: nn.Module) -> dict[str, Shard]:
+        """What is known of sharded parameters, by name."""
+        shards = self._settings.shards
+        if shards is None:
+            return {}
+        return {n: shard for n, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
+
+    def away(self, model: nn.Module) -> list[torch.Tensor]:
+        """What the model's own forward does not find on the device: parameters that live on the host, and before there
+        is a plan all that is not there."""
+        if self.host is None and self.device is not None and self.is_to_be_decided:
+            everything = (*model.parameters(), *model.buffers())
+            return [t for t in everything if t.device.type != self.device.type]
+        return [p for name, p in model.named_parameters() if name in (self.host or ())]
+
+    def homed(self, captured: Capture, model: nn.Module) -> Capture:
+        """The capture with the parameters where they live."""
+        if not self.host and self._settings.shards is None:
+            return captured
+        sharded, lasting = self.sharded(model), self.lasting(model)
+
+        def homed(traced: Traced) -> Traced:
+            if self._settings.shards is not None:
+                return with_shards(traced, sharded)
+            return with_homes(traced, self.host or (), lasting)
+
+        expanded = captured.expanded
+        return dataclasses.replace(
+            captured, traced=homed(captured.traced), expanded=None if expanded is None else homed(expanded)
+        )
+
+    # -- moving them ------------------------------------------------------------------------------------------------
+
+    def move(self, model: nn.Module, captured: Capture) -> None:
+        """Put all parameters where they live from now on, and make those that are on the meta device."""
+        settings = self._settings
+        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+            if settings.init is None:
+                raise UnsupportedModel(
+                    "the model is on the meta device; give init=, a function of each name and tensor that fills it, or "
+                    "materialise the model first"
+                )
+            materialise(model, settings.init, self.host or (), captured.traced.device, settings.optimizer)
+            self._counted = None
+            captured.key.moved()
+        if settings.update == "backward" and self.updates is None:
+            assert settings.optimizer is not None
+            self.updates = UpdatesInBackward(model, settings.optimizer)
+        if self.host is not None:
+            self.device = captured.traced.device
+            place(model, self.host, self.device, settings.optimizer)
+            captured.key.moved()
+
+    def serve(self, step: WholeStep, model: nn.Module) -> None:
+        """Have a new step share copies and updates with the earlier ones."""
+        transfers = self._transfers or step.runner.store.transfers
+        if self.updates is not None:
+            self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}
+            self.updates.reads_done = transfers.reads_done
+        if step.plan.problem.link is not None:
+            self._transfers = transfers
+        step.runner.store.share(None if step.plan.problem.link is None else transfers, self.updates)

@@ -1,0 +1,158 @@
+"""From a captured step to a problem: what its ops cost, and what is held beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.attributes.attributes import AttributesKept
+from memplan.capture.capture import Capture
+from memplan.costs.libraries import library_bytes
+from memplan.costs.measure import estimate, measure
+from memplan.costs.optimizer import host_update_s_per_byte, optimizer_needs
+from memplan.errors import UnsupportedModel
+from memplan.planning.homes import Movable, with_homes
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.planning.residency import all_names
+from memplan.planning.settings import Settings
+from memplan.problem.data import Buffers, Costs, Problem
+
+
+class Problems:
+    """Problems of one model's steps."""
+
+    def __init__(self, settings: Settings, limits: Limits, placement: Placement) -> None:
+        self._settings, self._limits, self._placement = settings, limits, placement
+
+    def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
+        """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
+        settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
+        needs = (0, 0)  # with a host budget it depends on where parameters live, unless they are sharded
+        if self._placement.host_budget is None or settings.shards is not None:
+            needs = self.optimizer_needs(traced.device)
+        costs = self.costs(model, captured, quick)
+        held, later = self._around(traced)
+        problem = Problem(
+            traced.graph, costs, None, needs[0] + held, accumulate, needs[1] + later, in_flight=settings.in_flight,
+            takes_gradients=settings.surroundings.takes_gradients and settings.grads == "surface",
+            knows_optimizer=settings.optimizer is not None,
+        )  # fmt: skip
+        if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
+            problem = dataclasses.replace(
+                problem, accumulate=False, extra_resident_bytes=problem.resident_bytes - traced.graph.resident_bytes
+            )
+        return problem
+
+    def with_shards(self, model: nn.Module, captured: Capture) -> Problem:
+        """The problem of a step that gathers sharded parameters. captured: with them where they live."""
+        shards, problem = self._settings.shards, self.problem(model, captured)
+        assert shards is not None
+        offloads = self._placement.host_budget is not None
+        return dataclasses.replace(
+            problem, gather=shards.speed, accumulate=True,
+            link=self._placement.link(captured.traced.device) if offloads else None,
+            extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
+        )  # fmt: skip
+
+    def by_homes(
+        self, model: nn.Module, captured: Capture, problem: Problem
+    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
+        """Parameters that may live on the host, and the step's problem where those of these names do."""
+        settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
+        problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
+        parts = placement.movable(model, captured.traced)
+        stuck = sorted((placement.host or frozenset()) - all_names(parts))
+        if stuck:
+            raise UnsupportedModel(
+                f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
+                "this call as the sample"
+            )
+        counted = placement.counted(model)
+        lasting = placement.lasting(model)
+        update_s = 0.0
+        if settings.optimizer is not None and not accumulate and settings.in_flight == 1:  # else steps share one update
+            update_s = host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
+
+        @functools.cache  # the optimizer's step takes a second to run on fakes
+        def problem_of(names: frozenset[str]) -> Problem:
+            here = self.optimizer_needs(captured.traced.device, [counted[name] for name in names if name in counted])
+            others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
+            there = self.optimizer_needs(torch.device("cpu"), others) if names else (0, 0)
+            graph = with_homes(captured.traced, names, lasting).graph
+            held, later = self._around(captured.traced)
+            if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
+                held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
+            return dataclasses.replace(
+                problem, graph=graph, extra_resident_bytes=here[0] + held, update_bytes=here[1] + later,
+                extra_host_bytes=there[0], host_update_s_per_byte=update_s,
+            )  # fmt: skip
+
+        return parts, problem_of
+
+    def optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:
+        """Bytes of the optimizer's state there, and what its step allocates after backward. without: parameters that
+        it does not count."""
+        if self._settings.optimizer is None:
+            return 0, 0
+        state_bytes, step_bytes = optimizer_needs(self._settings.optimizer, device, without)
+        return state_bytes, step_bytes if self._settings.update == "step" else 0
+
+    def costs(self, model: nn.Module, captured: Capture, quick: bool) -> Costs:
+        """What ops of a captured step take. quick: what is not known yet is estimated, or measured once."""
+        init, source = self._settings.init, self._settings.costs
+        if source != "measure":
+            return estimate(captured.traced) if source == "estimate" else estimate(captured.traced, source)
+        with AttributesKept(model):
+            if captured.left is not None:  # buffers that were none
+                captured.left.put()
+            tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        sharded = self._placement.sharded(model)
+        if init is None and any(t.is_meta for t in tensors.values()):
+            raise ValueError(
+                "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
+                'known speed, or costs="estimate"'
+            )
+        inputs = captured.call.tensors
+
+        def resident(kind: str, name: str, position: int) -> torch.Tensor | None:
+            if name in sharded and kind == "parameter":
+                return None
+            tensor = inputs[position] if kind == "input" else tensors[name]
+            if tensor.is_meta and init is not None:
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                init(name, tensor)
+            return private.plain(tensor).to(captured.traced.device)
+
+        away = all_names(self._placement.movable(model, captured.traced))  # an op is timed with those that it reads
+        timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
+        return measure(timed, resident, self._limits.known_bytes, progress=sys.stderr.isatty(), quick=quick)
+
+    def _around(self, traced: Traced) -> tuple[int, int]:
+        """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
+        around = self._settings.surroundings
+        held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
+        return held + library_bytes(traced) + around.held_bytes, later + around.after_bytes
+
+
+def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
+    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves: throughout,
+    and once nothing is in flight."""
+    values = traced.graph.values
+    output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
+    ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]
+    of_kind = (
+        (buffers.inputs, in_flight, traced.graph.input_bytes),
+        (buffers.outputs, in_flight, output_bytes),
+        (buffers.output_gradients, 1, sum(values[v].size_bytes for v in traced.graph.tangents)),
+        (buffers.input_gradients, 1, sum(values[v].size_bytes for v in ends)),
+    )
+    held_bytes = sum(max(0, copies - own) * size for copies, own, size in of_kind if copies is not None)
+    return held_bytes, buffers.later_outputs * output_bytes

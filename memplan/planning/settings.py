@@ -1,0 +1,131 @@
+"""What a user says of a training step: checked once, the same from then on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from memplan.capture.shards import Shards
+from memplan.config import Config, ConfigLike, config_of
+from memplan.problem.budgets import BudgetLike, device_bytes, limit_bytes
+from memplan.problem.data import Budget, Link, Roofline, Surroundings
+from memplan.runtime.host.place import Init
+from memplan.runtime.host.updates import refuse_update_in_backward
+from memplan.runtime.program.lower import Grads
+
+LossFunction = Callable[..., Any]
+Update = Literal["step", "backward"]
+CostSource = Literal["measure", "estimate"] | Roofline
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments of `memplan.apply` that say what to plan; its docstring says what each of them means.
+
+    As given; what follows from several of them are the properties. budget: None is none, as for `explore`. Raises
+    ValueError or TypeError for those that are wrong, or do not go together.
+    """
+
+    budget: BudgetLike | None = None
+    loss_fn: LossFunction | None = None
+    optimizer: torch.optim.Optimizer | None = None
+    device: torch.device | str | None = None
+    costs: CostSource = "measure"
+    accumulate: bool = False
+    grads: Grads = "surface"
+    config: ConfigLike = None
+    host_budget: int | str | None = None
+    link: Link | None = None
+    update: Update = "step"
+    in_flight: int = 1
+    shards: Shards | None = None
+    surroundings: Surroundings = field(default_factory=Surroundings)
+    init: Init | None = None
+    keep_frozen: bool = False
+
+    def __post_init__(self) -> None:
+        if self.budget is not None:
+            device_bytes(self.budget)  # a bad one is refused before anything runs
+        if self.most_on_host is not None:
+            if isinstance(self.most_on_host, float):
+                raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.most_on_host!r}")
+            limit_bytes(self.most_on_host, 0)
+        _ = self.search, self.target_device
+        self._check_flight()
+        if self.link is not None:
+            _check_link(self.link)
+        if not isinstance(self.costs, Roofline) and self.costs not in ("measure", "estimate"):
+            raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
+        if self.update not in ("step", "backward"):
+            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
+        if self.update == "backward":
+            refuse_update_in_backward(self.optimizer, self.accumulate or self.in_flight > 1, self.grads)
+        if self.shards is not None:
+            self._check_shards()
+
+    @cached_property
+    def search(self) -> Config:
+        """How plans are looked for."""
+        return config_of(self.config)
+
+    @cached_property
+    def target_device(self) -> torch.device | None:
+        """The device to plan for, by its number: generators and allocators are those of one. None: the sample's."""
+        found = None if self.device is None else torch.device(self.device)
+        if found is None or found.type != "cuda":
+            return found
+        if not torch.cuda.is_available():
+            raise ValueError(
+                f"device={self.device!r}, but PyTorch finds no CUDA device here. To see what a plan for one would come "
+                'to, give device="cpu" and costs=memplan.Roofline(...) with its speed'
+            )
+        return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
+
+    @property
+    def most_on_host(self) -> int | str | None:
+        """The host budget, which may also be part of the budget. None: nothing is offloaded."""
+        within = self.budget.host if isinstance(self.budget, Budget) else None
+        return within if self.host_budget is None else self.host_budget
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradients of earlier backward passes are there while a step runs."""
+        if self.in_flight > 1:  # the first backward's gradients are there while the others run
+            return not self.surroundings.takes_gradients
+        return self.accumulate
+
+    @property
+    def theirs(self) -> bool:
+        """Whether others than the step and the optimizer hold gradients, or take them away."""
+        return self.shards is not None or self.surroundings.takes_gradients
+
+    def _check_flight(self) -> None:
+        if type(self.in_flight) is not int or self.in_flight < 1:
+            raise ValueError(f"in_flight is a count of forwards, 1 or more, got {self.in_flight!r}")
+        if self.in_flight > 1 and self.keep_frozen:
+            raise ValueError("keep_frozen= is for one forward in flight; with in_flight= leave it out")
+
+    def _check_shards(self) -> None:
+        if self.grads == "edges":
+            raise ValueError(
+                'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
+                'grads="surface" with shards='
+            )
+        if self.keep_frozen:
+            raise ValueError("keep_frozen= is for parameters that live on the host, and sharded ones do not")
+        for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
+            if given:
+                raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
+
+
+def _check_link(link: Link) -> None:
+    if not isinstance(link, Link):
+        raise TypeError(f"link is a memplan.Link(to_host_bytes_per_s, to_device_bytes_per_s), got {link!r}")
+    if min(link.to_host_bytes_per_s, link.to_device_bytes_per_s) <= 0 or link.latency_s < 0:
+        raise ValueError(f"a link copies more than 0 bytes a second, and takes no less than 0 s more, got {link!r}")

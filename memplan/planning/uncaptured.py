@@ -1,0 +1,139 @@
+"""A step for a call that can't be captured whole: unplanned where that fits the budget, else planned in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from memplan.capture.capture import model_device, refuse_wrappers
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.trace import CompiledCode
+from memplan.costs.libraries import most_library_bytes
+from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
+from memplan.logs import log
+from memplan.planning.at_hand import unplanned_bytes
+from memplan.planning.limits import Limits
+from memplan.planning.parts.partial import PartialStep, plan_partially
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
+from memplan.problem.data import Buffers
+from memplan.runtime.program.step import EagerStep, PlannedStep
+from memplan.units import format_bytes
+
+
+class UncapturedSteps:
+    """Steps of one model that are not one graph. The model has to run, so it is where its parameters are."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits,
+        placement: Placement,
+        optimizer_needs: Callable[[torch.device], tuple[int, int]],
+    ) -> None:
+        self._settings, self._limits, self._placement = settings, limits, placement
+        self._optimizer_needs = optimizer_needs
+
+    def step(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep],
+        error: UnsupportedModel,
+        in_group: bool,
+        decides: bool,
+    ) -> PlannedStep:
+        """error: why it can't be captured; raised where such a step can't be planned in parts either. in_group: other
+        ranks rely on what the step runs. decides: forward is run on the sample."""
+        device = self._device(model, error)
+        self._refuse(model, error)
+        call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        call = call.detached(device)
+        peak_bytes, budget_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
+        if peak_bytes is not None and budget_bytes is not None and peak_bytes <= budget_bytes:
+            log.warning(
+                "such calls run unplanned, at %s of %s: %s",
+                format_bytes(peak_bytes), format_bytes(budget_bytes), error,
+            )  # fmt: skip
+            return EagerStep.of(model, forward, call, device.type)
+        step = self._partial(model, forward, call, device, error, decides)
+        step.strict = in_group
+        return step
+
+    def _refuse(self, model: nn.Module, error: UnsupportedModel) -> None:
+        """Raise the error for settings that planning in parts does not serve."""
+        settings = self._settings
+        refuse_wrappers(model)
+        if settings.in_flight > 1 or settings.surroundings.buffers != Buffers():
+            raise UnsupportedModel(
+                f"{error}. Planning in parts knows neither of several forwards in flight nor of an engine's buffers, "
+                "so a stage of a pipeline has to be captured whole"
+            ) from error
+        if settings.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
+            raise error
+        if settings.shards is not None:
+            raise UnsupportedModel(
+                f"{error}\nWith sharded parameters a step has to be captured whole, for what runs unplanned would not "
+                "gather. Mend that, leave the parameters whole (ZeRO stage 2 or less), or plan blocks: with DeepSpeed "
+                "give attach() a sample, with FSDP call apply_blocks"
+            ) from error
+
+    def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
+        """Where the model runs. Raises the error where nothing of it can run there in parts."""
+        if isinstance(error, (NothingToTrain, CompiledCode)):
+            raise error
+        if self._settings.update == "backward":
+            raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error
+        if self._placement.host:
+            raise UnsupportedModel(f"{error}. With parameters on the host it can't run in part either") from error
+        if self._placement.host_budget is not None:
+            log.warning("nothing is offloaded in such calls, though there is a host budget")
+        device = self._placement.device
+        if device is not None and any(t.device != device for t in (*model.parameters(), *model.buffers())):
+            raise UnsupportedModel(
+                f"{error}. Such a step can be planned in part, without offload, once the model is on the device: call "
+                f"model.to({str(device)!r}) before"
+            ) from error
+        return device or model_device(model)
+
+    def _partial(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        call: Call,
+        device: torch.device,
+        error: UnsupportedModel,
+        decides: bool,
+    ) -> PartialStep:
+        """A step of which only parts are planned."""
+        state_bytes, update_bytes = self._optimizer_needs(device)
+        held_bytes = state_bytes + self._settings.surroundings.held_bytes + most_library_bytes(device)
+        if self._limits.accumulate:
+            held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        try:
+            step = plan_partially(
+                model,
+                forward,
+                call,
+                self._limits.settle,
+                reason=str(error),
+                costs="measure" if self._settings.costs == "measure" else "estimate",
+                extra_resident_bytes=held_bytes,
+                update_bytes=update_bytes + self._settings.surroundings.after_bytes,
+                config=self._settings.search,
+                decides=decides,
+            )
+        except MemplanError:
+            raise
+        except Exception as failure:  # the model itself fails on the sample
+            raise error from failure
+        rows = step.plan.units
+        again = [row.name for row in rows if row.way != "keep"]
+        log.warning(
+            "planned in %d parts, because %s. %d of them recompute%s",
+            len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
+        )  # fmt: skip
+        return step

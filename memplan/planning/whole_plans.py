@@ -1,0 +1,139 @@
+"""The fastest known schedule within the budget, for steps that are captured whole."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+
+from torch import nn
+
+from memplan.capture.capture import Capture
+from memplan.costs.optimizer import fused_host_update_s_per_byte
+from memplan.logs import log
+from memplan.planning.choosing import infeasible, no_room, plan_of_front, plan_of_residency, plan_with_gathers
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.planning.problems import Problems
+from memplan.planning.progress import ProgressLine
+from memplan.planning.residency import all_names, choose_homes, least_peak_bytes, least_resident_bytes
+from memplan.planning.settings import Settings
+from memplan.plans.plan import Plan
+from memplan.problem.data import Problem
+from memplan.problem.simulate import unplanned
+from memplan.solvers import Front, solve_front
+
+_MUCH = 0.05  # of a step, that could be saved
+_HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
+
+
+class WholePlans:
+    """Plans of one model's steps, from problems."""
+
+    def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
+        self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
+
+    def plan(self, model: nn.Module, captured: Capture) -> Plan:
+        """The fastest known schedule within the budget. Raises BudgetInfeasible."""
+        if self._settings.shards is not None:
+            return self.with_gathers(self._problems.with_shards(model, self._placement.homed(captured, model)))
+        problem = self._problems.problem(model, captured)
+        if self._placement.host_budget is not None:
+            return self._with_host(model, captured, problem)
+        front = self._front(problem)
+        limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes)
+        chosen = front.best(self._limits.less_margin(limit)) or front.floor
+        if chosen.peak_bytes > limit:
+            raise infeasible(problem, front.floor, limit)
+        return plan_of_front(problem, front, chosen, limit)
+
+    def curve(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
+        """Plans from the smallest peak to the unplanned step."""
+        problem = self._problems.problem(model, captured)
+        if self._placement.host_budget is not None:
+            return self._curve_with_host(model, captured, problem)
+        front = self._front(problem)
+        chosen = front.spread(self._settings.search.points)
+        return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
+
+    def with_gathers(self, problem: Problem) -> Plan:
+        """The plan where sharded parameters are gathered to be read, and values may be offloaded."""
+        front = self._front(problem)  # of the step without what is gathered
+        gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
+        limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes)
+        host_limit = self._placement.host_limit
+        nowhere = frozenset[str]()  # no parameter moves to the host
+        least = least_peak_bytes(nowhere, front, lambda _: problem)
+        search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
+        chosen = search(self._limits.less_margin(limit)) or search(limit)
+        if chosen is None:
+            raise no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
+        return plan_with_gathers(chosen, front, limit, least)
+
+    def _with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
+        """The plan where values may be offloaded, and parameters may live on the host."""
+        parts, problem_of = self._problems.by_homes(model, captured, problem)
+        plain, placement = problem_of(frozenset()), self._placement
+        limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes)
+        within = self._limits.less_margin(limit)
+        alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
+        free = alone is not None and alone.keep_all.peak_bytes <= within
+        front = alone if alone is not None and (free or not parts) else self._front(problem_of(all_names(parts)))
+        least = least_peak_bytes(all_names(parts), front, problem_of)
+        search = functools.partial(
+            choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
+        )  # fmt: skip
+        chosen = search(within) or search(limit)
+        if chosen is None:
+            raise no_room(plain, least, limit, placement.host_limit)
+        if self._settings.keep_frozen:
+            staying = search(max(within, chosen.found.timeline.peak_bytes), stays=True)
+            if staying is not None and staying.found.timeline.time_s < chosen.found.timeline.time_s:
+                chosen = staying
+        if placement.host is None:
+            self._tell_of_slow_updates(chosen.problem, chosen.found.timeline.time_s)
+        placement.decide(chosen.host)
+        return plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
+
+    def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
+        """Say so where the CPU takes much longer to update what lives on the host than it has to."""
+        slow_s, optimizer = problem.host_update_s, self._settings.optimizer
+        if optimizer is None or self._settings.costs != "measure" or slow_s <= _MUCH * time_s:
+            return
+        fused = fused_host_update_s_per_byte(optimizer)
+        if fused is None:
+            return
+        fused_s = slow_s * fused / problem.host_update_s_per_byte
+        if slow_s - fused_s > _MUCH * time_s:
+            log.warning(
+                "of a step of %.3g s the CPU takes %.3g s to update parameters that live on the host; with "
+                "%s(..., fused=True) it takes %.3g s",
+                time_s, slow_s, type(optimizer).__name__, fused_s,
+            )  # fmt: skip
+
+    def _curve_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
+        """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
+        parts, problem_of = self._problems.by_homes(model, captured, problem)
+        alone = self._front(problem_of(frozenset()))
+        front = self._front(problem_of(all_names(parts))) if parts else alone
+        least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes
+        found: list[Plan] = []
+        count = min(self._settings.search.points, _HOST_POINTS)
+        for limit in sorted({least + (most - least) * step // count for step in range(count + 1)}):
+            chosen = choose_homes(
+                parts, front, alone, problem_of, self._placement.host_limit, self._placement.host, limit
+            )  # fmt: skip
+            if chosen is not None and (not found or chosen.found.timeline.time_s < found[-1].time_s):
+                peak_bytes = chosen.found.timeline.peak_bytes
+                found = [plan for plan in found if plan.peak_bytes < peak_bytes]
+                found.append(plan_of_residency(chosen, (front, alone), peak_bytes, least))
+        return tuple(found)
+
+    def _front(self, problem: Problem) -> Front:
+        """The best schedules that the configured search finds, told about on a terminal where that takes long."""
+        problem = dataclasses.replace(problem, budget_bytes=self._limits.budget_bytes)
+        with ProgressLine(sys.stderr) as line:
+            front = solve_front(problem, self._settings.search, line.show)
+        if front.truncated:
+            log.warning("the search was stopped before it was done; the best schedule so far is taken")
+        return front
