@@ -39,8 +39,8 @@ from torch import nn
 import memplan
 from benchmarks.environment import environment
 from memplan.problem.data import Op, Problem
-from tests.meter import profiler_peak, storage_bytes
-from tests.zoo import bits_of
+from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.zoo import bits_of
 
 BUDGETS = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.0)
 SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")

@@ -31,9 +31,9 @@ from torch import nn
 
 import memplan
 from benchmarks.environment import environment
-from tests.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
-from tests.meter import profiler_peak, storage_bytes
-from tests.zoo import Sample, copied, first_difference, run_steps
+from tests.support.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
+from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.zoo import Sample, copied, first_difference, run_steps
 
 MEGABYTE = 1e6
 HALF = memplan.Budget(activations=0.5)
@@ -155,9 +155,8 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         "every gradient, parameters, buffers and the generator's state. "
         f"{whole} of them are captured whole, {len(passed) - whole} in part.",
         "",
-        "They are built from small configs with random weights (`tests/architectures.py`), in train mode, with the "
-        "dropout that the",
-        "config has by default.",
+        "They are built from small configs with random weights (`tests/support/architectures.py`), in train mode, with",
+        "the dropout that the config has by default.",
         "",
         "- **ops**: of forward and backward in the captured step.",
         "- **unplanned**: the activation peak of the plain step, measured: everything held but parameters, buffers and "

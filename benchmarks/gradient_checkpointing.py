@@ -31,8 +31,8 @@ import memplan
 from benchmarks.activation_memory_budget import LossOnly, build_llama
 from benchmarks.environment import environment
 from benchmarks.speed import KEEP_FREED_MEMORY, Sample, alternating, gpt2, language_sample, spread_of_blocks
-from tests.meter import profiler_peak, storage_bytes
-from tests.zoo import copied, first_difference
+from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.zoo import copied, first_difference
 
 
 def llama() -> tuple[nn.Module, Sample]:

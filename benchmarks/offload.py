@@ -20,7 +20,7 @@ from memplan.problem.data import Link, Problem
 from memplan.solvers import solve_front
 from memplan.solvers.bounds.offload_bound import offload_bound_s
 from memplan.solvers.offload.fit_copies import solve_offload
-from tests.random_graphs import llama_like
+from tests.support.random_graphs import llama_like
 
 
 def main() -> None:

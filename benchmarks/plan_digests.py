@@ -3,11 +3,11 @@
     python -m benchmarks.plan_digests FILE [--quick] [--only NAME ...]
     python -m benchmarks.plan_digests --compare BEFORE AFTER
 
-Planned are the models of `tests.zoo`, those of `tests.architectures`, the committed instances of the chain and DAG
-solvers, each with several presets: the whole curve of peaks and times without copies, and plans with a host budget at
-shares of the activation peak. Costs are estimated, or those of the instance, so nothing depends on the machine. A model
-that is refused is entered with the words of the refusal. `--quick` takes one preset and the smaller half of everything.
-The file is written after each case; a run that was stopped goes on where it was.
+Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, the committed instances of the
+chain and DAG solvers, each with several presets: the whole curve of peaks and times without copies, and plans with a
+host budget at shares of the activation peak. Costs are estimated, or those of the instance, so nothing depends on the
+machine. A model that is refused is entered with the words of the refusal. `--quick` takes one preset and the smaller
+half of everything. The file is written after each case; a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from benchmarks.solve_dag import instances as dags
 from benchmarks.solvers.__main__ import instances
 from memplan.solvers import solve_dag, solve_front
 from memplan.solvers.dag.dag_problem import account
-from tests.architectures import ARCHITECTURES
-from tests.zoo import MODELS
+from tests.support.architectures import ARCHITECTURES
+from tests.support.zoo import MODELS
 
 PRESETS = ("auto", "noremat", "rotor", "checkmate", "rockmate", "hiremate")
 SHARES = (0.9, 0.7, 0.5)

@@ -14,7 +14,7 @@ import numpy as np
 
 from memplan.solvers import solve_front
 from memplan.solvers.chain.rotor import ChainTable, solve_chain
-from tests.random_graphs import llama_like
+from tests.support.random_graphs import llama_like
 
 REPEATS = 5
 

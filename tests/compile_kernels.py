@@ -7,7 +7,7 @@ from dataclasses import replace
 from memplan.problem.data import Link
 from memplan.solvers import solve_front
 from memplan.solvers.offload.fit_copies import least_bytes, solve_offload
-from tests.random_graphs import llama_like
+from tests.support.random_graphs import llama_like
 
 
 def main() -> None:

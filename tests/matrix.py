@@ -1,4 +1,4 @@
-"""Runs every cell of tests/cells_*.py once and writes what it found as a table.
+"""Runs every cell of tests/ranks/cells_*.py once and writes what it found as a table.
 
 python -m tests.matrix docs/distributed_matrix.md [module or cell ...]
 
@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from tests.ranks import Cell, cells, run_ranks
-from tests.test_distributed import missing
+from tests.ranks.spawn import Cell, cells, run_ranks
+from tests.ranks.test_distributed import missing
 
 TIMEOUT_S = 3000
 

@@ -18,9 +18,9 @@ from memplan.config import METHODS, PRESETS, Config
 from memplan.problem.data import Problem
 from memplan.solvers import Progress, solve_front
 from memplan.solvers.numeric import threads
-from tests.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
-from tests.test_solvers import CALM
-from tests.test_solvers import SMALL as SMALLER
+from tests.solvers.test_solvers import CALM
+from tests.solvers.test_solvers import SMALL as SMALLER
+from tests.support.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
 
 SMALL = dataclasses.replace(SMALLER, exact_nodes=5, exact_parts=3, flat_nodes=20, flat_parts=3)
 

@@ -46,7 +46,7 @@ def distinct_blocks(problem: Problem, most_ops: int) -> Iterator[LocalBlock]:
 
 def highs_ratio(block: LocalBlock, grid: Grid, limit_s: float) -> str:
     """HiGHS against the search on one cell: what it found over what we found, and whether it closed."""
-    from tests.milp_oracle import checkmate
+    from tests.support.milp_oracle import checkmate
 
     pairs = [(b, a) for b, a in zip(grid.budgets, grid.answers, strict=True) if 0 < a.recompute_s < math.inf]
     if not pairs:

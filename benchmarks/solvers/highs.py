@@ -17,7 +17,7 @@ FORMS = ("reduced", "joint")
 
 def milp_row(problem: Problem, form: str, budget_bytes: dict[str, int], limit_s: float) -> dict[str, Any]:
     """The least overhead that HiGHS finds for each budget in so many seconds, and whether it closed the programme."""
-    from tests.milp_oracle import checkmate, joint, variables
+    from tests.support.milp_oracle import checkmate, joint, variables
 
     block = whole_step(flatten(problem))
     row: dict[str, Any] = {"variables": variables(block, form == "joint")}

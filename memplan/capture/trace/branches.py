@@ -8,7 +8,7 @@ Those that ask are the callers of `c10::impl::dispatch_mode_enabled` in libtorch
 The ones that are not in here give the same bits: out-of-place variants (index, gather, take, trace, cummax, topk and
 other selections, clamp, atan2, matrix_exp, embedding_bag, isclose, quantile, ranking losses, attention's mask), `view`
 for `_reshape_alias`, max_pool1d with indices that nobody asked for, checks of values that are left out (quantile,
-linalg.eig), and what runs for gradients of gradients or forward mode only. `tests/test_branches.py` compares.
+linalg.eig), and what runs for gradients of gradients or forward mode only. `tests/capture/test_branches.py` compares.
 
 Planned ops run without autocast, for what it casts is in the trace. Three kernels call other ops, where autocast meets
 them in eager and never in a trace: they are refused under it. Found by running every kernel of PyTorch's own op

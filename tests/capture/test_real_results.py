@@ -1,0 +1,153 @@
+"""Kernels that give other results than PyTorch's fake ones say, and of which nobody knew beforehand."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.capture.ops import real_outputs, real_results
+from memplan.capture.trace import trace
+from memplan.costs import measure as costs
+from tests.capture.test_capture import LAID_OUT, LOSSES, NORMS, Loss, Norm, Permuted
+from tests.support.zoo import Sample, assert_same_bits, run_steps
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    for table in ("_LAYOUTS", "_STATISTICS", "_ELEMENTS"):
+        monkeypatch.setattr(real_outputs, table, {})
+    monkeypatch.setattr(real_results, "_NOTED", {})
+
+
+def assert_planned_as_plain(net: nn.Module, sample: Sample, plan: memplan.Plan | None = None) -> None:
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, None if plan else 1.0, plan=plan)
+    assert isinstance(memplan.plan_of(net), memplan.Plan)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+# Those whose fake kernels are wrong in this order of dimensions, in bfloat16.
+WRONG = sorted(set(LAID_OUT) - {"layer norm", "roll", "reflected padding", "replicated padding"})
+
+
+def permuted(name: str) -> tuple[Permuted, torch.Tensor]:
+    dimensions, function = LAID_OUT[name]
+    order = (1, 2, 0) if dimensions == 3 else (0, 3, 2, 1)
+    return Permuted(function, order, torch.bfloat16), torch.randn((2, 4, 5, 6)[:dimensions])
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_layouts_are_found_by_running_ops(name: str) -> None:
+    assert_planned_as_plain(*permuted(name))
+    assert real_results._NOTED
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_dtypes_are_found_by_running_ops(name: str) -> None:
+    assert_planned_as_plain(Norm(NORMS[name]), torch.randn(2, 3, 6, 6))
+    assert real_results._NOTED
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_memory_is_found_by_running_ops(name: str) -> None:
+    assert_planned_as_plain(Loss(LOSSES[name]), (torch.randn(2, 4, 6, 6), torch.ones(2, 4, 6, 6)))
+    assert real_results._NOTED
+
+
+def test_what_nobody_can_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here the trace does not change, whatever is noted."""
+    monkeypatch.setattr(trace, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    with pytest.raises(memplan.UnsupportedModel, match=r"elu.*fake kernel for it is wrong"):
+        memplan.plan(*permuted("elu"), 1.0)
+
+
+def test_a_plan_from_a_process_that_knew_is_taken_over(tmp_path: Path) -> None:
+    net, sample = permuted("elu")
+    memplan.plan(net, sample, 1.0).save(tmp_path / "plan.json")
+    assert real_results._NOTED
+    real_results._NOTED.clear()
+    assert_planned_as_plain(net, sample, memplan.Plan.load(tmp_path / "plan.json"))
+
+
+def test_the_first_step_of_a_plan_that_was_taken_over_is_checked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where it was made other kernels may have run."""
+    net, sample = permuted("elu")
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
+        elsewhere.setattr(costs, "_alike", lambda *facts: True)
+        plan = memplan.plan(net, sample, 1.0)
+    assert_planned_as_plain(copy.deepcopy(net), sample, plan)
+    real_results._NOTED.clear()
+    memplan.apply(net, sample, plan=plan, on_mismatch="raise")
+    with pytest.raises(memplan.UnsupportedModel, match="Plan again"):
+        net(sample).backward()
+
+
+class Drawing(nn.Module):
+    """Draws random numbers and writes to a buffer that it reads, before ops whose fake kernels are wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.drop = permuted("elu")[0], nn.Dropout(0.3)
+        self.register_buffer("count", torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.inner(self.drop(x) * self.count)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("build", [lambda: permuted("elu")[0], Drawing])
+def test_a_first_step_that_was_not_timed_is_planned_again(build: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Forward and backward of that step run again, by the new plan."""
+    net, sample = build(), permuted("elu")[1]
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+    assert "planning again, because in its first run" in caplog.text
+
+
+@pytest.mark.parametrize("build", [lambda: permuted("elu")[0], Drawing])
+def test_a_first_step_that_no_new_plan_mends_is_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is planned again once, and not for ever."""
+    monkeypatch.setattr(trace, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    net, sample = build(), permuted("elu")[1]
+    memplan.apply(net, sample, 1.0, costs="estimate")
+    with pytest.raises(memplan.UnsupportedModel, match="elu"):
+        net(sample).float().sum().backward()
+
+
+class Branching(nn.Module):
+    """Can be captured in parts only, both equal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Sequential(permuted("elu")[0]) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x.new_zeros(())
+        for part in self.parts:
+            total = total + part(x)
+            if total.item() > 1e9:
+                total = total * 2
+        return total
+
+
+@pytest.mark.parametrize("source", ["measure", "estimate"])
+def test_parts_are_captured_once_more(source: Any) -> None:
+    """Where costs are estimated, it is found in the first run of the parts, while they are planned."""
+    net = Branching()
+    plain, sample = copy.deepcopy(net), permuted("elu")[1]
+    memplan.apply(net, sample, 1.0, costs=source)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    assert real_results._NOTED
+    assert [unit.kind for unit in plan.units] == ["captured"] * 2
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))

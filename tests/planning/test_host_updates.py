@@ -1,0 +1,92 @@
+"""What the CPU takes to update parameters that live on the host."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import memplan
+from memplan.costs.optimizer import fused_host_update_s_per_byte, host_update_s_per_byte
+from memplan.planning import problems, whole_plans
+from tests.support.zoo import MODELS
+
+AdamW = torch.optim.AdamW
+
+
+def parameters(dtype: torch.dtype = torch.bfloat16) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(torch.zeros(3, 5, dtype=dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_estimates_count_what_each_op_reads_and_writes(dtype: torch.dtype) -> None:
+    def passes(optimizer: torch.optim.Optimizer) -> float:
+        return host_update_s_per_byte(optimizer, measured=False) * memplan.Roofline().bytes_per_s
+
+    assert passes(torch.optim.SGD(parameters(dtype), lr=0.1)) == pytest.approx(3)  # p.add_(gradient)
+    assert passes(AdamW(parameters(dtype), fused=True)) == pytest.approx(7)  # reads 4, writes 3
+    assert passes(AdamW(parameters(dtype))) == pytest.approx(21, abs=0.01)  # nine ops
+    assert passes(AdamW(parameters(dtype), amsgrad=True)) > 21
+
+
+def test_timing_leaves_the_optimizer_as_it_is() -> None:
+    net = torch.nn.Linear(3, 3)
+    optimizer = AdamW(net.parameters(), foreach=True)
+    before = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    assert host_update_s_per_byte(optimizer, measured=True) > 0
+    assert fused_host_update_s_per_byte(optimizer) is not None
+    assert str(before) == str((net.state_dict(), optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        AdamW(parameters(), fused=True),
+        AdamW(parameters(), differentiable=True),
+        torch.optim.RMSprop(parameters()),
+        AdamW([torch.zeros(3)]),
+    ],
+)
+def test_not_every_optimizer_has_a_fused_kernel(optimizer: torch.optim.Optimizer) -> None:
+    assert fused_host_update_s_per_byte(optimizer) is None
+
+
+def test_what_can_not_step_on_the_host_is_refused() -> None:
+    net, sample = MODELS["handmade"](0)
+    with pytest.raises(memplan.UnsupportedModel, match=r"host.*capturable"):
+        memplan.plan(net, sample, 0.5, optimizer=AdamW(net.parameters(), capturable=True), host_budget="1GiB")
+
+
+@pytest.mark.parametrize(
+    ("rate", "fused", "told"), [(1.0, 0.1, True), (1.0, 0.99, False), (1e-12, 1e-13, False), (1.0, None, False)]
+)
+def test_it_is_said_that_a_fused_optimizer_would_save_time(
+    rate: float, fused: float | None, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, where that is much of a step. The rates are made up."""
+    monkeypatch.setattr(problems, "host_update_s_per_byte", lambda optimizer, measured: rate)
+    monkeypatch.setattr(whole_plans, "fused_host_update_s_per_byte", lambda optimizer: fused)
+    net, sample = MODELS["handmade"](0)
+    optimizer = AdamW(net.parameters())
+    low = memplan.plan(net, sample, 1.0, optimizer=optimizer, costs="estimate").floor_bytes
+    arguments: dict[str, Any] = {"optimizer": optimizer, "host_budget": "1GiB", "link": memplan.Link(1e9, 1e9)}
+    memplan.apply(net, sample, int(0.6 * low), **arguments)
+    assert ("AdamW(..., fused=True)" in caplog.text) is told
+    caplog.clear()
+    assert isinstance(sample, torch.Tensor)
+    memplan.prepare(net, [sample[:40]])
+    assert "fused=True" not in caplog.text
+
+
+def test_the_report_says_what_the_cpu_takes() -> None:
+    net, sample = MODELS["handmade"](0)
+    optimizer = AdamW(net.parameters())
+    low = memplan.plan(net, sample, 1.0, optimizer=optimizer, costs="estimate").floor_bytes
+    for update in ("step", "backward"):
+        plan = memplan.plan(
+            net, sample, int(0.6 * low), optimizer=optimizer, costs="estimate", host_budget="1GiB",
+            link=memplan.Link(1e9, 1e9), update=update,
+        )  # type: ignore[arg-type]  # fmt: skip
+        assert f"{'beside' if update == 'backward' else 'after'} the step" in plan.report()

@@ -1,0 +1,104 @@
+"""Models that can't be captured whole are planned in part with the plain bits, or refused: never a third thing."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from tests.capture.test_refusals import (
+    AppendsToAList,
+    CheckpointsItself,
+    Counter,
+    CountOfNonzero,
+    CountsInADict,
+    DataBranch,
+    DataShape,
+    DrawsAndBranches,
+    Foreign,
+    KeepsATensor,
+    KeepsATensorInADict,
+    NoGrad,
+    NumpyRandom,
+    OwnGenerator,
+    PythonRandom,
+    RandomBranch,
+    SeedsItself,
+    Selected,
+    SparseEmbedding,
+    UsesNumpy,
+)
+from tests.support.small import Net, net_and_sample
+from tests.support.zoo import assert_same_bits, copied
+
+KINDS = [
+    AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, DrawsAndBranches,
+    Foreign, KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
+    SeedsItself, Selected, SparseEmbedding, UsesNumpy,
+]  # fmt: skip
+
+
+class Inside(nn.Module):
+    """Such a model as one of three blocks."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.first, self.odd, self.last = Net(), kind(), Net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x) + self.odd(x) * self.last(x)
+
+
+def steps(net: nn.Module, sample: torch.Tensor) -> Any:
+    """Everything that three steps leave, generators of Python and numpy included."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    losses, optimizer = [], torch.optim.SGD(net.parameters(), lr=0.01)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = net(sample)
+        if loss.requires_grad:
+            loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return copied(
+        [
+            losses,
+            [None if p.grad is None else p.grad.to_dense() for p in net.parameters()],
+            dict(net.state_dict()),
+            torch.get_rng_state(),
+            random.random(),
+            np.random.random(),
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("inside", "budget"),
+    [(False, 1.0), (True, 0.5), *(pytest.param(*p, marks=pytest.mark.slow) for p in ((False, 0.5), (True, 1.0)))],
+)
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_plain_bits_or_a_refusal(kind: type[nn.Module], inside: bool, budget: float) -> None:
+    (net, sample), (twin, _) = (net_and_sample((lambda: Inside(kind)) if inside else kind) for _ in range(2))
+    before = copied(dict(net.state_dict()))
+    try:
+        memplan.apply(twin, sample, budget, costs="estimate")
+    except memplan.MemplanError:
+        assert_same_bits(before, copied(dict(twin.state_dict())), "a refused model")
+        assert_same_bits(steps(net, sample), steps(twin, sample), "a refused model")
+        return
+    assert_same_bits(before, copied(dict(twin.state_dict())), "a planned model")
+    assert_same_bits(steps(net, sample), steps(twin, sample))
+
+
+@pytest.mark.parametrize("kind", [RandomBranch, PythonRandom, NumpyRandom, DrawsAndBranches])
+def test_planning_in_the_middle_of_a_step_draws_nothing(kind: type[nn.Module]) -> None:
+    (net, sample), (twin, _) = (net_and_sample(lambda: Inside(kind)) for _ in range(2))
+    memplan.apply(twin, None, 1 << 30, costs="estimate")
+    assert_same_bits(steps(net, sample), steps(twin, sample))

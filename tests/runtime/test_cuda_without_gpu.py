@@ -1,0 +1,509 @@
+"""What only a CUDA device runs, as far as a machine without one can show it: fake tensors and stand-ins for the device.
+
+What needs a device itself is in tests/runtime/test_gpu.py and tests/runtime/test_offload_gpu.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
+from memplan.capture.capture import _check_devices, capture
+from memplan.capture.key import ArgumentsKey
+from memplan.capture.ops.layout import device_bytes_of
+from memplan.capture.ops.real_outputs import corrected_outputs
+from memplan.capture.trace.call import Call, CallReader
+from memplan.costs import libraries
+from memplan.costs.measure import _Bench
+from memplan.costs.optimizer import optimizer_needs
+from memplan.installed.planned_forward import planned_forward
+from memplan.planning.settings import Settings
+from memplan.problem.data import Costs, Problem
+from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
+from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.host.transfers import CudaStreams, FakeStreams
+from memplan.runtime.program.lower import lower
+from memplan.runtime.program.rng import held_rng, replay_random, restore_held_rng, restore_rng, save_rng
+from memplan.runtime.watch.observe import Observer
+from tests.support.zoo import assert_same_bits, copied
+
+aten = torch.ops.aten
+CUDA = torch.device("cuda", 0)
+MIB = 1 << 20
+
+
+# -- capture ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_attention_draws_with_is_on_the_host_where_its_backward_looks_for_it() -> None:
+    op = aten._scaled_dot_product_efficient_attention.default
+    with private.FakeTensorMode():
+        q = torch.empty(2, 4, 64, 32, device=CUDA)
+        outputs = corrected_outputs(op, (q, q, q, None, True, 0.1), op(q, q, q, None, True, 0.1))
+    assert [t.device.type for t in outputs] == ["cuda", "cuda", "cpu", "cpu"]
+    assert [(t.shape, t.dtype) for t in outputs[2:]] == [((), torch.int64)] * 2
+
+
+def test_notes_of_batch_norm_have_the_size_that_cudnn_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Tensor] = []
+    monkeypatch.setattr(
+        torch._C, "_get_cudnn_batch_norm_reserve_space_size", lambda x, _: asked.append(x) or 4099, raising=False
+    )
+    op = aten.cudnn_batch_norm.default
+    with private.FakeTensorMode():
+        x = torch.empty(2, 8, 4, 4, device=CUDA).to(memory_format=torch.channels_last)
+        row = torch.empty(8, device=CUDA)
+        args = (x, row, row, row, row, True, 0.1, 1e-5)
+        notes = torch.empty(0, dtype=torch.uint8, device=CUDA)
+        outputs = corrected_outputs(op, args, (x, row, row, notes))
+    assert outputs[3].shape == (4099,) and outputs[3].device == CUDA
+    assert asked[0].stride() == x.stride()
+
+
+def test_what_lies_on_the_host_takes_nothing_of_the_device() -> None:
+    assert device_bytes_of(torch.empty(100), CUDA) == 0
+    assert device_bytes_of(torch.empty(100, device="meta"), CUDA) == 512
+    assert device_bytes_of(torch.empty(100), torch.device("cpu")) == 400
+
+
+def _traced(model: nn.Module, sample: Any) -> Traced:
+    return capture(model, model.forward, sample).traced
+
+
+class Seeding(nn.Module):
+    def __init__(self, seed: Callable[[], Any]) -> None:
+        super().__init__()
+        self.linear, self.seed = nn.Linear(4, 4), seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seed()
+        return self.linear(x).sum()
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [lambda: torch.cuda.manual_seed(0), lambda: torch.cuda.manual_seed_all(0), lambda: torch.cuda.random.seed()],
+    ids=["manual_seed", "manual_seed_all", "seed"],
+)
+def test_seeding_the_device_in_forward_is_refused(seed: Callable[[], Any]) -> None:
+    with pytest.raises(memplan.UnsupportedModel, match="seeds the generator"):
+        _traced(Seeding(seed), torch.randn(2, 4))
+
+
+def test_a_planned_device_has_a_number_and_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().target_device is None and Settings(device="cpu").target_device == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="no CUDA device here"):
+        memplan.plan(nn.Linear(4, 4), torch.randn(2, 4), 1.0, device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    assert Settings(device="cuda").target_device == torch.device("cuda", 1)
+    assert Settings(device="cuda:0").target_device == CUDA
+
+
+def test_arguments_may_be_on_the_host_beside_those_on_the_device() -> None:
+    there = torch.device("meta")  # stands for one
+    read = CallReader(lambda ids, lengths: None).read
+    call: Call = read((torch.empty(2, 4, device=there), torch.tensor([3, 4])), {})
+    _check_devices(call, there, given=False)
+    with pytest.raises(ValueError, match="ids is on cpu, the model on meta"):
+        _check_devices(read((torch.ones(2, 4), torch.tensor([3, 4])), {}), there, given=False)
+    key = ArgumentsKey(call, None)
+    assert key.mismatch(call) is None
+    moved = read((torch.empty(2, 4, device=there), torch.empty(2, dtype=torch.int64, device=there)), {})
+    assert "lengths is" in (key.mismatch(moved) or "")
+    assert ArgumentsKey(read((torch.ones(2, 4), torch.tensor([3, 4])), {}), "meta").mismatch(moved) is None
+
+
+# -- generators -------------------------------------------------------------------------------------------------------
+
+
+class Generator:
+    """Stands for the default generator of a CUDA device."""
+
+    def __init__(self) -> None:
+        self.seed, self.offset = 5, 8
+
+    def initial_seed(self) -> int:
+        return self.seed
+
+    def get_offset(self) -> int:
+        return self.offset
+
+    def manual_seed(self, seed: int) -> None:
+        self.seed, self.offset = seed, 0
+
+    def set_offset(self, offset: int) -> None:
+        self.offset = offset
+
+
+@pytest.fixture
+def generators(monkeypatch: pytest.MonkeyPatch) -> list[Generator]:
+    found = [Generator(), Generator()]
+    monkeypatch.setattr(torch.cuda, "default_generators", found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return found
+
+
+def test_a_replay_leaves_the_generator_as_it_was(generators: list[Generator]) -> None:
+    device = torch.device("cuda", 1)
+    state = save_rng(device)
+    generators[1].offset = 40
+
+    def draw() -> tuple[int, int]:
+        generators[1].offset += 4
+        return generators[1].seed, generators[1].offset
+
+    assert replay_random(state, device, draw) == (5, 12)
+    assert (generators[1].seed, generators[1].offset) == (5, 40)
+    assert generators[0].offset == 8
+
+
+def test_a_device_without_a_number_is_the_current_one(generators: list[Generator]) -> None:
+    generators[1].offset = 400
+    assert save_rng(torch.device("cuda")) == (5, 400)
+    restore_rng(torch.device("cuda"), (7, 12))
+    assert (generators[0].seed, generators[1].seed, generators[1].offset) == (5, 7, 12)
+
+
+def test_a_step_on_a_device_holds_the_hosts_generator_too(generators: list[Generator]) -> None:
+    state = held_rng(CUDA)
+    drawn = torch.rand(3)
+    generators[0].offset = 100
+    restore_held_rng(CUDA, state)
+    assert torch.equal(torch.rand(3), drawn) and generators[0].offset == 8
+
+
+class Noisy(nn.Module):
+    """Draws noise on the host, as `torch.rand(shape).to(device)` does, where dropout draws on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.linear(x) * torch.rand(x.shape))
+        return torch.tanh(self.linear(hidden)).sum()
+
+
+def test_what_is_drawn_on_the_host_is_drawn_there_again() -> None:
+    """Also where the step runs on a device with a generator of its own."""
+    traced = dataclasses.replace(_traced(Noisy(), torch.randn(64, 16)), device=CUDA)
+    graph = traced.graph
+    (random,) = (i for i, op in enumerate(graph.ops) if op.random)
+    reader = next(
+        i for i, op in enumerate(graph.ops) if i >= graph.boundary and graph.ops[random].outputs[0] in op.inputs
+    )
+    order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, reader), random, *range(reader, len(graph.ops))]
+    Problem(graph, Costs((1.0,) * len(graph.ops), (0,) * len(graph.ops)))
+    program = lower(schedule_of(graph, order), traced)
+    saved = [n for n in program.forward.graph.nodes if n.target is save_rng]
+    replayed = [n for n in program.backward.graph.nodes if n.target is replay_random]
+    assert [n.args[0].type for n in saved] == ["cpu"] and [n.args[1].type for n in replayed] == ["cpu"]
+
+
+@torch.library.custom_op("memplan_tests::noise", mutates_args=())
+def noise(x: torch.Tensor) -> torch.Tensor:
+    """Dropout of a user's own, of which PyTorch does not know that it draws."""
+    return x * (torch.rand(x.shape) < 0.5)
+
+
+@noise.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def _noise_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    (kept,) = ctx.saved_tensors
+    return gradient * (kept != 0)
+
+
+noise.register_autograd(_noise_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output))
+
+
+class OwnOps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = noise(torch.tanh(layer(x)))
+        return x.sum()
+
+
+def test_an_op_of_a_users_own_may_draw_random_numbers() -> None:
+    x = torch.randn(256, 32)
+
+    def outcome(budget: int | None) -> Any:
+        torch.manual_seed(0)
+        net = OwnOps()
+        if budget is not None:
+            memplan.apply(net, x, budget, costs="estimate")
+            plan = memplan.plan_of(net)
+            assert plan is not None and any("noise" in plan.problem.graph.ops[i].kind for i in plan.recomputed)
+        torch.manual_seed(1)
+        loss = net(x)
+        loss.backward()
+        return copied([loss, [p.grad for p in net.parameters()]])
+
+    floor = memplan.plan(OwnOps(), x, 1.0, costs="estimate").floor_bytes
+    assert_same_bits(outcome(None), outcome(floor))
+
+
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def parameters() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.zeros(256, 128)), nn.Parameter(torch.zeros(128))]
+
+
+SIZES = 256 * 128 * 4 + 128 * 4
+
+
+def test_an_optimizer_that_steps_all_parameters_at_once_takes_copies_of_them() -> None:
+    state_bytes, step_bytes = optimizer_needs(torch.optim.AdamW(parameters()), CUDA)
+    assert (state_bytes, step_bytes) == (2 * SIZES, SIZES)
+    one_by_one = optimizer_needs(torch.optim.AdamW(parameters(), foreach=False), CUDA)[1]
+    assert one_by_one == optimizer_needs(torch.optim.AdamW(parameters()), torch.device("cpu"))[1]
+    fused = optimizer_needs(torch.optim.AdamW(parameters(), fused=True), CUDA)
+    assert fused == (2 * SIZES + 2 * 512, 0)  # counts of steps are on the device then
+
+
+def test_parameters_of_which_some_are_on_the_host_are_stepped_one_by_one() -> None:
+    whole = parameters()
+    alone = torch.optim.AdamW(whole, foreach=False)
+    mixed = torch.optim.AdamW(whole)
+    assert optimizer_needs(mixed, CUDA, [whole[1]])[1] == optimizer_needs(alone, CUDA, [whole[1]])[1]
+
+
+@pytest.mark.parametrize("device", [CUDA, torch.device("cpu")], ids=["cuda", "cpu"])
+def test_optimizers_with_odd_settings_are_foreseen(device: torch.device) -> None:
+    for optimizer in (torch.optim.AdamW(parameters(), lr=torch.tensor(1e-3)), torch.optim.Adafactor(parameters())):
+        state_bytes, step_bytes = optimizer_needs(optimizer, device)
+        assert state_bytes > 0 and step_bytes > 0
+
+
+def test_workspaces_of_libraries_are_in_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(private, "blas_workspace_bytes", lambda: 32 * MIB)
+    multiplies = _traced(nn.Linear(4, 4), torch.randn(2, 4))
+    elementwise = _traced(nn.PReLU(), torch.randn(2, 4))
+    assert libraries.library_bytes(multiplies) == 0
+    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA)) == 64 * MIB
+    assert libraries.library_bytes(dataclasses.replace(elementwise, device=CUDA)) == 0
+
+
+def test_the_size_of_a_workspace_is_what_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_getCublasWorkspaceSize", lambda: 12345, raising=False)
+    assert private.blas_workspace_bytes() == 12345
+    monkeypatch.delattr(torch._C, "_cuda_getCublasWorkspaceSize")
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert private.blas_workspace_bytes() == 8_519_680
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    for major, expected in ((8, 8_519_680), (9, 32 * MIB), (12, 32 * MIB)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
+        assert private.blas_workspace_bytes() == expected
+
+
+class Allocator:
+    """Stands for what PyTorch's allocator tells of a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held = self.peak = 1000
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.held)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: setattr(self, "peak", self.held))
+
+    def touch(self, size_bytes: int) -> None:
+        """Hold so much for a moment."""
+        self.peak = max(self.peak, self.held + size_bytes)
+
+    def keep(self, size_bytes: int) -> None:
+        self.held += size_bytes
+        self.touch(0)
+
+
+def test_what_a_library_keeps_is_no_scratch_of_the_op_that_was_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, model, x = Allocator(monkeypatch), nn.Linear(4, 4), torch.randn(2, 4)
+    tensors = dict(model.named_parameters())
+    bench = _Bench(_traced(model, x), lambda kind, name, _: x if kind == "input" else tensors[name])
+    first_run, runs = bench._first_run, list[int]()
+
+    def run(index: int, args: Any, kwargs: Any) -> Any:
+        if not runs:
+            allocator.keep(32 * MIB)
+        runs.append(index)
+        allocator.touch(100)
+        return first_run(index, args, kwargs)
+
+    monkeypatch.setattr(bench, "_first_run", run)
+    assert bench._first_runs_cuda([0, 1], False)[0] == [100, 100]
+    assert runs == [0, 0, 1, 1]
+
+
+def test_the_first_step_is_observed_by_the_allocators_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocator, told = Allocator(monkeypatch), list[tuple[int, float]]()
+    allocator.touch(10_000)  # before the step
+    observer = Observer(CUDA, list, lambda grown, time_s: told.append((grown, time_s)), lambda storage: False)
+    for peak in (700, 300):
+        with observer.forward([]):
+            allocator.touch(500)
+        with observer.backward():
+            allocator.touch(peak)
+    assert observer.finished and [grown for grown, _ in told] == [700]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported",
+    ],
+)
+def test_libraries_run_out_of_memory_in_words_of_their_own(words: str) -> None:
+    assert private.is_out_of_memory(RuntimeError(words))
+    assert not private.is_out_of_memory(RuntimeError("CUDA error: device-side assert triggered"))
+
+
+# -- copies -----------------------------------------------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for streams and events of a CUDA device, and notes in which order it is asked for what."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log: list[str] = []
+        self.current = _Stream(self, "compute")
+        names = iter(("out", "in"))
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: _Stream(self, next(names)))
+        monkeypatch.setattr(torch.cuda, "Event", lambda: _Event(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self._on)
+
+    @contextlib.contextmanager
+    def _on(self, stream: _Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        yield
+        self.current = before
+
+
+@dataclasses.dataclass
+class _Stream:
+    recorder: Recorder
+    name: str
+
+    def wait_stream(self, other: _Stream) -> None:
+        self.recorder.log.append(f"{self.name} waits for {other.name}")
+
+    def wait_event(self, event: _Event) -> None:
+        self.recorder.log.append(f"{self.name} waits for an event on {event.on}")
+
+
+@dataclasses.dataclass
+class _Event:
+    recorder: Recorder
+    on: str = ""
+
+    def record(self, stream: _Stream) -> None:
+        self.on = stream.name
+        self.recorder.log.append(f"event on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.recorder.log.append(f"host waits for {self.on}")
+
+
+class _Target(torch.Tensor):
+    recorder: Recorder
+
+    def copy_(self, source: torch.Tensor, non_blocking: bool = False) -> Any:
+        self.recorder.log.append(f"copy on {self.recorder.current.name}{', not waited for' if non_blocking else ''}")
+        return self
+
+
+def test_copies_wait_for_what_was_computed_and_run_on_a_stream_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder(monkeypatch)
+    streams, target = CudaStreams(CUDA), torch.empty(4).as_subclass(_Target)
+    target.recorder = recorder
+    event = streams.copy("out", torch.empty(4), target)
+    streams.wait(event)
+    streams.finish(event)
+    assert recorder.log == [
+        "out waits for compute", "copy on out, not waited for", "event on out", "compute waits for an event on out",
+        "host waits for out",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_the_plain_forward_reads_parameters_on_the_host_as_autocast_would(autocast: bool) -> None:
+    """Autocast for the device leaves alone what is on the host."""
+    weight, bias, x = torch.randn(4, 8), torch.randn(4), torch.randn(2, 8)
+    given = x.bfloat16() if autocast else x
+    with FetchedWhereUsed([weight, bias], torch.device("cpu")):
+        found = nn.functional.linear(given, weight, bias)
+    assert_same_bits(nn.functional.linear(given, weight.to(given.dtype), bias.to(given.dtype)), found)
+
+
+class Watched(FakeStreams):
+    """Notes which copies from the host the host has waited for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[Any] = []
+        self.finished: list[Any] = []
+
+    def copy(self, direction: Any, source: torch.Tensor, target: torch.Tensor) -> Any:
+        event = super().copy(direction, source, target)
+        if direction == "in":
+            self.fetched.append(event)
+        return event
+
+    def finish(self, event: Any) -> None:
+        self.finished.append(event)
+        super().finish(event)
+
+
+def test_no_copy_reads_parameters_on_the_host_when_backward_returns() -> None:
+    """The optimizer steps them next, on the CPU, which waits for no stream: what is fetched late would be half new."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.randn(8, 32)
+    plan = memplan.plan(net, x, 1.0, costs="estimate")
+    memplan.apply(net, x, plan.floor_bytes * 3 // 4, host_budget="1MiB", costs="estimate")
+    planned = planned_forward(net)
+    assert planned is not None
+    transfers = planned.steps[0].runner.store.transfers  # type: ignore[attr-defined]
+    transfers._streams = streams = Watched()
+    net(x).sum().backward()
+    last = {id(event.source.storage()): event for event in streams.fetched if event.source.storage() is not None}
+    parameters_read = [id(p.untyped_storage()) for p in net.parameters()]
+    assert any(key in last for key in parameters_read)
+    assert all(last[key] in streams.finished for key in parameters_read if key in last)
+
+
+def test_no_copy_that_ops_waited_for_reads_parameters_when_forward_returns() -> None:
+    """Where no backward follows, somebody may write to them next, and the device may be far behind."""
+    torch.manual_seed(0)
+    net, x = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))), torch.randn(8, 32)
+    plan = memplan.plan(net, x, 1.0, costs="estimate")
+    memplan.apply(net, x, plan.floor_bytes * 3 // 4, host_budget="1MiB", costs="estimate")
+    planned = planned_forward(net)
+    assert planned is not None
+    transfers = planned.steps[0].runner.store.transfers  # type: ignore[attr-defined]
+    transfers._streams = streams = Watched()
+    net(x)
+    schedule, values = planned.plan.schedule, planned.plan.problem.graph.values
+    forward = schedule[: schedule.index(Boundary())]
+    fetches = [step.value for step in forward if isinstance(step, Prefetch) and values[step.value].fetched]
+    waited = [event for event, v in zip(streams.fetched, fetches, strict=True) if Wait(v) in forward]
+    assert waited and all(event in streams.finished for event in waited)

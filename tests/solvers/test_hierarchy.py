@@ -1,0 +1,212 @@
+"""The hierarchy: every order legal and accounted for, children solved once, and what it gains over a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from memplan.config import Config
+from memplan.problem.data import Problem
+from memplan.problem.schedule import BOUNDARY, schedule_of
+from memplan.problem.simulate import simulate
+from memplan.solvers.chain.baselines import keep_all
+from memplan.solvers.chain.expand import last_reads, outside_of
+from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy_orders
+from memplan.solvers.chain.hierarchy_detours import detours
+from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
+from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
+from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
+from memplan.solvers.front.methods import MethodTask, blocks
+from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.replay import prune
+from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
+from tests.support.random_graphs import (
+    StepBuilder,
+    encoder_decoder_like,
+    llama_like,
+    random_problems,
+    resnet_like,
+    unet_like,
+)
+
+SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
+CALM = settings(max_examples=60, deadline=None, derandomize=True,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
+SHAPES: dict[str, Callable[[], Problem]] = {
+    "unet": lambda: unet_like(4),
+    "encoder-decoder": lambda: encoder_decoder_like(2),
+    "llama": lambda: llama_like(3, dropout=True),
+    "resnet": lambda: resnet_like((2, 2)),
+}
+
+
+def task_of(problem: Problem, config: Config) -> MethodTask:
+    return MethodTask.of(problem, flatten(problem), config)
+
+
+def sketches(task: MethodTask) -> list[Sketch]:
+    found = hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config)
+    return [sketch_of(task.flat, "hierarchy", order) for order in found]
+
+
+def check(problem: Problem, found: list[Sketch]) -> None:
+    """Each order is legal and comes to what its sketch says."""
+    assert found
+    for order in {sketch.order.tobytes(): sketch for sketch in found}.values():
+        timeline = simulate(problem, schedule_of(problem.graph, order.order.tolist()))
+        assert (timeline.peak_bytes, timeline.time_s) == (order.peak_bytes, pytest.approx(order.time_s))
+        assert (order.order == BOUNDARY).sum() == 1
+
+
+def time_within(task: MethodTask, found: list[Sketch], budget_bytes: int) -> float:
+    everything = sketch_of(task.flat, "keep all", keep_all(task.flat))
+    fitting = [s.time_s for s in pareto([everything, *found]) if s.peak_bytes <= budget_bytes]
+    return fitting[-1] if fitting else float("inf")
+
+
+def local_blocks(task: MethodTask, cuts: tuple[int, ...]) -> list[LocalBlock]:
+    chain, last_read = make_chain(task.flat, cuts), last_reads(task.flat)
+    outside = outside_of(task.flat, chain, last_read)
+    return [
+        localise(task.flat, block, incoming, last_read, task.keys)
+        for block, incoming in zip(chain.blocks, outside.incoming, strict=True)
+    ]
+
+
+@CALM
+@given(random_problems())
+def test_orders_of_random_steps_are_legal_and_accounted_for(problem: Problem) -> None:
+    check(problem, sketches(task_of(problem, SMALL)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orders_of_captured_shapes_are_legal_and_accounted_for(shape: str) -> None:
+    problem = SHAPES[shape]()
+    check(problem, sketches(task_of(problem, SMALL)))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_alone_it_is_no_worse_than_a_chain(shape: str) -> None:
+    task = task_of(SHAPES[shape](), Config())
+    ours, chain = sketches(task), list(blocks(task))
+    base = task.flat.arrays.base_bytes
+    for share in (0.8, 0.7, 0.6, 0.5, 0.4):
+        budget_bytes = base + int(share * (task.most_bytes - base))
+        assert time_within(task, ours, budget_bytes) <= time_within(task, chain, budget_bytes) * (1 + 1e-9)
+    assert pareto(ours)[0].peak_bytes <= pareto(chain)[0].peak_bytes
+
+
+def test_skips_made_again_lower_the_floor_of_a_deep_unet() -> None:
+    task = task_of(unet_like(7), Config())
+    flat, a = task.flat, task.flat.arrays
+    tree = Hierarchy(task.config)
+    cuts = [(coarse_cuts(flat, n), False) for n in (96, 12, 3)]
+    nested = [sketch_of(flat, "", order) for order in tree.orders(flat, task.keys, task.most_bytes, cuts)]
+    ours, chain = pareto(sketches(task)), pareto(blocks(task))
+    assert ours[0].peak_bytes < pareto(nested)[0].peak_bytes <= chain[0].peak_bytes
+    assert ours[0].peak_bytes - a.base_bytes < 0.92 * (chain[0].peak_bytes - a.base_bytes)
+
+
+def test_equal_children_are_solved_once() -> None:
+    counts = []
+    for layers in (6, 12):
+        task = task_of(llama_like(layers), SMALL)
+        tree = Hierarchy(task.config)
+        cuts = layer_cuts(task.flat, coarse_cuts(task.flat, 1000))
+        assert list(tree.orders(task.flat, task.keys, task.most_bytes, [(cuts, False)]))
+        counts.append((tree.asked, tree.solved))
+    (_, solved), (asked_deep, solved_deep) = counts
+    assert solved_deep == solved < asked_deep
+    before = tree.solved
+    assert list(tree.orders(task.flat, task.keys, task.most_bytes, [(cuts, False)]))
+    assert tree.solved == before
+
+
+@CALM
+@given(random_problems())
+def test_options_say_what_the_slow_measure_says(problem: Problem) -> None:
+    task = task_of(problem, SMALL)
+    for block in local_blocks(task, fine_cuts(task.flat, 4)):
+        orders = cut_orders(block, 4)
+        kept = best_options(block, orders, 10_000)
+        truth = {measured(block, order).figures for order in orders}
+        assert kept.options
+        for option in kept.options:
+            assert any(option.figures == pytest.approx(figures) for figures in truth)
+        for figures in truth:  # nothing that was found is lost: an option is at least as good in every figure
+            limits = [x * (1 + 1e-9) + 1e-12 for x in figures]
+            assert any(all(x <= y for x, y in zip(o.figures, limits, strict=True)) for o in kept.options)
+
+
+def test_few_options_are_the_cheapest_under_limits() -> None:
+    task = task_of(unet_like(4), Config())
+    block = max(local_blocks(task, coarse_cuts(task.flat, 3)), key=lambda b: b.flat.op_count)
+    orders = cut_orders(block, 20)
+    every, few = best_options(block, orders, 10_000).options, best_options(block, orders, 12).options
+    assert len(few) <= 12 < len(every)
+    assert {few_option.figures for few_option in few} <= {option.figures for option in every}
+    for column in (0, 3):
+        assert min(option.figures[column] for option in few) == min(option.figures[column] for option in every)
+
+
+def test_a_block_goes_forward_once_in_turn() -> None:
+    task = task_of(unet_like(2), SMALL)
+    block = local_blocks(task, coarse_cuts(task.flat, 3))[0]
+    stand_in = block.flat.arrays.boundary
+    wild = np.array([0, *range(stand_in), 0, BOUNDARY, *range(stand_in, block.flat.op_count)])
+    plain = plain_forward(block.flat.arrays, wild)
+    assert plain.tolist() == [*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)]
+
+
+@pytest.mark.parametrize("depth", [3, 5, 7])
+def test_a_detour_is_the_same_step(depth: int) -> None:
+    task = task_of(unet_like(depth), SMALL)
+    flat = task.flat
+    several = list(detours(flat))
+    assert several
+    for detour in several:
+        a = detour.flat.arrays
+        assert [detour.ops[i] for i in range(a.boundary, len(detour.ops))] == list(
+            range(flat.arrays.boundary, flat.op_count)
+        )
+        order = detour.order(keep_all(detour.flat))
+        whole = sketch_of(flat, "", order)
+        assert whole.peak_bytes >= 0 and set(order.tolist()) == set(keep_all(flat).tolist())
+        copies = [op for op in set(detour.ops) if detour.ops.count(op) > 1]
+        assert copies and all(flat.arrays.rerunnable[op] for op in copies)
+        assert sketch_of(detour.flat, "", keep_all(detour.flat)).time_s == pytest.approx(whole.time_s)
+        assert sketch_of(flat, "", prune(flat.arrays, order)).peak_bytes >= 0
+
+
+def test_backward_parts_behind_the_copies_read_those() -> None:
+    b = StepBuilder()
+    skip = b.forward("wide", (b.value(8, "input"),), (800,), save_outputs=True)[0]
+    x = skip
+    for _ in range(8):
+        x = b.forward("narrow", (x,), (8,), saved=(x,))[0]
+    both = b.forward("mul", (x, skip), (8,), saved=(x, skip))[0]
+    flat = flatten(b.finish(b.forward("loss", (both,), (8,), saved=(both,))[0]))
+    (detour,) = detours(flat)
+    own, a = len(flat.arrays.size_bytes), detour.flat.arrays
+    for op in range(a.boundary, len(detour.ops)):
+        kind, reads = detour.ops[op], detour.flat.reads[op]
+        assert any(v >= own for v in reads) == (skip in flat.reads[kind] and skip not in reads)
+    readers = [op for op in range(a.boundary, len(detour.ops)) if skip in flat.reads[detour.ops[op]]]
+    assert [skip in detour.flat.reads[op] for op in readers] == sorted(skip in detour.flat.reads[op] for op in readers)
+    assert skip in detour.flat.reads[readers[-1]] and skip not in detour.flat.reads[readers[0]]
+
+
+@CALM
+@given(random_problems())
+def test_detours_of_random_steps_run(problem: Problem) -> None:
+    flat = flatten(problem)
+    for detour in detours(flat):
+        assert sketch_of(detour.flat, "", keep_all(detour.flat)).peak_bytes >= 0
+        assert set(detour.ops) == set(range(flat.op_count))
+
+
+def test_a_chain_of_layers_has_no_detours() -> None:
+    assert not list(detours(flatten(resnet_like((2, 2)))))

@@ -1,0 +1,61 @@
+"""Thirty architectures of transformers and diffusers train at half of their activation peak, to the same bits.
+
+The peak is measured, with and without a plan, and the budget is half of it: activations, gradients and what backward
+holds for a while, without parameters, buffers and inputs.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import nn
+
+import memplan
+from tests.support.architectures import ARCHITECTURES, live_activation_peak
+from tests.support.zoo import Sample, assert_same_bits, copied, run_steps
+
+# Planned in part: what stands in the way of a whole capture. With kernel scratch counted, it takes more than half.
+IN_PART = {"wav2vec2": "layers are left out by the value of a random number, and spans are masked by numpy.random"}
+# Planned in part, and what is left unplanned needs more than half.
+INFEASIBLE = {
+    "recurrent_gemma": "forward keeps a tensor that depends on parameters in an attribute; the scan stays unplanned",
+    "detr": "the loss matches boxes in NumPy; the rest is planned as one part, whose largest op takes more than half",
+}
+FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
+
+
+def marks(name: str) -> list[pytest.MarkDecorator]:
+    """One of each family runs by default, `make test-slow` runs the others."""
+    found = [] if name in FIRST_OF_FAMILY.values() else [pytest.mark.slow]
+    if name in INFEASIBLE:
+        found.append(pytest.mark.xfail(raises=memplan.BudgetInfeasible, reason=INFEASIBLE[name]))
+    return found
+
+
+NAMES = [pytest.param(name, marks=marks(name)) for name in ARCHITECTURES]
+
+
+def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:
+    """Three steps of SGD, with the generators beside torch's seeded too: some models draw from those."""
+    random.seed(3)
+    np.random.seed(3)
+    return run_steps(net, copied(sample), 3)
+
+
+def test_there_are_thirty_of_many_families() -> None:
+    assert len(ARCHITECTURES) == 30
+    assert len({a.family for a in ARCHITECTURES.values()}) >= 10
+    assert {*IN_PART, *INFEASIBLE} <= set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_three_steps_at_half_of_the_activation_peak(name: str) -> None:
+    net, sample = ARCHITECTURES[name].build(0)
+    planned = memplan.apply(copy.deepcopy(net), copied(sample), memplan.Budget(activations=0.5), costs="estimate")
+    assert isinstance(memplan.plan_of(planned), memplan.Plan) == (name not in IN_PART)
+    assert_same_bits(seeded_steps(copy.deepcopy(net), sample), seeded_steps(planned, sample))
+    assert live_activation_peak(planned, sample) <= 0.5 * live_activation_peak(net, sample)
