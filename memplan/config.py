@@ -24,43 +24,35 @@ from pathlib import Path
 from typing import Any
 
 METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat", "moments", "hierarchy")
-_GONE = ("backward_orders", "order_moves")  # fields of earlier versions
 _FORMAT = "memplan.config"
 _VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Config:
-    """Everything but `timeout_s` is a choice or a count, so that a plan is the same on every machine.
+class SearchFigures:
+    """How far each part of a search goes. All are counts, so that a plan is the same on every machine.
 
-    methods: where schedules come from. "textbook": recompute every block, or sqrt(n) segments. "rotor": plain Rotor.
-        "cuts": minimum cuts over the whole step. "blocks": Rotor over blocks with options from minimum cuts. "exact":
-        the same with exact options as well. "flat": the whole step as one block: exact where it is small.
-        "moments": saved sets that suit the moments at which the lower bound is tight. "hierarchy": Rotor over blocks
-        that are chains of blocks themselves. Keeping everything is always among the schedules.
-    polish: a local search on flat schedules, from all that the methods found.
-    timeout_s: a safety stop. After so many seconds the best schedules so far are taken and the plan says `truncated`.
-    coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
-    cuts, block_cuts: minimum cuts for the whole step and for a block. options: most options of a block.
-    exact_nodes: nodes that an exact search may expand for one budget of one block. exact_parts: limits tried on the
-        bytes that a block saves, and as many on its peak. exact_ops: most forward ops of the largest blocks.
-        exact_work: ops of blocks that are searched at all, fewer in long steps; beyond that a block's options are not
-        proven to be best.
-    flat_nodes, flat_parts: the same for the whole step. flat_work: cap on its budgets for long steps, times ops.
-    sizes: plans expanded for each chain. points: most points that are kept of the curve of peak against time.
-    grid, passes: peaks to which plans are lowered and filled, up to three times as many for short steps, and how often.
-    descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
-    rounds, width: splits of a value's life that lower a peak, and values tried for each.
-    exchanges, neighbours: recomputations that are traded for others at each point, and several left out at once.
-    moments: moments of the backward pass that the lower bound tries at each budget; it keeps the best lines at as many
-        budgets as `cuts`.
-    lower_work, exchange_work, neighbour_work, moment_work: caps on the same for long steps, as ops times what is
-        counted; grid_work: steps so short that they stay below it have more of the grid.
+    - coarse_blocks, fine_blocks: most blocks of the two chains. coarse_slots, fine_slots: memory sizes told apart.
+    - cuts, block_cuts: minimum cuts for the whole step and for a block. options: most options of a block.
+    - exact_nodes: nodes that an exact search may expand for one budget of one block.
+    - exact_parts: limits tried on the bytes that a block saves, and as many on its peak.
+    - exact_ops: most forward ops of the largest blocks.
+    - exact_work: ops of blocks that are searched at all, fewer in long steps; beyond that a block's options are not
+      proven to be best.
+    - flat_nodes, flat_parts: nodes and limits for the whole step. flat_work: cap on its budgets for long steps, times
+      ops.
+    - sizes: plans expanded for each chain.
+    - grid, passes: peaks to which plans are lowered and filled, up to three times as many for short steps, and how
+      often.
+    - descents, descent_steps: schedules taken down towards the floor, and in how many steps at most.
+    - rounds, width: splits of a value's life that lower a peak, and values tried for each.
+    - exchanges, neighbours: recomputations that are traded for others at each point, and several left out at once.
+    - moments: moments of the backward pass that the lower bound tries at each budget; it keeps the best lines at as
+      many budgets as `cuts`.
+    - lower_work, exchange_work, neighbour_work, moment_work: caps on rounds, exchanges, neighbours and moments for long
+      steps, as ops times what is counted. grid_work: steps so short that they stay below it have more of the grid.
     """
 
-    methods: tuple[str, ...] = METHODS
-    polish: bool = True
-    timeout_s: float = 600.0
     coarse_blocks: int = 96
     fine_blocks: int = 160
     coarse_slots: int = 600
@@ -76,7 +68,6 @@ class Config:
     flat_parts: int = 10
     flat_work: int = 5_000
     sizes: int = 16
-    points: int = 32
     grid: int = 40
     passes: int = 1
     descents: int = 6
@@ -92,6 +83,50 @@ class Config:
     moment_work: int = 10_000
     grid_work: int = 20_000
 
+    def at(self, effort: float) -> SearchFigures:
+        """The figures of a search that goes so many times as far. What a chain is cut into stays as it is."""
+        scaled = {name: max(1, round(getattr(self, name) * effort)) for name in _SCALED}
+        return dataclasses.replace(self, **scaled)
+
+
+_SCALED = (
+    "cuts", "block_cuts", "options", "exact_nodes", "exact_work", "flat_nodes", "flat_work", "sizes", "grid",
+    "descents", "rounds", "exchanges", "neighbours", "moments", "lower_work", "exchange_work", "neighbour_work",
+    "moment_work", "grid_work",
+)  # fmt: skip
+# Of earlier versions, in their files.
+_GONE = ("backward_orders", "order_moves", *(field.name for field in dataclasses.fields(SearchFigures)))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Which methods look for a plan, and how hard. A plan is the same on every machine, where `timeout_s` suffices.
+
+    - methods: where schedules come from. Keeping everything is always among them.
+        - "textbook": recompute every block, or sqrt(n) segments.
+        - "rotor": plain Rotor.
+        - "cuts": minimum cuts over the whole step.
+        - "blocks": Rotor over blocks with options from minimum cuts.
+        - "exact": "blocks" with exact options as well.
+        - "flat": the whole step as one block: exact where it is small.
+        - "moments": saved sets that suit the moments at which the lower bound is tight.
+        - "hierarchy": Rotor over blocks that are chains of blocks themselves.
+    - polish: a local search on schedules, from all that the methods found.
+    - effort: how far methods and search go, 1 as usual: 0.2 is for a quick look, 4 for a step that will run for weeks.
+    - timeout_s: a safety stop. After so many seconds the best schedules so far are taken, and the plan says
+      `truncated`.
+    - points: most points that are kept of the curve of peak against time.
+
+    Raises ValueError or TypeError for values that can't be.
+    """
+
+    methods: tuple[str, ...] = METHODS
+    polish: bool = True
+    effort: float = 1.0
+    timeout_s: float = 600.0
+    points: int = 32
+    _figures: SearchFigures = SearchFigures()
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "methods", tuple(self.methods))
         unknown = [method for method in self.methods if method not in METHODS]
@@ -99,21 +134,25 @@ class Config:
             raise ValueError(f"unknown method {unknown[0]!r}; there are {', '.join(METHODS)}")
         if type(self.polish) is not bool:
             raise TypeError(f"polish must be True or False, got {self.polish!r}")
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("polish", "methods"):
-                continue
-            kinds = (int, float) if field.name == "timeout_s" else (int,)
+        for name, kinds in (("effort", (int, float)), ("timeout_s", (int, float)), ("points", (int,))):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kinds):
-                raise TypeError(f"{field.name} must be {'a number' if float in kinds else 'an int'}, got {value!r}")
-            least = 1 if field.name in _AT_LEAST_ONE else 0
-            if not value >= least:
-                raise ValueError(f"{field.name} must be {least} or more, got {value!r}")
+                raise TypeError(f"{name} must be {'a number' if float in kinds else 'an int'}, got {value!r}")
+        if not 0 < self.effort <= _MOST_EFFORT:
+            raise ValueError(f"effort must be more than 0, and {_MOST_EFFORT} or less, got {self.effort!r}")
+        if not self.timeout_s >= 0:
+            raise ValueError(f"timeout_s must be 0 or more, got {self.timeout_s!r}")
+        if self.points < 1:
+            raise ValueError(f"points must be 1 or more, got {self.points!r}")
+
+    @property
+    def figures(self) -> SearchFigures:
+        """How far each part of the search goes."""
+        return self._figures if self.effort == 1 else self._figures.at(self.effort)
 
 
-_AT_LEAST_ONE = frozenset(
-    {"coarse_blocks", "fine_blocks", "coarse_slots", "fine_slots", "options", "sizes", "points", "passes"}
-)
+_MOST_EFFORT = 1000
+_FIELDS = tuple(field.name for field in dataclasses.fields(Config) if not field.name.startswith("_"))
 
 PRESETS: dict[str, Config] = {
     "noremat": Config((), polish=False),
@@ -130,10 +169,15 @@ ConfigLike = Config | str | None
 
 
 def generate_config(preset: str = "auto", **changes: Any) -> Config:
-    """A preset by its name, with these fields changed. Raises ValueError for an unknown preset, TypeError for an
-    unknown field."""
+    """A preset by its name, with these fields changed: `generate_config("rockmate", effort=2)`.
+
+    Raises ValueError for an unknown preset, TypeError for an unknown field.
+    """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}; there are {', '.join(PRESETS)}")
+    unknown = sorted(changes.keys() - set(_FIELDS))
+    if unknown:
+        raise TypeError(f"a Config has no field {unknown[0]!r}; it has {', '.join(_FIELDS)}")
     return dataclasses.replace(PRESETS[preset], **changes)
 
 
@@ -148,15 +192,15 @@ def config_of(config: ConfigLike) -> Config:
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write a configuration as JSON."""
-    content = {"format": _FORMAT, "version": _VERSION} | dataclasses.asdict(config)
+    content = {"format": _FORMAT, "version": _VERSION} | {name: getattr(config, name) for name in _FIELDS}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
 
 def load_config(path: str | Path) -> Config:
     """Read a configuration; fields that are absent have their defaults.
 
-    Raises ValueError or TypeError for anything but a sound one (an unknown field is named), OSError where the file
-    can't be read.
+    Figures of the search that earlier versions wrote are left out. Raises ValueError or TypeError for anything but a
+    sound one (an unknown field is named), OSError where the file can't be read.
     """
     content = json.loads(Path(path).read_text())
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
@@ -165,10 +209,9 @@ def load_config(path: str | Path) -> Config:
     if version != _VERSION:
         raise ValueError(f"{path} has version {version!r}; this memplan reads version {_VERSION}")
     content = {name: value for name, value in content.items() if name not in _GONE}
-    known = {field.name for field in dataclasses.fields(Config)}
-    unknown = sorted(set(content) - known)
+    unknown = sorted(content.keys() - set(_FIELDS))
     if unknown:
-        raise ValueError(f"{path} has an unknown field {unknown[0]!r}; there are {', '.join(sorted(known))}")
+        raise ValueError(f"{path} has an unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
     if not isinstance(content.get("methods", []), list):
         raise TypeError(f"methods must be a list of names, got {content['methods']!r}")
     return Config(**content)

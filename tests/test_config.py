@@ -20,20 +20,16 @@ from memplan.solvers import Progress, solve_front
 from memplan.solvers.numeric import threads
 from tests.solvers.test_solvers import CALM
 from tests.solvers.test_solvers import SMALL as SMALLER
+from tests.support.configs import with_figures
 from tests.support.random_graphs import encoder_decoder_like, llama_like, random_problems, unet_like
 
-SMALL = dataclasses.replace(SMALLER, exact_nodes=5, exact_parts=3, flat_nodes=20, flat_parts=3)
+SMALL = with_figures(SMALLER, exact_nodes=5, exact_parts=3, flat_nodes=20, flat_parts=3)
 
 pytestmark = pytest.mark.full_search
-SMALL_CHANGES = {
-    field.name: getattr(SMALL, field.name)
-    for field in dataclasses.fields(Config)
-    if field.name not in ("methods", "polish", "timeout_s")
-}
 
 
 def small(preset: str) -> Config:
-    return memplan.generate_config(preset, **SMALL_CHANGES)
+    return with_figures(memplan.generate_config(preset), **dataclasses.asdict(SMALL.figures))
 
 
 @CALM
@@ -66,13 +62,13 @@ def assert_best(problem: Problem) -> None:
 def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     for preset in PRESETS:
-        config = memplan.generate_config(preset, grid=7, timeout_s=1.5)
+        config = memplan.generate_config(preset, effort=0.5, points=7, timeout_s=1.5)
         memplan.save_config(config, path)
         assert memplan.load_config(path) == config
-    path.write_text('{"format": "memplan.config", "version": 1, "grid": 3}')
-    assert memplan.load_config(path) == Config(grid=3)
-    path.write_text('{"format": "memplan.config", "version": 1, "grid": 3, "backward_orders": [], "order_moves": 9}')
-    assert memplan.load_config(path) == Config(grid=3)  # of an earlier version
+    path.write_text('{"format": "memplan.config", "version": 1, "points": 3}')
+    assert memplan.load_config(path) == Config(points=3)
+    path.write_text('{"format": "memplan.config", "version": 1, "points": 3, "grid": 9, "order_moves": 9}')
+    assert memplan.load_config(path) == Config(points=3)  # of an earlier version
 
 
 @pytest.mark.parametrize(
@@ -83,12 +79,13 @@ def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
         ({"version": 9}, ValueError, "version 9"),
         ({"methods": "rotor"}, TypeError, "list"),
         ({"methods": ["simplex"]}, ValueError, "simplex"),
-        ({"grid": -1}, ValueError, "grid"),
-        ({"grid": 1.5}, TypeError, "grid"),
-        ({"grid": True}, TypeError, "grid"),
+        ({"points": -1}, ValueError, "points"),
+        ({"points": 1.5}, TypeError, "points"),
+        ({"points": True}, TypeError, "points"),
+        ({"effort": 0}, ValueError, "effort"),
+        ({"effort": "much"}, TypeError, "effort"),
         ({"polish": 1}, TypeError, "polish"),
         ({"timeout_s": -1}, ValueError, "timeout_s"),
-        ({"options": 0}, ValueError, "options"),
     ],
 )
 def test_bad_files_are_refused_by_name(
@@ -100,11 +97,23 @@ def test_bad_files_are_refused_by_name(
         memplan.load_config(path)
 
 
+def test_more_effort_finds_no_worse_plans() -> None:
+    problem = unet_like(5)
+    fronts = [solve_front(problem, dataclasses.replace(SMALL, effort=effort)) for effort in (0.3, 1, 3)]
+    for less, more in itertools.pairwise(fronts):
+        assert more.floor.peak_bytes <= less.floor.peak_bytes
+        assert len(more.points) >= len(less.points) / 2
+    assert len({tuple(point.order for point in front.points) for front in fronts}) > 1
+    assert Config(effort=0.001).figures.cuts == 1 and Config().figures.cuts == 20
+
+
 def test_bad_names_are_refused() -> None:
     with pytest.raises(ValueError, match="checkmat"):
         memplan.generate_config("checkmat")
     with pytest.raises(TypeError, match="gird"):
         memplan.generate_config("auto", gird=3)
+    with pytest.raises(TypeError, match=r"grid.*it has methods, polish, effort"):
+        memplan.generate_config("auto", grid=3)  # a figure, which goes with effort
     net = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="fastest"):
         memplan.apply(net, torch.ones(1, 2), 0.9, config="fastest")

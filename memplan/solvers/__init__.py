@@ -1,4 +1,7 @@
-"""Solvers: from a problem to schedules and bounds. Plain data in, plain data out; no torch anywhere in here."""
+"""Solvers: from a problem to schedules and bounds. Plain data in, plain data out; no torch anywhere in here.
+
+Start with `front.front`: `solve_front` has the best schedules for every budget, by the methods in `front.methods`.
+"""
 
 from memplan.solvers.bounds.lower_bound import Bound as Bound
 from memplan.solvers.bounds.lower_bound import lower_bound as lower_bound

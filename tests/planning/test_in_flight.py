@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
-from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import schedule_of
@@ -28,13 +27,14 @@ from memplan.solvers.chain.baselines import baselines
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order
+from tests.support.configs import with_figures
 from tests.support.meter import LiveMeter
 from tests.support.random_graphs import llama_like, random_problems, resnet_like
 from tests.support.solver_oracle import all_orders, recount
 from tests.support.zoo import assert_same_bits
 
 CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
+SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
                sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from memplan.solvers.offload.copies import movables_of
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies, settled, solve_offload
 from memplan.solvers.orders.flat import flatten
 from tests.solvers.test_solvers import CALM, SMALL, some_orders
+from tests.support.configs import with_figures
 from tests.support.meter import LiveMeter, storage_bytes
 from tests.support.random_graphs import StepBuilder, encoder_decoder_like, llama_like, random_problems, resnet_like
 from tests.support.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
@@ -264,7 +265,7 @@ def test_offload_is_never_worse_than_recomputation_alone(build: object) -> None:
 def test_a_long_step_is_planned_from_few_orders() -> None:
     """96 layers from a coarse front: near the bound at 25 GB/s, which no link of that speed beats."""
     problem = step_of(96)
-    front = solve_front(problem, Config(("blocks",), polish=False, moments=1))
+    front = solve_front(problem, with_figures(Config(("blocks",), polish=False), moments=1))
     base_s, resident = problem.baseline_time_s, problem.resident_bytes
     budget = resident + (front.keep_all.peak_bytes - resident) // 4
     linked = replace(problem, link=PCIE)

@@ -26,11 +26,12 @@ from memplan.solvers.bounds.seeds import saved_of_moments
 from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
+from tests.support.configs import with_figures
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.solver_oracle import all_orders
 
 CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-SMALL = Config(sizes=6, points=8, grid=10, descents=2, descent_steps=6, exchanges=10, neighbours=10)
+SMALL = with_figures(Config(points=8), sizes=6, grid=10, descents=2, descent_steps=6, exchanges=10, neighbours=10)
 
 
 def optimum(program: MomentProgram, budget_bytes: int) -> float:
@@ -195,7 +196,7 @@ def test_bound_is_under_every_plan(name: str) -> None:
     """The plans of a real step; the bound alone is taken at full strength."""
     problem = instances()[name]
     bound = lower_bound(problem)
-    front = solve_front(problem, replace(SMALL, methods=("textbook", "cuts", "blocks"), grid=8))
+    front = solve_front(problem, with_figures(replace(SMALL, methods=("textbook", "cuts", "blocks")), grid=8))
     assert len(front.points) > 2
     for point in front.points:
         assert bound.floor_bytes <= point.peak_bytes

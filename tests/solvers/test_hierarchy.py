@@ -23,6 +23,7 @@ from memplan.solvers.front.methods import MethodTask, blocks
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
+from tests.support.configs import with_figures
 from tests.support.random_graphs import (
     StepBuilder,
     encoder_decoder_like,
@@ -32,7 +33,7 @@ from tests.support.random_graphs import (
     unet_like,
 )
 
-SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
+SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
 CALM = settings(max_examples=60, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 SHAPES: dict[str, Callable[[], Problem]] = {
@@ -48,7 +49,7 @@ def task_of(problem: Problem, config: Config) -> MethodTask:
 
 
 def sketches(task: MethodTask) -> list[Sketch]:
-    found = hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config)
+    found = hierarchy_orders(task.flat, task.keys, task.most_bytes, task.figures)
     return [sketch_of(task.flat, "hierarchy", order) for order in found]
 
 
@@ -102,7 +103,7 @@ def test_alone_it_is_no_worse_than_a_chain(shape: str) -> None:
 def test_skips_made_again_lower_the_floor_of_a_deep_unet() -> None:
     task = task_of(unet_like(7), Config())
     flat, a = task.flat, task.flat.arrays
-    tree = Hierarchy(task.config)
+    tree = Hierarchy(task.figures)
     cuts = [(coarse_cuts(flat, n), False) for n in (96, 12, 3)]
     nested = [sketch_of(flat, "", order) for order in tree.orders(flat, task.keys, task.most_bytes, cuts)]
     ours, chain = pareto(sketches(task)), pareto(blocks(task))
@@ -114,7 +115,7 @@ def test_equal_children_are_solved_once() -> None:
     counts = []
     for layers in (6, 12):
         task = task_of(llama_like(layers), SMALL)
-        tree = Hierarchy(task.config)
+        tree = Hierarchy(task.figures)
         cuts = layer_cuts(task.flat, coarse_cuts(task.flat, 1000))
         assert list(tree.orders(task.flat, task.keys, task.most_bytes, [(cuts, False)]))
         counts.append((tree.asked, tree.solved))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import runpy
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from memplan.config import Config
 from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
 from memplan.problem.schedule import schedule_of
@@ -30,6 +28,7 @@ from memplan.solvers.orders.replay import fill, prune, replay
 from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of, split
 from memplan.solvers.search.exchange import exchange
 from memplan.solvers.search.neighbourhood import search_neighbours
+from tests.support.configs import with_figures
 from tests.support.random_graphs import (
     StepBuilder,
     encoder_decoder_like,
@@ -40,7 +39,7 @@ from tests.support.random_graphs import (
 )
 from tests.support.solver_oracle import all_orders, chain_optimum, recount
 
-SMALL = Config(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
+SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
                sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
 CALM = settings(max_examples=60, deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
@@ -286,7 +285,7 @@ def test_layers_alike_reach_the_floor_and_stay_near_the_bound() -> None:
 @pytest.mark.parametrize("build", [resnet_like, unet_like, encoder_decoder_like])
 def test_wide_cuts_beat_the_textbook(build: Callable[[], Problem]) -> None:
     problem = build()
-    front = solve_front(problem, config=replace(SMALL, grid=16, coarse_slots=300, coarse_blocks=32))
+    front = solve_front(problem, config=with_figures(SMALL, grid=16, coarse_slots=300, coarse_blocks=32))
     flat = flatten(problem)
     for _name, order in baselines(flat, 32):
         peak, time_s = accounted(problem, order)

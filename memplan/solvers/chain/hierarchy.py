@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from memplan.config import Config
+from memplan.config import SearchFigures
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
 from memplan.solvers.chain.hierarchy_detours import detours
@@ -58,7 +58,7 @@ Keys = tuple[str, ...]
 Partition = tuple[Cuts, bool]
 
 
-def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures) -> Iterator[Ints]:
     """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
 
     keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
@@ -66,15 +66,15 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, config: Config) ->
     """
     a = flat.arrays
     found: list[Sketch] = []
-    for order in _from_trees(flat, keys, most_bytes, config):
+    for order in _from_trees(flat, keys, most_bytes, figures):
         found.append(sketch_of(flat, "", order))
         yield order
     # The root is a node, too: its lowest orders are brought down, as inside a block.
-    rounds = min(_LOWER_ROUNDS, config.lower_work // flat.op_count)
+    rounds = min(_LOWER_ROUNDS, figures.lower_work // flat.op_count)
     for sketch in pareto(found)[:_LOWERED]:
         for part in _PARTS:
             target = sketch.peak_bytes - (sketch.peak_bytes - a.base_bytes) // part
-            order = bring_down(a, sketch.order, target, rounds, config.width)
+            order = bring_down(a, sketch.order, target, rounds, figures.width)
             found.append(sketch_of(flat, "", order))
             yield order
     # Memory sizes are rounded to slots, and a plan seldom uses all that it was given.
@@ -90,25 +90,25 @@ def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
     return [low + (most_bytes - low) * step // count for step in range(1, count)]
 
 
-def _from_trees(flat: Flat, keys: Keys, most_bytes: int, config: Config) -> Iterator[Ints]:
+def _from_trees(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures) -> Iterator[Ints]:
     yield keep_all(flat)
-    tree = Hierarchy(config)
-    yield from tree.orders(flat, keys, most_bytes, _granularities(flat, config))
+    tree = Hierarchy(figures)
+    yield from tree.orders(flat, keys, most_bytes, _granularities(flat, figures))
     for detour in detours(flat):
         copied = tuple(keys[op] for op in detour.ops)
-        cuts = [(cuts, leaves) for cuts, leaves in _granularities(detour.flat, config) if len(cuts) <= _DETOUR_CUTS]
+        cuts = [(cuts, leaves) for cuts, leaves in _granularities(detour.flat, figures) if len(cuts) <= _DETOUR_CUTS]
         for order in tree.orders(detour.flat, copied, most_bytes, cuts):
             found = _filled(flat.arrays, prune(flat.arrays, detour.order(order)))
             if found is not None:
                 yield found
 
 
-def _granularities(flat: Flat, config: Config) -> list[Partition]:
+def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
     """Cuts at the top, and whether what is between them is left whole: all of them, then ever fewer narrow ones."""
-    blocks = config.coarse_blocks
+    blocks = figures.coarse_blocks
     found = [(coarse_cuts(flat, blocks), True)]
     if flat.op_count <= _LONG_OPS:
-        found.insert(0, (fine_cuts(flat, config.fine_blocks), True))
+        found.insert(0, (fine_cuts(flat, figures.fine_blocks), True))
     while blocks > 0:
         cuts = coarse_cuts(flat, max(2, blocks))
         found += [(layer_cuts(flat, cuts), False), (cuts, False)]
@@ -119,19 +119,19 @@ def _granularities(flat: Flat, config: Config) -> list[Partition]:
 class Hierarchy:
     """Blocks that are solved already, and how. asked, solved: blocks whose options were wanted, and worked out."""
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    def __init__(self, figures: SearchFigures) -> None:
+        self.figures = figures
         self.asked = self.solved = 0
         self._known: dict[tuple[object, ...], BlockOptions] = {}
 
     def orders(self, flat: Flat, keys: Keys, most_bytes: int, several: Sequence[Partition]) -> Iterator[Ints]:
         """Legal orders of a whole step, from chains between these cuts."""
         beyond = max(1, most_bytes - flat.arrays.base_bytes)
-        config, known = self.config, set[bytes]()
+        figures, known = self.figures, set[bytes]()
         for cuts, leaves in several:
-            slots = config.coarse_slots if len(cuts) < config.coarse_blocks else config.fine_slots
+            slots = figures.coarse_slots if len(cuts) < figures.coarse_blocks else figures.fine_slots
             solved = self._chain(flat, keys, cuts, beyond + beyond // 8, slots, leaves, 0)
-            for order in _expanded(flat, solved, 3 * config.sizes):
+            for order in _expanded(flat, solved, 3 * figures.sizes):
                 found = _filled(flat.arrays, order) if order.tobytes() not in known else None
                 known.add(order.tobytes())
                 if found is not None:
@@ -148,14 +148,14 @@ class Hierarchy:
 
     def _found(self, block: LocalBlock, keys: Keys, leaf: bool) -> BlockOptions:
         flat = block.flat
-        orders = cut_orders(block, self.config.block_cuts)
+        orders = cut_orders(block, self.figures.block_cuts)
         if leaf or flat.arrays.boundary < _LEAST_OPS:
-            return best_options(block, orders, 2 * self.config.options)
+            return best_options(block, orders, 2 * self.figures.options)
         most_bytes = whole_peak_bytes(block)
         for cuts, leaves in _partitions(flat):
             solved = self._chain(flat, keys, cuts, most_bytes + most_bytes // 8, _INNER_SLOTS, leaves,
                                  flat.arrays.boundary)  # fmt: skip
-            for order in _expanded(flat, solved, max(2, self.config.sizes // 2)):
+            for order in _expanded(flat, solved, max(2, self.figures.sizes // 2)):
                 found = _filled(flat.arrays, order)
                 orders += [order] if found is None else [order, found]
         orders += searched(flat.arrays, orders, _TARGETS)

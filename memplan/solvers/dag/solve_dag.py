@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 
 import numpy as np
 
-from memplan.config import Config
+from memplan.config import Config, SearchFigures
 from memplan.errors import BudgetInfeasible
 from memplan.problem.schedule import BOUNDARY, Compute, Drop, schedule_of
 from memplan.solvers.dag import dag_search as search
@@ -27,9 +27,11 @@ from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.units import format_bytes
 
 _FRONT = Config(
-    methods=("textbook", "cuts", "blocks"), coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10,
-    block_cuts=6, options=12, sizes=16, grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0,
-    neighbours=0, moments=1,
+    ("textbook", "cuts", "blocks"),
+    _figures=SearchFigures(
+        coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12, sizes=16,
+        grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, neighbours=0, moments=1,
+    ),
 )  # fmt: skip
 _THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 

@@ -164,10 +164,10 @@ class _FrontSearch:
 
     def _bounds(self) -> Iterator[Sketch]:
         """The lower bound, and schedules that suit it."""
-        config = self.config
-        moments = min(config.moments, max(2, config.moment_work // self.flat.op_count))
+        figures = self.config.figures
+        moments = min(figures.moments, max(2, figures.moment_work // self.flat.op_count))
         relaxed = flatten(self.problem, updates=False) if self.updates else self.flat
-        bound = bound_of(relaxed, self.problem.baseline_time_s, moments, config.cuts)
+        bound = bound_of(relaxed, self.problem.baseline_time_s, moments, figures.cuts)
         self.task = dataclasses.replace(self.task, bound=bound)
         if "moments" in self.config.methods:
             yield from METHODS["moments"](self.task)
@@ -182,11 +182,11 @@ class _FrontSearch:
         bound, known = self.task.bound, self._all()
         starts = [[self.everything, *sketches] for sketches in families]
         self._side_by_side(
-            {f"refined {i}": refine(self.flat, s, known, bound, self.config) for i, s in enumerate(starts)},
+            {f"refined {i}": refine(self.flat, s, known, bound, self.config.figures) for i, s in enumerate(starts)},
             lambda name, done: self._report("polishing", 0.8 * done),
         )
         self._side_by_side(
-            {"traded": trade(self.flat, self._all(), bound, self.config)},
+            {"traded": trade(self.flat, self._all(), bound, self.config.figures, self.config.points)},
             lambda name, done: self._report("polishing", done),
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
-from memplan.config import Config
+from memplan.config import Config, SearchFigures
 from memplan.problem.data import Problem
 from memplan.solvers.bounds.lower_bound import Bound, needed_after
 from memplan.solvers.bounds.mincut import saved_sets
@@ -37,19 +37,19 @@ class MethodTask:
     flat: Flat
     keys: tuple[str, ...]
     most_bytes: int
-    config: Config
+    figures: SearchFigures
     bound: Bound
 
     @classmethod
     def of(cls, problem: Problem, flat: Flat, config: Config, bound: Bound | None = None) -> MethodTask:
         keys = tuple(op.key or op.kind for op in problem.graph.ops)
         most_bytes = sketch_of(flat.alone, "keep all", keep_all(flat)).peak_bytes
-        return cls(flat, keys, most_bytes, config, bound or Bound(problem.baseline_time_s, 0, ()))
+        return cls(flat, keys, most_bytes, config.figures, bound or Bound(problem.baseline_time_s, 0, ()))
 
 
 def baseline_schedules(task: MethodTask) -> Iterator[Sketch]:
     """Recompute every block, or sqrt(n) segments."""
-    for name, order in baselines(task.flat, task.config.coarse_blocks):
+    for name, order in baselines(task.flat, task.figures.coarse_blocks):
         yield sketch_of(task.flat, name, order)
 
 
@@ -61,7 +61,7 @@ def rotor(task: MethodTask) -> Iterator[Sketch]:
 
 def cuts(task: MethodTask) -> Iterator[Sketch]:
     """Saved sets of the whole step, values recomputed once and kept, or kept for a while only."""
-    chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.config.cuts)
+    chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.figures.cuts)
     yield from _from_saved(task, "minimum cut", [cut.saved for cut in chosen])
 
 
@@ -72,10 +72,10 @@ def moments(task: MethodTask) -> Iterator[Sketch]:
 
 def blocks(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with many options, at two granularities."""
-    config = task.config
+    figures = task.figures
 
     def orders(block: LocalBlock) -> list[Ints]:
-        return cut_orders(block, config.block_cuts)
+        return cut_orders(block, figures.block_cuts)
 
     for name, positions, slots in _chains(task):
         yield from _from_chain(task, f"chain of {name} blocks", positions, slots, orders)
@@ -83,35 +83,38 @@ def blocks(task: MethodTask) -> Iterator[Sketch]:
 
 def exact(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks with options from an exact search as well, at three granularities."""
-    config = task.config
-    work = [min(config.exact_work, _EXACT_WORK // task.flat.op_count)]
+    figures = task.figures
+    work = [min(figures.exact_work, _EXACT_WORK // task.flat.op_count)]
 
     def orders(block: LocalBlock) -> list[Ints]:
-        cut = cut_orders(block, config.block_cuts)
+        cut = cut_orders(block, figures.block_cuts)
         work[0] -= block.flat.op_count
-        return [*cut, *exact_orders(block, cut, config.exact_parts, config.exact_nodes if work[0] >= 0 else 0)]
+        return [
+            *cut,
+            *exact_orders(block, cut, figures.exact_parts, figures.exact_nodes if work[0] >= 0 else 0),
+        ]
 
     chains = _chains(task)
-    layers = merged_cuts(task.flat, chains[0][1], config.exact_ops)
+    layers = merged_cuts(task.flat, chains[0][1], figures.exact_ops)
     if layers not in [positions for _, positions, _ in chains]:
-        chains.insert(1, ("large", layers, config.coarse_slots))
+        chains.insert(1, ("large", layers, figures.coarse_slots))
     for name, positions, slots in chains:
-        yield from _from_chain(task, f"chain of {name} exact blocks", positions, slots, orders, 2 * config.options)
+        yield from _from_chain(task, f"chain of {name} exact blocks", positions, slots, orders, 2 * figures.options)
 
 
 def flat(task: MethodTask) -> Iterator[Sketch]:
     """The whole step as one block: exact where it is small, local search at each of a few budgets where it is not."""
-    config, a, ops = task.config, task.flat.arrays, task.flat.op_count
-    parts = min(config.flat_parts, max(2, config.flat_work // ops))
-    nodes = min(config.flat_nodes, config.flat_nodes * 64**2 // ops**2)  # a node of a long step takes longer
-    for found in solve_step(task.flat, parts, config.block_cuts, nodes):
+    figures, a, ops = task.figures, task.flat.arrays, task.flat.op_count
+    parts = min(figures.flat_parts, max(2, figures.flat_work // ops))
+    nodes = min(figures.flat_nodes, figures.flat_nodes * 64**2 // ops**2)  # a node of a long step takes longer
+    for found in solve_step(task.flat, parts, figures.block_cuts, nodes):
         if found.order is not None:
             yield sketch_of(task.flat, "whole step", prune(a, found.order))
 
 
 def hierarchy(task: MethodTask) -> Iterator[Sketch]:
     """Rotor over blocks that are chains of blocks themselves."""
-    for order in hierarchy_orders(task.flat, task.keys, task.most_bytes, task.config):
+    for order in hierarchy_orders(task.flat, task.keys, task.most_bytes, task.figures):
         yield sketch_of(task.flat, "hierarchy", order)
 
 
@@ -149,9 +152,12 @@ def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) ->
 
 def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
     """Cut positions and memory sizes told apart, at two granularities."""
-    config = task.config
-    coarse, fine = coarse_cuts(task.flat, config.coarse_blocks), fine_cuts(task.flat, config.fine_blocks)
-    found = [("coarse", coarse, config.coarse_slots), ("fine", fine, config.fine_slots)]
+    figures = task.figures
+    coarse, fine = (
+        coarse_cuts(task.flat, figures.coarse_blocks),
+        fine_cuts(task.flat, figures.fine_blocks),
+    )
+    found = [("coarse", coarse, figures.coarse_slots), ("fine", fine, figures.fine_slots)]
     return found[: 1 if fine == coarse else 2]
 
 
@@ -171,7 +177,7 @@ def _from_chain(task: MethodTask, name: str, positions: tuple[int, ...], slots: 
     chain = make_chain(task.flat, positions)
     beyond = max(1, task.most_bytes - task.flat.arrays.base_bytes)
     solved = solved_chain(
-        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.config.options
+        task.flat, task.keys, chain, beyond + beyond // 8, slots, orders, options or task.figures.options
     )
-    for m in distinct_slots(solved.front, task.config.sizes):
+    for m in distinct_slots(solved.front, task.figures.sizes):
         yield sketch_of(task.flat, name, expand(task.flat, solved, m))

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from memplan.config import Config
+from memplan.config import SearchFigures
 from memplan.solvers.bounds.lower_bound import Bound
 from memplan.solvers.orders.flat import Flat
 from memplan.solvers.orders.replay import fill
@@ -28,25 +28,25 @@ _PATIENCE = 5.0  # of the neighbours: how many in a row may be no better, for a 
 
 
 def refine(
-    flat: Flat, sketches: list[Sketch], known: Sequence[Sketch], bound: Bound, config: Config
+    flat: Flat, sketches: list[Sketch], known: Sequence[Sketch], bound: Bound, figures: SearchFigures
 ) -> Iterator[Sketch]:
     """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it.
 
     known: of all families.
     """
     a, floor_bytes, best = flat.arrays, bound.floor_bytes, pareto(known)
-    rounds = _rounds(flat, config)
+    rounds = _rounds(flat, figures)
     start = pareto(sketches)
     found = list(start)
-    for sketch in start[: config.descents]:
-        new = _descend(flat, sketch, floor_bytes, config)
-        order = bring_down(a, sketch.order, floor_bytes, rounds, config.width)
+    for sketch in start[: figures.descents]:
+        new = _descend(flat, sketch, floor_bytes, figures)
+        order = bring_down(a, sketch.order, floor_bytes, rounds, figures.width)
         new.append(sketch_of(flat, _lowered(sketch.solver), order))
         found += new
         yield from new
     found = pareto(found)
-    count = max(config.grid, min(3 * config.grid, config.grid_work // flat.op_count))
-    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, count) * config.passes
+    count = max(figures.grid, min(3 * figures.grid, figures.grid_work // flat.op_count))
+    targets = _grid(found[0].peak_bytes, found[-1].peak_bytes, count) * figures.passes
     for target in targets:
         if _close(best, bound, target):
             continue
@@ -54,29 +54,29 @@ def refine(
         above = [s for s in found if s.peak_bytes > target][:2] + [s for s in start if s.peak_bytes > target][:2]
         new = [sketch_of(flat, s.solver, fill(a, s.order, target, 8)) for s in below]
         for sketch in above:
-            order = bring_down(a, sketch.order, target, rounds // 4, config.width)
+            order = bring_down(a, sketch.order, target, rounds // 4, figures.width)
             new.append(sketch_of(flat, _lowered(sketch.solver), fill(a, order, target, 8)))
         found = pareto([*found, *new])
         yield from new
 
 
-def trade(flat: Flat, sketches: list[Sketch], bound: Bound, config: Config) -> Iterator[Sketch]:
+def trade(flat: Flat, sketches: list[Sketch], bound: Bound, figures: SearchFigures, points: int) -> Iterator[Sketch]:
     """Exchange recomputations at each point of a front; a faster plan of a lower peak is taken on upwards."""
-    thinned = thin(pareto(sketches), config.points)
-    left = config.neighbour_work // flat.op_count
+    thinned = thin(pareto(sketches), points)
+    left = figures.neighbour_work // flat.op_count
     last: Sketch | None = None
     for index, sketch in enumerate(thinned):
         peak_bytes = sketch.peak_bytes
         if last is not None:
             last = sketch_of(flat, last.solver, fill(flat.arrays, last.order, peak_bytes, 8))
             sketch = min(sketch, last, key=lambda s: s.time_s)
-        tries = min(config.exchanges, config.exchange_work // (len(sketch.order) * len(thinned)))
+        tries = min(figures.exchanges, figures.exchange_work // (len(sketch.order) * len(thinned)))
         if tries and not _close([sketch], bound, peak_bytes):
-            order = exchange(flat.arrays, sketch.order, peak_bytes, tries, config.width)
+            order = exchange(flat.arrays, sketch.order, peak_bytes, tries, figures.width)
             sketch = sketch_of(flat, sketch.solver, order)
-        tries = min(config.neighbours, left // (len(thinned) - index))
+        tries = min(figures.neighbours, left // (len(thinned) - index))
         if tries and not _close([sketch], bound, peak_bytes):
-            patience = _PATIENCE * config.neighbours * (sketch.time_s / bound.time_s(peak_bytes) - 1)
+            patience = _PATIENCE * figures.neighbours * (sketch.time_s / bound.time_s(peak_bytes) - 1)
             least_s = (1 + _CLOSE) * bound.time_s(peak_bytes)
             state = np.array([index + 1], dtype=np.uint64)
             order, tried = search_neighbours(
@@ -94,26 +94,26 @@ def _close(best: list[Sketch], bound: Bound, target_bytes: int) -> bool:
     return fitting > 0 and best[fitting - 1].time_s <= (1 + _CLOSE) * bound.time_s(target_bytes)
 
 
-def _rounds(flat: Flat, config: Config) -> int:
+def _rounds(flat: Flat, figures: SearchFigures) -> int:
     """Rounds of lowering; fewer on long steps, where each costs more."""
-    return min(config.rounds, max(8, config.lower_work // flat.op_count))
+    return min(figures.rounds, max(8, figures.lower_work // flat.op_count))
 
 
 def _lowered(solver: str) -> str:
     return solver if solver.endswith("lowered") else solver + ", lowered"
 
 
-def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, config: Config) -> list[Sketch]:
+def _descend(flat: Flat, sketch: Sketch, floor_bytes: int, figures: SearchFigures) -> list[Sketch]:
     """Lower a peak towards the floor in steps, smaller ones where a step fails.
 
     A target far out of reach misleads the search: every recomputation then adds to the excess somewhere.
     """
     found: list[Sketch] = []
-    rounds = _rounds(flat, config)
+    rounds = _rounds(flat, figures)
     part = 4
-    for _ in range(config.descent_steps):
+    for _ in range(figures.descent_steps):
         target = sketch.peak_bytes - (sketch.peak_bytes - floor_bytes) // part
-        order = bring_down(flat.arrays, sketch.order, target, rounds, config.width)
+        order = bring_down(flat.arrays, sketch.order, target, rounds, figures.width)
         lowered = sketch_of(flat, _lowered(sketch.solver), order)
         if lowered.peak_bytes < sketch.peak_bytes:
             found.append(lowered)
