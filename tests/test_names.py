@@ -67,3 +67,16 @@ def test_the_check_of_names_itself(tmp_path: Path, one: str, other: str, shared:
     for path, text in zip(paths, (one, other), strict=True):
         path.write_text(text)
     assert several(paths).keys() == shared
+
+
+def test_docstrings_stand_alone() -> None:
+    """None begins by pointing at its neighbour, which a reader who came by a search does not see."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    leaning = [
+        f"{path.relative_to(ROOT)}: {text}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, kinds)
+        and (text := ast.get_docstring(node) or "").startswith(("The same", "As above", "Ditto"))
+    ]
+    assert leaning == []

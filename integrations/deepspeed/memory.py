@@ -54,7 +54,7 @@ class Needs:
     surroundings: memplan.Surroundings
 
     def apply_keywords(self) -> dict[str, Any]:
-        """The same as arguments of `memplan.apply`."""
+        """The needs as arguments of `memplan.apply`."""
         return {"accumulate": self.accumulate, "optimizer": self.optimizer, "surroundings": self.surroundings}
 
 

@@ -71,7 +71,7 @@ class MemplanConfig:
         return _closest(rank, self.per_rank, stage, self.per_stage, self.budget)
 
     def host_budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> HostBudget | None:
-        """The same of its host memory; None where nothing is offloaded."""
+        """The host budget of a global rank in a pipeline stage; None where nothing is offloaded."""
         _check_places("host_per_rank", self.host_per_rank, ranks, "host_per_stage", self.host_per_stage, stages)
         return _closest(rank, self.host_per_rank, stage, self.host_per_stage, self.host_budget)
 

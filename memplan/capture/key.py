@@ -113,7 +113,7 @@ class ModesKey:
         self._structure, self._facts = _structure(model), self._now()
 
     def rebound(self, model: nn.Module) -> ModesKey:
-        """The same for a copy of the model. Raises PlanMismatch where that has other modules."""
+        """This key for a copy of the model. Raises PlanMismatch where that has other modules."""
         if _structure(model) != self._structure:
             raise PlanMismatch(_OTHER_MODULES)
         other = copy.copy(self)
@@ -175,7 +175,7 @@ class StepKey:
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
 
     def rebound(self, model: nn.Module) -> StepKey:
-        """The same key for a copy of the model."""
+        """This key for a copy of the model."""
         if _structure(model) != self._structure:
             raise PlanMismatch(_OTHER_MODULES)
         tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)

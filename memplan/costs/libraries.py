@@ -33,7 +33,7 @@ def library_bytes(traced: Traced) -> int:
 
 
 def most_library_bytes(device: torch.device) -> int:
-    """The same for a step of which not all is known."""
+    """Bytes that libraries hold once a step has run of which not all is known."""
     return _THREADS * workspace_bytes(device) if device.type == "cuda" else 0
 
 

@@ -89,7 +89,8 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
 
 
 def fused_host_update_s_per_byte(optimizer: torch.optim.Optimizer) -> float | None:
-    """The same, timed, were the optimizer made with `fused=True`. None where it was, or can't be."""
+    """Seconds that the CPU takes to update a byte, timed, were the optimizer made with `fused=True`. None where it was,
+    or can't be."""
     example = _Example.of(optimizer)
     if example is None or not _is_of_torch(optimizer) or example.group.get("fused", True):
         return None

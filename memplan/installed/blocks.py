@@ -284,7 +284,7 @@ class BlockStep:
         return self.unit.run(call)
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> BlockStep:
-        """The same for a copy of the block."""
+        """This step for a copy of the block."""
         return dataclasses.replace(self, unit=self.unit.bound_to(model))
 
 
@@ -316,7 +316,7 @@ class RecomputedStep:
         return recomputed(self.model, self.forward, -1, *arguments, ignored=self.ignored)
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> RecomputedStep:
-        """The same for a copy of the block, which has this forward of its own."""
+        """This step for a copy of the block, which has this forward of its own."""
         return dataclasses.replace(self, model=model, forward=forward)
 
 
@@ -369,8 +369,10 @@ class _BlockPlanner(Planner):
 
 
 def _in_one_order(unit: Part, way: Candidate | str) -> Candidate | str:
-    """The same so that gradients arrive in the order in which they arrive on other ranks, whatever way those choose:
-    that of the program for what is captured, else autograd's. Buckets are reduced in that order."""
+    """The way, or one that hands gradients over in the order of other ranks, whatever way those choose.
+
+    That is the order of the program for what is captured, else autograd's. Buckets are reduced in it.
+    """
     if unit.front is None:
         return "recompute"
     return unit.front.keep_all if way == "keep" else way

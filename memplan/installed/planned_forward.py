@@ -214,7 +214,7 @@ class PlannedForward:
         return _class_forward, (self.model,)
 
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
-        """The same plans for a copy of the model, which has this forward of its own.
+        """These plans for a copy of the model, which has this forward of its own.
 
         Those that do not serve it, because its modules were changed before it was first used, are left out.
         """

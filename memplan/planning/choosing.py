@@ -84,7 +84,7 @@ def _fewer_outputs(problem: Problem) -> str:
 
 
 def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | None) -> BudgetInfeasible:
-    """The same where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
+    """The refusal where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
     if host_limit is None:
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} bytes) is the least. "

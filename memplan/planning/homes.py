@@ -70,7 +70,7 @@ def _in_order_of_use(traced: Traced) -> list[int]:
 
 
 def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] = ()) -> Traced:
-    """The same step where the movable parameters of these names, and their gradients, live on the host.
+    """The step where the movable parameters of these names, and their gradients, live on the host.
 
     lasting: names of parameters to which nothing writes between steps.
     """
@@ -87,7 +87,7 @@ def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] =
 
 
 def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
-    """The same step where parameters of these names are gathered, and their gradients are sharded.
+    """The step where parameters of these names are gathered, and their gradients are sharded.
 
     Raises UnsupportedModel where such a parameter is written to or returned, which would outlive what was gathered.
     """

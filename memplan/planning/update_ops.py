@@ -11,7 +11,7 @@ from memplan.problem.data import Value
 
 
 def with_updates(traced: Traced, update_bytes: Mapping[str, int]) -> Traced:
-    """The same step where parameters of these names are updated as soon as their gradients are handed over.
+    """The step where parameters of these names are updated as soon as their gradients are handed over.
 
     update_bytes: what the update of each takes for a while on the device.
     """

@@ -316,7 +316,7 @@ class Problem:
 
     @property
     def all_on_device(self) -> Problem:
-        """The same step with every parameter and gradient on the device to its end, as it runs without a plan: updates
+        """The step with every parameter and gradient on the device to its end, as it runs without a plan: updates
         are made after it.
 
         Gradients of sharded parameters are handed over all the same.

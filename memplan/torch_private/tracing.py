@@ -178,7 +178,7 @@ def with_layout(
     elements: int | None = None,
     device: str | None = None,
 ) -> torch.Tensor:
-    """The same node's result with another dtype, size, strides or device, or memory for more elements."""
+    """A node's result with another dtype, size, strides or device, or memory for more elements."""
     mode = get_proxy_mode()
     with disable_proxy_modes_tracing():
         size, stride = size or tensor.shape, stride or tensor.stride()

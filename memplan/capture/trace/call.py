@@ -51,7 +51,7 @@ class Call:
         return tuple((p, leaf) for p, leaf in pairs if not isinstance(leaf, torch.Tensor))
 
     def filled(self, tensors: Sequence[torch.Tensor]) -> Call:
-        """The same call with other tensors."""
+        """The call with other tensors."""
         args, kwargs = self.with_tensors(tensors)
         return Call(kwargs, args, tuple(pytree.tree_leaves((args, kwargs))), self.spec, self.paths)
 
@@ -61,7 +61,7 @@ class Call:
         return self.filled([apart[id(t)] for t in self.tensors])
 
     def without_tensors(self) -> Call:
-        """The same with empty tensors in their place, which a plan may keep without holding a batch."""
+        """The call with empty tensors in their place, which a plan may keep without holding a batch."""
         return self.filled([torch.empty(0) for _ in self.tensors])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

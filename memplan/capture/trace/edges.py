@@ -39,7 +39,7 @@ class Edges:
         return self.into(target.node, target.output_nr)
 
     def into(self, node: Any, number: int) -> list[Edge]:
-        """The same for the tensor that is result `number` of `node`."""
+        """(node, which of its gradients) for the tensor that is result `number` of `node`."""
         found = self._into.get((node, number), [])
         return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
 

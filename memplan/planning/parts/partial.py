@@ -85,7 +85,7 @@ class PartialStep:
         return _run(self.ways, self.forward, call, self._tell)
 
     def bound_to(self, model: nn.Module, forward: Forward) -> PartialStep:
-        """The same for a copy of the model, which has this forward of its own."""
+        """This step for a copy of the model, which has this forward of its own."""
         names = {m: n for n, m in self.model.named_modules()}
         ways = {
             other: tuple(w.bound_to(other) if isinstance(w, UnitStep) else w for w in of_module)

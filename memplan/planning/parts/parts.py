@@ -120,7 +120,7 @@ class Parts:
     written: tuple[torch.Tensor, ...] = ()
 
     def updated(self, update_bytes: int) -> Parts:
-        """The same followed by an optimizer's step, which allocates so much for a while."""
+        """These parts, followed by an optimizer's step, which allocates so much for a while."""
         end_bytes = max(self.problem.end_bytes, self.left_bytes + update_bytes)
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, end_bytes=end_bytes))
 

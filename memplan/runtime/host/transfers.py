@@ -224,16 +224,18 @@ class Transfers:
             self.streams.finish(event)
 
     def all_reads_done(self) -> None:
-        """The same of all such parameters: an optimizer that steps them next runs on the CPU, and waits for no copy."""
+        """Return when no copy reads any of them: the CPU may step them next, and waits for no copy by itself."""
         for events in list(self._reads.values()):
             for event in events:
                 self.streams.finish(event)
         self._reads.clear()
 
     def forward_reads_done(self) -> None:
-        """The same at the end of a forward pass of those that ops have waited for: a device that is told to wait may be
-        far behind, and where no backward follows, somebody may write to parameters next. What is on its way to backward
-        stays: who writes to that is told so there."""
+        """Return when those copies are done that ops of forward have waited for, at its end.
+
+        A device that is told to wait may be far behind, and where no backward follows, somebody may write to parameters
+        next. What is on its way to backward stays: who writes to that is told so there.
+        """
         for address, events in list(self._reads.items()):
             for event in events:
                 if id(event) not in self._kept:

@@ -233,7 +233,7 @@ class UnitStep:
         return self.runners[0]
 
     def bound_to(self, module: nn.Module) -> UnitStep:
-        """The same for a copy of the module."""
+        """This step for a copy of the module."""
         key = self.key.rebound(module)
         step = UnitStep(module, self.capture, self.program, key, self.further, self.again)
         step._use(UnitRunner.of(module, self.capture, self.program))

@@ -58,7 +58,7 @@ def replay_random(state: Any, device: torch.device, target: Callable[..., Any], 
 
 
 def replay_all(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """The same for an op of which nobody knows what generator it draws from. state: from `held_rng`."""
+    """Run an op that draws from who knows what generator, with the states of its first run. state: from `held_rng`."""
     present = held_rng(device)
     try:
         restore_held_rng(device, state)

@@ -74,7 +74,7 @@ class WholeStep:
         return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
-        """The same for a copy of the model, which has this forward of its own."""
+        """This step for a copy of the model, which has this forward of its own."""
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
         runner = _runner(model, capture, self.programs)
         runner.unchecked = set(self.runner.unchecked)
@@ -119,7 +119,7 @@ class EagerStep:
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type))
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
-        """The same for a copy of the model, which has this forward of its own."""
+        """This step for a copy of the model, which has this forward of its own."""
         return EagerStep(forward, self.arguments, self.modes.rebound(model))
 
     def mismatch(self, call: Call) -> str | None:

@@ -247,7 +247,8 @@ def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
 
 
 def recompute_segments(flat: Flat, chain: Chain) -> Ints:
-    """The same for about sqrt(n) segments of equal numbers of blocks (Chen et al., arXiv 1604.06174)."""
+    """Keep about sqrt(n) cuts, with as many blocks between them, and run what is between again (Chen et al., arXiv
+    1604.06174)."""
     count = len(chain.blocks)
     segments = max(1, round(count**0.5))
     edges = [round(k * count / segments) for k in range(segments + 1)]

@@ -215,7 +215,7 @@ class _FrontSearch:
 
 
 def _accounted(point: Candidate) -> Candidate:
-    """The same with the accountant's peak."""
+    """The candidate with the accountant's peak."""
     return dataclasses.replace(point, peak_bytes=point.timeline.peak_bytes)
 
 

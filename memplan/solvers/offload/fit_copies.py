@@ -197,7 +197,7 @@ def place_copies(problem: Problem, order: Sequence[int], budget_bytes: int) -> S
 def settled(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> _Places | None:
-    """The same before it is written down, the fastest where there are several. flat, movables: the problem, lowered."""
+    """The fastest placement of copies for an order that peaks within the budget. flat, movables: of the problem."""
     found = _placements(problem, order, budget_bytes, flat, movables)
     return min(found, key=lambda places: places.lanes()[0], default=None)
 

@@ -81,7 +81,7 @@ class Flat:
 
     @property
     def alone(self) -> Flat:
-        """The same step with no microbatch that waits beside it."""
+        """The step with no microbatch that waits beside it."""
         return replace(self, arrays=self.arrays._replace(others=0), blocks={})
 
 
