@@ -32,7 +32,7 @@ def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:
         "STAND_IN_WORKSPACE": "1048576"
     }
     done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda_stand_in", *words, f"tests/{file}.py"],
+        [sys.executable, "-m", "tests.cuda_stand_in", *words, f"tests/runtime/{file}.py"],
         cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=900,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-4000:]
