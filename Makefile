@@ -1,4 +1,4 @@
-# make demo | test | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench: each sets up
+# make demo | test | test-quick | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench: each sets up
 # .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
+.PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
 	$(PYTEST)
+
+# Something of every layer, in a few minutes: for everyday work.
+QUICK := tests/test_imports.py tests/test_names.py tests/plans tests/solvers/test_solvers.py tests/capture/test_capture.py \
+	tests/planning/test_in_part.py tests/runtime/test_outputs.py tests/runtime/test_bindings.py \
+	tests/installed/test_life_with_a_plan.py tests/ranks/test_shards.py tests/whole/test_zoo.py
+
+test-quick: $(STAMP)
+	$(BIN)/ruff check $(SOURCES)
+	$(PYTEST) $(QUICK)
 
 # Without the linters, which are for the pinned versions.
 test-only: kernels

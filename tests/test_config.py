@@ -38,7 +38,9 @@ def test_auto_is_never_worse_than_any_preset(problem: Problem) -> None:
     assert_best(problem)
 
 
-@pytest.mark.parametrize("build", [encoder_decoder_like, unet_like, lambda: llama_like(4)])
+@pytest.mark.parametrize(
+    "build", [pytest.param(encoder_decoder_like, marks=pytest.mark.slow), unet_like, lambda: llama_like(4)]
+)
 def test_auto_is_never_worse_on_shapes_of_real_models(build: object) -> None:
     assert_best(build())  # type: ignore[operator]
 

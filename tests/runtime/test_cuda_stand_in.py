@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"there is no stand-in: {missing()}")
-@pytest.mark.parametrize("file", ["test_gpu", "test_offload_gpu"])
+@pytest.mark.parametrize("file", ["test_gpu", pytest.param("test_offload_gpu", marks=pytest.mark.slow)])
 def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:
     words = [
         "-m",

@@ -16,11 +16,15 @@ from memplan.installed.planned_forward import planned_forward
 from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
+LARGE = ("resnet50", "unet")  # as many ops as the others together, of kinds that these have too
 CELLS = [
-    pytest.param(name, autocast, id=f"{name}-{'bf16' if autocast else 'fp32'}")
+    pytest.param(
+        name, autocast, id=f"{name}-{'bf16' if autocast else 'fp32'}",
+        marks=pytest.mark.slow if autocast and name in LARGE else (),
+    )
     for name in MODELS
     for autocast in (False, True)
-]
+]  # fmt: skip
 
 
 def with_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
