@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 
 import memplan
-from memplan.config import METHODS, PRESETS, Config
+from memplan.config import METHODS, PRESETS, Config, SearchFigures
 from memplan.problem.data import Problem
 from memplan.solvers import Progress, solve_front
 from memplan.solvers.numeric import threads
@@ -124,8 +124,9 @@ def test_bad_names_are_refused() -> None:
 
 
 def test_every_field_is_documented() -> None:
-    words = (Config.__doc__ or "").replace(",", " ").replace(":", " ").split()
-    assert all(field.name in words for field in dataclasses.fields(Config))
+    for kind in (Config, SearchFigures):
+        words = (kind.__doc__ or "").replace(",", " ").replace(":", " ").replace(".", " ").split()
+        assert [f.name for f in dataclasses.fields(kind) if f.name not in words and not f.name.startswith("_")] == []
     assert all(f'"{name}"' in (Config.__doc__ or "") for name in METHODS)
 
 
