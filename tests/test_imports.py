@@ -45,7 +45,7 @@ ARROWS = {
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
     "runtime/program": "capture errors plans problem runtime/host runtime/watch torch_private",
-    "runtime/parts": "capture errors runtime/program runtime/watch torch_private",
+    "runtime/parts": "capture errors logs plans runtime/program runtime/watch torch_private",
     "runtime/ranks": "errors runtime/program torch_private",
     "runtime": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",

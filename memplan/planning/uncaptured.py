@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -15,11 +16,14 @@ from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.at_hand import unplanned_bytes
 from memplan.planning.limits import Limits
-from memplan.planning.parts.partial import PartialStep, plan_partially
+from memplan.planning.parts.plan_parts import plan_parts
+from memplan.planning.parts.request import BesideParts, PartsRequest
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.problem.data import Buffers
+from memplan.runtime.parts.partial_step import PartialStep
 from memplan.runtime.program.step import EagerStep, PlannedStep
+from memplan.solvers import solve_front
 from memplan.units import format_bytes
 
 
@@ -109,31 +113,37 @@ class UncapturedSteps:
         decides: bool,
     ) -> PartialStep:
         """A step of which only parts are planned."""
-        state_bytes, update_bytes = self._optimizer_needs(device)
-        held_bytes = state_bytes + self._settings.surroundings.held_bytes + most_library_bytes(device)
-        if self._limits.accumulate:
-            held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+
+        def beside(_: torch.device | None) -> BesideParts:
+            around = self._settings.surroundings
+            state_bytes, update_bytes = self._optimizer_needs(device)
+            held_bytes = state_bytes + around.held_bytes + most_library_bytes(device)
+            if self._limits.accumulate:
+                held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            return BesideParts(held_bytes, update_bytes + around.after_bytes)
+
+        request = PartsRequest(
+            model,
+            forward,
+            call,
+            self._limits.settle,
+            reason=str(error),
+            costs="measure" if self._settings.costs == "measure" else "estimate",
+            solve=functools.partial(solve_front, config=self._settings.search),
+            decides=decides,
+            device=device,
+            beside=beside,
+        )
         try:
-            step = plan_partially(
-                model,
-                forward,
-                call,
-                self._limits.settle,
-                reason=str(error),
-                costs="measure" if self._settings.costs == "measure" else "estimate",
-                extra_resident_bytes=held_bytes,
-                update_bytes=update_bytes + self._settings.surroundings.after_bytes,
-                config=self._settings.search,
-                decides=decides,
-            )
+            planned = plan_parts(request)
         except MemplanError:
             raise
         except Exception as failure:  # the model itself fails on the sample
             raise error from failure
-        rows = step.plan.units
+        rows = planned.plan.units
         again = [row.name for row in rows if row.way != "keep"]
         log.warning(
             "planned in %d parts, because %s. %d of them recompute%s",
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
-        return step
+        return PartialStep.of(planned.plan, planned.ways, model, forward, call)

@@ -13,9 +13,9 @@ import memplan
 from memplan.capture.capture import capture
 from memplan.costs.measure import estimate
 from memplan.installed.planned_forward import planned_forward
-from memplan.planning.parts.parts import Part
+from memplan.planning.parts.part import Part
 from memplan.problem.data import Problem
-from memplan.runtime.parts.part_runners import UnitStep
+from memplan.runtime.parts.part_step import PartStep
 from memplan.solvers import Candidate, solve_front
 from memplan.solvers.parts.passes import pass_of
 from memplan.solvers.parts.saved import solve_saved
@@ -155,7 +155,7 @@ def test_earlier_plans_stay_where_new_ones_fail(monkeypatch: pytest.MonkeyPatch)
     assert [planned_forward(block) for block in net.blocks] == before
     original, made = Part.step, []
 
-    def broken(part: Part, way: Candidate) -> UnitStep:  # only once other blocks have their step
+    def broken(part: Part, way: Candidate) -> PartStep:  # only once other blocks have their step
         made.append(part)
         if len(made) > 1:
             raise MemoryError("of all times")

@@ -17,14 +17,24 @@ import memplan
 from memplan.capture.capture import capture
 from memplan.capture.trace.call import CallReader
 from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
-from memplan.planning.parts import partial
-from memplan.planning.parts.partial import PartialStep, plan_partially
-from memplan.runtime.parts.part_runners import UnitRunner
+from memplan.planning.parts import fit_parts
+from memplan.planning.parts.plan_parts import plan_parts
+from memplan.planning.parts.request import LimitOf, PartsRequest
+from memplan.runtime.parts.part_step import PartRunner
+from memplan.runtime.parts.partial_step import PartialStep
 from memplan.solvers.parts.ways import UnitChain, UnitChoice, UnitOption, UnitProblem, appraise, choose_ways, smallest
 from tests.support.meter import LiveMeter
 from tests.support.zoo import assert_same_bits, call, loss_of, run_steps
 
 Sample = Any
+
+
+def plan_partially(net: nn.Module, forward: Any, found: Any, budget: int | LimitOf) -> PartialStep:
+    """A step of a model that runs in parts, within bytes or what gives them."""
+    found = found.detached()
+    limit = budget if callable(budget) else lambda peak_bytes, resident_bytes: budget
+    planned = plan_parts(PartsRequest(net, forward, found, limit, device=torch.device("cpu")))
+    return PartialStep.of(planned.plan, planned.ways, net, forward, found)
 
 
 def planned_in_parts(net: nn.Module, sample: Sample, budget: Any, whole_fails: bool = True) -> PartialStep:
@@ -414,8 +424,8 @@ def test_a_part_runs_forward_again_for_such_gradients_once(monkeypatch: pytest.M
     net, sample = WithoutLoss(), torch.randn(64, 8)
     memplan.apply(net, sample, 0.8)
     again: list[int] = []
-    repeat = UnitRunner.repeat
-    monkeypatch.setattr(UnitRunner, "repeat", lambda runner, *rest: again.append(1) or repeat(runner, *rest))
+    repeat = PartRunner.repeat
+    monkeypatch.setattr(PartRunner, "repeat", lambda runner, *rest: again.append(1) or repeat(runner, *rest))
     steps_with(net, sample, ["expanded"] * 3)
     assert len(again) == 1
 
@@ -529,13 +539,13 @@ def test_nothing_of_the_model_changes_where_it_does_not_fit() -> None:
 def test_the_least_has_the_last_word_where_runs_hold_more_than_was_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
     net, plain = twins(Branching)
     sample = torch.randn(64, 32, generator=torch.Generator().manual_seed(2))
-    least, measured = least_of(net, sample), partial.measured_peak
+    least, measured = least_of(net, sample), fit_parts.measured_peak
     limit = (least + planned_in_parts(copy.deepcopy(net), sample, at(1.0)).plan.peak_bytes) // 2
 
     def off(*arguments: Any) -> int:
         return peak if (peak := measured(*arguments)) <= least else limit + 1
 
-    monkeypatch.setattr(partial, "measured_peak", off)
+    monkeypatch.setattr(fit_parts, "measured_peak", off)
     step = planned_in_parts(net, sample, limit)
     assert step.plan.peak_bytes == least
     assert_exact(net, plain, sample, step)

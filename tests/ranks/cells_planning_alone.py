@@ -168,7 +168,11 @@ def blocks_wait_alone(breaks: int) -> str | None:
     group = torch.distributed.new_group([0, 1])
     net = stack()
     net.layers[0].register_forward_pre_hook(lambda *_: torch.distributed.barrier(group=group))
-    with mock.patch("memplan.installed.blocks.solve_units", broken) if rank() == breaks else contextlib.nullcontext():
+    with (
+        mock.patch("memplan.planning.parts.plan_parts.solve_units", broken)
+        if rank() == breaks
+        else contextlib.nullcontext()
+    ):
         if rank() == breaks:
             return refused(run, ZeroDivisionError, "of all things")
         return refused(run, MemplanError, f"on rank {breaks}", "ZeroDivisionError")

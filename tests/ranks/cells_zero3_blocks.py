@@ -148,10 +148,10 @@ OTHER_LENGTHS = ((40, 40), (30, 30), (40, 30), (40, 40), (9, 40), (30, 17), (40,
 def train_other_batches(planned: bool) -> Any:
     """Batches of another length than the sample on both ranks, and on one alone, and evaluation. Gives what the run
     found, and how many blocks ran by a plan in each step."""
-    from memplan.installed.blocks import BlockStep
+    from memplan.runtime.parts.part_step import PartStep
 
     engine, found, by_plan = engine_of(build=BranchingNet), [], []
-    rank, original = torch.distributed.get_rank(), BlockStep.run
+    rank, original = torch.distributed.get_rank(), PartStep.run
     data = [x[:, : of[rank]].contiguous() for x, of in zip(batches(len(OTHER_LENGTHS)), OTHER_LENGTHS, strict=True)]
 
     def run(block_step: Any, call: Any) -> Any:
@@ -161,7 +161,7 @@ def train_other_batches(planned: bool) -> Any:
     try:
         if planned:
             plan_blocks(engine, 0.88)
-        with mock.patch.object(BlockStep, "run", run):
+        with mock.patch.object(PartStep, "run", run):
             for x in data:
                 by_plan.append(0)
                 found.append(step_of(engine, x))

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,9 @@ from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.trace import differentiated_outputs, shared_objects
 from memplan.runtime.parts.forward_writes import WritesUndone
 from memplan.runtime.parts.measures import Event, StepMeasure, step_measure
-from memplan.runtime.parts.part_runners import UnitObserver, UnitStep, recomputed
+from memplan.runtime.parts.part_step import PartStep
+from memplan.runtime.parts.partial_step import Way, Ways
+from memplan.runtime.parts.recompute import UnitObserver, recomputed
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import TangentLayout
 from memplan.runtime.watch.meter import LeavesOut, LiveMeter
@@ -192,7 +194,8 @@ def errors_of_forward() -> Iterator[None]:
 class Rehearsal(UnitObserver):
     """One step with real data.
 
-    events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order.
+    events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order. written:
+    tensors that were there before forward, buffers aside, and that it writes to.
     """
 
     def __init__(
@@ -209,6 +212,7 @@ class Rehearsal(UnitObserver):
         self.events: list[Event] = []
         self.visits: list[Visit] = []
         self.passages: list[Passage] = []
+        self.written: tuple[torch.Tensor, ...] = ()
         self._metered = metered
         self.last_bytes = self.left_bytes = 0
         self._model, self._original, self._call = model, forward, call
@@ -220,17 +224,17 @@ class Rehearsal(UnitObserver):
         """What the step held, by unit."""
         return step_measure(self.events, len(self.visits), self.last_bytes, self.left_bytes)
 
-    def run(self, ways: Mapping[nn.Module, Sequence[UnitStep | None]], blocks: Collection[nn.Module] = ()) -> None:
+    def run(self, ways: Ways, blocks: Collection[nn.Module] = ()) -> None:
         """Run forward and backward.
 
-        ways: how each call of a unit runs: as a program, or (None) recomputed as a whole. blocks: modules with units in
+        ways: how each call of a unit runs: as a program, or else recomputed as a whole. blocks: modules with units in
         them that are looked at as well.
         Raises UnsupportedModel where no output is differentiable.
         """
         forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
         forwards |= {m: self._passed(m, m.forward) for m in blocks}
         args, kwargs = self._call.variadic, self._call.arguments
-        with nothing_kept(self._model, self._call, self._takes_gradients), torch.enable_grad():
+        with nothing_kept(self._model, self._call, self._takes_gradients) as writes, torch.enable_grad():
             self._meter.register(resident_tensors(self._model, self._call))
             with self._meter if self._metered else contextlib.nullcontext():
                 # A rerun that stopped early would not tell what a forward leaves.
@@ -243,6 +247,7 @@ class Rehearsal(UnitObserver):
                 self.begin(-1, "turn")
                 _run_backward(starts)
             self.last_bytes, self.left_bytes = self._meter.reset_peak(), self._meter.live_bytes
+        self.written = writes.written
         del starts
 
     # -- units ------------------------------------------------------------------------------------------------------
@@ -259,7 +264,7 @@ class Rehearsal(UnitObserver):
         peak_bytes = self._meter.reset_peak()
         self.events.append(Event(index, phase, begins, self._meter.live_bytes, peak_bytes, time.perf_counter()))
 
-    def _followed(self, module: nn.Module, original: Forward, ways: Sequence[UnitStep | None]) -> Forward:
+    def _followed(self, module: nn.Module, original: Forward, ways: Sequence[Way]) -> Forward:
         reader = CallReader(original)
         count = 0
 
@@ -268,14 +273,14 @@ class Rehearsal(UnitObserver):
             nonlocal count
             if not torch.is_grad_enabled():
                 return original(*args, **kwargs)
-            index, way = len(self.visits), ways[count] if count < len(ways) else None
+            index, way = len(self.visits), ways[count] if count < len(ways) else "recompute"
             call = reader.read(args, kwargs)
             visit = Visit(module, count, UnitCall.of(call))
             count += 1
             self.visits.append(visit)
             self.begin(index, "forward")
-            serves = way is not None and way.key.mismatch(call) is None
-            if way is not None and serves:
+            serves = isinstance(way, PartStep) and way.mismatch(call) is None
+            if isinstance(way, PartStep) and serves:
                 way.runner.watcher, way.runner.index = self, index
                 try:
                     output = way.run(call)
@@ -380,9 +385,16 @@ def _run_backward(starts: Sequence[torch.Tensor]) -> None:
         torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
 
 
-def timed_step(model: nn.Module, call: Call, run: Callable[[], Any], written: Sequence[torch.Tensor]) -> float:
-    """Seconds of one step, forward and backward. written: what forward writes to, beside buffers."""
-    with nothing_kept(model, call, written=written), torch.enable_grad():
+def timed_step(
+    model: nn.Module,
+    call: Call,
+    run: Callable[[], Any],
+    written: Sequence[torch.Tensor],
+    takes_gradients: bool = False,
+) -> float:
+    """Seconds of one step, forward and backward. written: what forward writes to, beside buffers. takes_gradients:
+    those of parameters are let go of as they come."""
+    with nothing_kept(model, call, takes_gradients, written), torch.enable_grad():
         _wait_for_device(model)
         start = time.perf_counter()
         starts = starts_of(model, run())

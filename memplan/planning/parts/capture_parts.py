@@ -1,0 +1,97 @@
+"""Find the parts of a step, and capture each that can be, as it stands in the step."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from memplan.capture.capture import capture_part
+from memplan.capture.probe import Site, find_sites
+from memplan.capture.trace.raw_trace import PartSurroundings
+from memplan.errors import MemplanError, UnsupportedModel
+from memplan.planning.parts.part import Part
+from memplan.planning.parts.request import PartsRequest
+from memplan.runtime.parts.rehearsal import Rehearsal, nothing_kept
+
+Sites = dict[nn.Module, Site]
+
+
+def found_sites(request: PartsRequest) -> tuple[Sites, Sites]:
+    """The units, and the blocks that have units in them: those that a forward shows, or what the user names."""
+    if request.blocks is not None:
+        return _named_sites(request, request.blocks), {}
+    call, reason = request.call, request.reason
+    try:
+        with nothing_kept(request.model, call), torch.enable_grad():
+            run = functools.partial(request.forward, *call.variadic, **call.arguments)
+            return find_sites(request.model, run, reason, request.decides)
+    except MemplanError:
+        raise
+    except Exception as error:  # the plain forward does not run either
+        raise UnsupportedModel(f"{reason}\n  and the plain forward fails: {type(error).__name__}: {error}") from error
+
+
+def _named_sites(request: PartsRequest, blocks: Sequence[nn.Module]) -> Sites:
+    names = {module: name for name, module in request.model.named_modules()}
+    strangers = [type(block).__name__ for block in blocks if block not in names]
+    if strangers:
+        raise ValueError(f"blocks must be submodules of the model; a {strangers[0]} is not")
+    return {block: Site(names[block], "captured", request.reason) for block in blocks}
+
+
+def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], sites: Sites) -> list[Part]:
+    """The calls of units in a forward, in order, captured where that can be exact."""
+    rehearsal = rehearse(metered=False)
+    rehearsal.run(dict.fromkeys(sites, ()))
+    calls = Counter(visit.module for visit in rehearsal.visits)
+    for module, site in sites.items() if request.blocks is not None else ():
+        if calls[module] != 1:
+            raise UnsupportedModel(
+                f"block {site.name} is called {calls[module]} times in a forward of {type(request.model).__name__}; "
+                "each block has to be called once, by the model's forward. Leave it out of the blocks"
+            )
+    around = request.around
+    units = [
+        Part(visit.module, sites[visit.module], visit, shards=around.shards, fixed=around.comes_and_goes)
+        for visit in rehearsal.visits
+    ]
+    for unit in units:
+        with around.whole(unit.module):
+            capture_unit(unit, calls[unit.module] > 1 or shares_parameters(request.model, unit.module))
+    return units
+
+
+def capture_unit(unit: Part, shares: bool) -> None:
+    """Capture a unit for the gradients that reach it; it is opaque where that can't be exact."""
+    visit, site = unit.visit, unit.site
+    unit.captured, unit.shares = None, shares
+    if site.kind != "captured" or visit is None:
+        return
+    autocast = visit.call.autocast
+    around = PartSurroundings(visit.tangents, visit.uses, site.answers)
+    try:
+        if not visit.tangents:
+            raise UnsupportedModel("no gradient reaches its results by themselves")
+        if visit.twice:
+            raise UnsupportedModel("it takes one tensor as two arguments")
+        if visit.edited:
+            raise UnsupportedModel("forward writes to its results later on")
+        if shares and autocast.enabled and autocast.cache_enabled:
+            raise UnsupportedModel("it shares parameters, whose casts autocast shares too")
+        with autocast.context():
+            unit.captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around, unit.shards)
+    except UnsupportedModel as error:
+        unit.give_up(str(error))
+        return
+    unit.further = tuple(position for position, _ in around.further_uses())
+
+
+def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
+    """Whether modules outside of the unit have parameters of it as well."""
+    inside = set(unit.modules())
+    outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
+    return any(id(p) in outside for p in unit.parameters())

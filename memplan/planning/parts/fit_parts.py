@@ -1,0 +1,62 @@
+"""The fastest choice of ways for the parts of a step, of which a run keeps the budget."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from memplan.errors import BudgetInfeasible
+from memplan.planning.parts.part import Parts
+from memplan.planning.parts.request import PartsRequest
+from memplan.runtime.parts.partial_step import Ways, run_in_parts
+from memplan.runtime.parts.rehearsal import measured_peak
+from memplan.runtime.watch.meter import LeavesOut
+from memplan.solvers.parts.ways import UnitChoice, choose_ways, smallest
+from memplan.units import format_bytes
+
+_ROUNDS = 5  # of choosing and measuring
+
+
+@dataclass(frozen=True, slots=True)
+class FittedParts:
+    """A choice that fits. ways: what it runs. peak_bytes: the larger of what was worked out and measured, with what is
+    held beside. floor_bytes: the least that was worked out."""
+
+    ways: Ways
+    choice: UnitChoice
+    peak_bytes: int
+    floor_bytes: int
+
+
+def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves_out: LeavesOut) -> FittedParts:
+    """The fastest choice of which a run keeps the limit. held_bytes: what is held beside the step.
+
+    A run that held more than was worked out has the next choice made for as much less. The last choice is the one with
+    the least memory, for others may be farther from what was worked out. Where ranks rehearse together all rounds are
+    run. Raises BudgetInfeasible.
+    """
+    around = request.around
+    least = smallest(parts.problem)
+    choice, ways, peak_bytes, more_bytes = least, parts.ways(least), limit + 1, 0
+    for left in reversed(range(_ROUNDS)):
+        if peak_bytes > limit:
+            found = choose_ways(parts.problem, limit - held_bytes - more_bytes) if left else None
+            choice = found or least
+            ways = parts.ways(choice)
+        elif around.meet is None:
+            break
+        around.wait()
+        run = functools.partial(run_in_parts, ways, request.forward, request.call, ignored=around.ignored)
+        measured_bytes = measured_peak(request.model, request.call, run, leaves_out, around.shards is not None)
+        peak_bytes = max(choice.peak_bytes, measured_bytes) + held_bytes
+        more_bytes = max(more_bytes, measured_bytes - choice.peak_bytes)
+        if choice is least and around.meet is None:
+            break
+    if peak_bytes > limit:
+        raise BudgetInfeasible(
+            f"planned in parts, the model does not fit {format_bytes(limit)}; {format_bytes(peak_bytes)} ({peak_bytes} "
+            f"bytes) is the least, of which {format_bytes(held_bytes)} are held beside the step itself. Raise the "
+            "budget, or use a smaller batch",
+            peak_bytes,
+        )
+    return FittedParts(ways, choice, peak_bytes, min(peak_bytes, least.peak_bytes + held_bytes))

@@ -1,0 +1,117 @@
+"""Plan a step that is no single graph: its parts are planned, each by itself, and the rest runs eagerly.
+
+Something may happen between the parts that no graph has. What parts save adds up over forward, and is what they have to
+give; peaks within them do not add up. What the rest holds is measured in a rehearsal on the sample, in which every part
+runs at the least memory. One choice for each part then makes the whole fit the budget, and a run of that choice is
+measured before anybody relies on it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memplan import torch_private as private
+from memplan.capture.ops.layout import allocated_bytes, storage_key
+from memplan.errors import UnsupportedModel
+from memplan.planning.parts.capture_parts import Sites, captured_units, found_sites
+from memplan.planning.parts.fit_parts import fit
+from memplan.planning.parts.measure_parts import measured_parts
+from memplan.planning.parts.part import Part, Parts
+from memplan.planning.parts.request import PartsRequest
+from memplan.planning.parts.solve_parts import solve_units
+from memplan.plans.partial_plan import PartialPlan
+from memplan.runtime.parts.part_step import PartTangents
+from memplan.runtime.parts.partial_step import Ways, run_in_parts
+from memplan.runtime.parts.rehearsal import EditedArguments, Rehearsal, resident_tensors, timed_step
+from memplan.solvers.parts.ways import appraise
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParts:
+    """plan: what the step will hold and cost. ways: how each call of each part runs."""
+
+    plan: PartialPlan
+    ways: Ways
+
+
+@private.without_saved_tensor_hooks()
+def plan_parts(request: PartsRequest) -> PlannedParts:
+    """Plan a step in parts. Runs some steps on the sample, of which nothing stays.
+
+    Raises BudgetInfeasible, and UnsupportedModel where no part can be planned either, or one that the user named can't.
+    """
+    model, call, around = request.model, request.call, request.around
+    device = request.device
+
+    def elsewhere(storage: torch.UntypedStorage) -> bool:
+        on_host = device is not None and storage.device.type != device.type
+        return on_host or (around.leaves_out is not None and around.leaves_out(storage))
+
+    rehearse = functools.partial(
+        Rehearsal, model, request.forward, call, leaves_out=elsewhere, takes_gradients=around.shards is not None
+    )  # fmt: skip
+    sites, blocks = found_sites(request)
+    while True:
+        if not sites:
+            raise UnsupportedModel(f"no part of the model can be planned either. {request.reason}")
+        try:
+            units = captured_units(request, rehearse, sites)
+            around.wait()
+            solve_units(request, units)
+            device = device or next((u.captured.traced.device for u in units if u.captured is not None), None)
+            around.wait()
+            parts = _measured(request, rehearse, units, blocks)
+            break
+        except EditedArguments as error:  # they can't run again in backward
+            edited = [site.name for module, site in sites.items() if module in error.modules]
+            if request.blocks is not None:
+                raise UnsupportedModel(
+                    f"forward writes to arguments of {', '.join(edited)} after it has run, so it can't run again in "
+                    "backward. Leave it out of the blocks"
+                ) from None
+            sites = {m: site for m, site in sites.items() if m not in error.modules}
+            blocks = {m: site for m, site in blocks.items() if m not in error.modules}
+    beside = request.beside(device)
+    parts, held_bytes = parts.updated(beside.update_bytes), beside.held_bytes
+    keep_all = appraise(parts.problem, [(0, tuple(len(o) - 1 for o in s[0].units)) for s in parts.problem.stages])
+    resident = (t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage()))
+    resident_bytes = _bytes_of(resident) + held_bytes
+    limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes)
+    fitted = fit(request, parts, limit, held_bytes, elsewhere)
+    around.wait()
+    run = functools.partial(run_in_parts, fitted.ways, request.forward, call, ignored=around.ignored)
+    time_s = timed_step(model, call, run, parts.written, around.shards is not None)
+    plan = PartialPlan(
+        peak_bytes=fitted.peak_bytes,
+        baseline_peak_bytes=keep_all.peak_bytes + held_bytes,
+        budget_bytes=limit,
+        resident_bytes=resident_bytes,
+        floor_bytes=fitted.floor_bytes,
+        time_s=time_s,
+        baseline_time_s=max(0.0, time_s - fitted.choice.time_s),
+        units=tuple(parts.rows(fitted.choice)),
+    )
+    return PlannedParts(plan, fitted.ways)
+
+
+def _measured(request: PartsRequest, rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: Sites) -> Parts:
+    """What the step holds by its parts. A part that gets other gradients than it was captured for is left opaque."""
+    while True:
+        try:
+            return measured_parts(rehearse, units, blocks)
+        except PartTangents as error:  # programs around it do not hand on what eager does
+            if request.around.meet is not None:  # other ranks would not rehearse again
+                raise
+            for unit in units:
+                if unit.module is error.module:
+                    unit.give_up(str(error))
+
+
+def _bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages of tensors that are there before a step."""
+    storages = {storage_key(t): allocated_bytes(t.untyped_storage().nbytes(), t.device) for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,92 @@
+"""What is asked of planning in parts: a step, its budget, and what is around it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.capture.shards import Shards
+from memplan.capture.trace.call import Call, Forward
+from memplan.problem.data import Problem
+from memplan.runtime.watch.meter import LeavesOut
+from memplan.solvers import Front, solve_front
+
+LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
+WholeParameters = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BesideParts:
+    """Bytes on the device beside what the step itself makes.
+
+    - held_bytes: throughout (optimizer state, gradients of earlier micro-batches, gathered parameters).
+    - update_bytes: what the optimizer's step allocates for a while, after backward.
+    """
+
+    held_bytes: int = 0
+    update_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AroundParts:
+    """Who else has a hand in the step while it is rehearsed: by default nobody.
+
+    - whole: has the parameters of a part there for as long, where they are only while it runs.
+    - leaves_out: storages that somebody else counts.
+    - shards: who has sharded the parameters, has them whole around each pass, and takes their gradients.
+    - meet: ranks that rehearse together wait in it for one another. Then all run as many steps.
+    """
+
+    whole: WholeParameters = contextlib.nullcontext
+    leaves_out: LeavesOut | None = None
+    shards: Shards | None = None
+    meet: Callable[[], None] | None = None
+
+    @property
+    def comes_and_goes(self) -> bool:
+        """Whether parameters are there only around the passes of a part."""
+        return self.shards is not None or self.whole is not contextlib.nullcontext
+
+    @property
+    def ignored(self) -> Collection[str]:
+        """Attributes of modules that change without changing what forward computes."""
+        return () if self.shards is None else self.shards.attributes
+
+    def wait(self) -> None:
+        """For other ranks that rehearse together: they may have been busy for long, each by itself."""
+        if self.meet is not None:
+            self.meet()
+
+
+@dataclass(frozen=True, slots=True)
+class PartsRequest:
+    """A step to be planned in parts.
+
+    - forward: what runs the model, with its arguments in `call`.
+    - limit: gives the budget from the unplanned peak and what is resident, both with what is held beside.
+    - reason: why the whole can't be captured.
+    - blocks: what to plan, each called once in a forward; None looks for what can be captured.
+    - costs: "measure" or "estimate". solve: how parts are planned.
+    - decides: parts may branch on what they compute; where a call takes another branch than on the sample, it is
+      recomputed as a whole.
+    - device: where parts run; None: where those that can be captured do.
+    - beside: asked once a first step has run, for that device.
+    """
+
+    model: nn.Module
+    forward: Forward
+    call: Call
+    limit: LimitOf
+    reason: str = ""
+    blocks: Sequence[nn.Module] | None = None
+    costs: str = "measure"
+    solve: Callable[[Problem], Front] = solve_front
+    decides: bool = False
+    device: torch.device | None = None
+    beside: Callable[[torch.device | None], BesideParts] = lambda device: BesideParts()
+    around: AroundParts = AroundParts()

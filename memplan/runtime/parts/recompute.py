@@ -1,0 +1,153 @@
+"""A part of a model that runs again in backward as a whole: what eager PyTorch calls checkpointing.
+
+It builds the very autograd graph that the plain forward builds, so gradients are added in the same order. What the
+graph saves is recomputed when backward first asks for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections import deque
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from memplan.capture.attributes.attributes import CHECKED_ELSEWHERE, is_plain
+from memplan.capture.key import ArgumentsKey
+from memplan.capture.trace.call import Call, Forward
+from memplan.runtime.program.collectives import Collectives
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested containers, in order."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class UnitObserver:
+    """Told when passes of units begin and end; does nothing. `rerun`: a unit's forward runs again in its backward."""
+
+    def begin(self, index: int, phase: str) -> None: ...
+
+    def end(self, index: int, phase: str) -> None: ...
+
+
+NOBODY = UnitObserver()
+
+
+def recomputed(
+    module: nn.Module,
+    forward: Forward,
+    index: int,
+    args: Any,
+    kwargs: Any,
+    observer: UnitObserver = NOBODY,
+    ignored: Collection[str] = (),
+) -> Any:
+    """`forward(*args, **kwargs)` of a module, saving only its arguments and the generator's state.
+
+    ignored: attributes of modules that change without changing what forward computes.
+    Raises RuntimeError in backward where an argument, or (in a step that counts, with no observer) the module, is
+    another than it was when forward began.
+    """
+    given = tensors_in((args, kwargs))
+    versions = [t._version for t in given]
+    before = _state_of(module, ignored)
+    runs, drew = 0, False
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        nonlocal drew
+        if runs == 1:
+            generators = _python_generators()
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                drew = _python_generators() != generators
+        if [t._version for t in given] != versions:
+            raise RuntimeError(
+                "memplan: an argument of a part of the model that is recomputed in backward has been modified by an "
+                "inplace operation since forward. Call memplan.remove(model) to train without a plan"
+            )
+        if observer is NOBODY and (drew or _state_of(module, ignored) != before):
+            what = "random of Python or numpy" if drew else "parameters, buffers, modes or attributes"
+            raise RuntimeError(
+                f"memplan: {what} of a {type(module).__name__} that is recomputed in backward have changed since its "
+                "forward began, so it can't run again as it did. Call "
+                "memplan.remove(model) to train without a plan"
+            )
+        observer.begin(index, "rerun")
+        forward(*args, **kwargs)  # for what it saves; its results are let go
+        observer.end(index, "rerun")
+        return None
+
+    return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+
+def _state_of(module: nn.Module, ignored: Collection[str]) -> tuple[Any, ...]:
+    """What a forward may depend on: tensors with their versions, modes, attributes as far as they are easily told."""
+    tensors = tuple((id(t), t._version) for t in (*module.parameters(), *module.buffers()))
+    checked_elsewhere = _OF_NO_CONCERN.union(ignored)
+    plain = tuple(
+        (inner.training, tuple((k, _told(v)) for k, v in vars(inner).items() if k not in checked_elsewhere))
+        for inner in module.modules()
+    )
+    return tensors, plain
+
+
+_OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the model's own forward runs
+
+
+def _python_generators() -> tuple[Any, ...]:
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest
+
+
+def _told(value: Any) -> Any:
+    """A value that does not change in place, or as much of another as can be told at little cost."""
+    if is_plain(value):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(v if is_plain(v) else id(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, v if is_plain(v) else id(v)) for k, v in value.items())
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
+
+
+@dataclass(frozen=True, slots=True)
+class RecomputedStep:
+    """Calls of a module that run again in backward as a whole, which holds as little as can be.
+
+    ignored: attributes of modules that change without changing what forward computes. provisional: never, for there is
+    nothing to plan.
+    """
+
+    module: nn.Module
+    forward: Forward
+    arguments: ArgumentsKey
+    collectives: Collectives
+    ignored: frozenset[str] = frozenset()
+    plan: None = None
+    provisional: bool = False
+
+    def mismatch(self, call: Call) -> str | None:
+        """What keeps this step from serving a call, in words."""
+        return self.arguments.mismatch(call)
+
+    def settle(self, model: nn.Module) -> None:
+        """There is nothing that an eager forward would not do itself."""
+
+    def run(self, call: Call) -> Any:
+        """What the module's forward returns."""
+        return recomputed(self.module, self.forward, -1, call.variadic, call.arguments, ignored=self.ignored)
+
+    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> RecomputedStep:
+        """This step for a copy of the module, which has this forward of its own."""
+        return dataclasses.replace(self, module=model, forward=forward)
