@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +33,9 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
-from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.sums import with_sums_in_place
-from memplan.capture.trace.trace import input_names, trace_step
+from memplan.capture.trace.trace import TraceRequest, input_names, trace_step
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import Role
 
@@ -123,18 +123,18 @@ def _capture(
     _refuse_hooks(model, loss_fn is not None, shards)
     around = None if tangents is None else PartSurroundings(tangents, whole=True)
     memory, reads = KeptMemory(), _reads(model, shards)
-    trace = functools.partial(
-        _heard, reads, model, call, run, autocast, planned_device, shapes=_shapes(model, shards), memo=Memo(),
-        moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
-    )  # fmt: skip
-
-    def traced_again(in_place: frozenset[int], **how: Any) -> RawTrace:
-        memory.undo()
-        return trace(in_place=in_place, **how)
-
     with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
-        trace = functools.partial(trace, left=functools.partial(attributes.look, reads))
-        raw = trace(around=around)
+        request = TraceRequest(
+            model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
+            moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
+            left=functools.partial(attributes.look, reads),
+        )  # fmt: skip
+
+        def traced_again(request: TraceRequest, in_place: frozenset[int]) -> RawTrace:
+            memory.undo()
+            return _heard(reads, dataclasses.replace(request, in_place=in_place))
+
+        raw = _heard(reads, request)
         settled = attributes.changes()
         if settled and attributes.set_anew:
             raise SetsAttribute(
@@ -145,7 +145,7 @@ def _capture(
             seen_before = str(raw.module.graph)
             memory.undo()
             attributes.spoil()
-            raw = trace(around=around)
+            raw = _heard(reads, request)
             if str(raw.module.graph) != seen_before:
                 raise SetsAttribute(
                     f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
@@ -153,17 +153,18 @@ def _capture(
                 )
         if settled:
             memory.undo()
-            raw = trace(around=around)
+            raw = _heard(reads, request)
             if attributes.changes() != settled:
                 raise UnsupportedModel(
                     f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                     "planned step would not. Keep such state in a buffer, or change it outside of forward"
                 )
-        raw = with_sums_in_place(raw, functools.partial(traced_again, around=around))
+        raw = with_sums_in_place(raw, functools.partial(traced_again, request))
         loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
         other = None
         if loss_outside:
-            other = with_sums_in_place(trace(expanded=True), functools.partial(traced_again, expanded=True))
+            of_sum = dataclasses.replace(request, expanded=True)
+            other = with_sums_in_place(_heard(reads, of_sum), functools.partial(traced_again, of_sum))
         elsewhere = None if device is None else planned_device.type
         attributes.pass_over(reads)
         key = StepKey(model, call, autocast, elsewhere, shards, reads)
@@ -182,10 +183,10 @@ def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
     return AttributeReads([owner for _, owner in owners])
 
 
-def _heard(reads: AttributeReads, *args: Any, **kwargs: Any) -> RawTrace:
+def _heard(reads: AttributeReads, request: TraceRequest) -> RawTrace:
     """A trace, with the attributes noted that it reads."""
     with reads.listening():
-        return trace_step(*args, **kwargs)
+        return trace_step(request)
 
 
 def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
@@ -222,11 +223,13 @@ def capture_part(
     shapes, reads = _shapes(module, shards), _reads(module, shards)
     with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
-            trace = functools.partial(
-                _heard, reads, module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory,
-                seen=seen,
+            request = TraceRequest(
+                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen
             )  # fmt: skip
-            raw = with_sums_in_place(trace(), lambda in_place: trace(in_place=in_place))
+            raw = with_sums_in_place(
+                _heard(reads, request),
+                lambda in_place: _heard(reads, dataclasses.replace(request, in_place=in_place)),
+            )
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:

@@ -29,9 +29,10 @@ from memplan.capture.capture import capture_part
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.call import Call, CallReader, Forward
+from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.capture.trace.source_lines import lines_within, stack_depth
-from memplan.capture.trace.trace import CompiledCode, OpenBranch
+from memplan.capture.trace.trace import CompiledCode
 from memplan.errors import UnsupportedModel
 
 Kind = Literal["captured", "opaque", "block", "plain"]

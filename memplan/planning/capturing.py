@@ -13,8 +13,8 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
 from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
-from memplan.capture.trace.trace import OpenBranch
 from memplan.costs.optimizer import update_needs
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings

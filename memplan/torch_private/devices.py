@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -60,8 +60,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     )
 
 
-def wait_for_scaler_copies() -> None:
-    """Have every `GradScaler` wait for copies of its scale that it makes from a GPU to the host."""
+def wait_for_scaler_copies() -> Callable[[], None]:
+    """Have every `GradScaler` wait for copies of its scale that it makes from a GPU to the host. Gives what undoes
+    that."""
     original = _MultiDeviceReplicator.get
 
     def get(replicator: Any, device: torch.device) -> torch.Tensor:
@@ -71,7 +72,12 @@ def wait_for_scaler_copies() -> None:
             torch.cuda.current_stream(replicator.master.device).synchronize()
         return found
 
+    def undo() -> None:
+        if _MultiDeviceReplicator.get is get:
+            _MultiDeviceReplicator.get = original  # type: ignore[method-assign]
+
     _MultiDeviceReplicator.get = get  # type: ignore[assignment,method-assign]
+    return undo
 
 
 def blas_workspace_bytes() -> int:

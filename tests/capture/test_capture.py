@@ -19,7 +19,7 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.analysis.values import build_traced
 from memplan.capture.trace.call import CallReader
 from memplan.capture.trace.raw_trace import Autocast, RawTrace
-from memplan.capture.trace.trace import trace_step
+from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.costs.measure import measure
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.check import TRACED
@@ -88,7 +88,7 @@ def logged_trace(raw: RawTrace) -> list[Logged]:
 def step_of(model: nn.Module, sample: Sample, run: Callable[..., Any], autocast: bool) -> tuple[RawTrace, Traced]:
     call = CallReader(run).read_sample(sample)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        raw = trace_step(model, call, run, Autocast.ambient("cpu"), CPU)
+        raw = trace_step(TraceRequest(model, call, run, Autocast.ambient("cpu"), CPU))
     return raw, build_traced(raw, call.names, CPU)
 
 

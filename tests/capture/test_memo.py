@@ -13,7 +13,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.trace.call import CallReader
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.capture.trace.trace import trace_step
+from memplan.capture.trace.trace import TraceRequest, trace_step
 from tests.support.zoo import MODELS, Sample
 
 Described = list[tuple[Any, ...]]
@@ -52,7 +52,7 @@ def described(graph: fx.Graph) -> Described:
 
 def nodes_of(model: nn.Module, sample: Sample) -> Described:
     call = CallReader(model.forward).read_sample(sample)
-    raw = trace_step(model, call, model.forward, Autocast.ambient("cpu"), torch.device("cpu"))
+    raw = trace_step(TraceRequest(model, call, model.forward, Autocast.ambient("cpu"), torch.device("cpu")))
     return described(raw.module.graph)
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import memplan
 from memplan.capture.ops import real_outputs, real_results
-from memplan.capture.trace import trace
+from memplan.capture.trace import op_watch
 from memplan.costs import measure as costs
 from tests.capture.test_capture import LAID_OUT, LOSSES, NORMS, Loss, Norm, Permuted
 from tests.support.zoo import Sample, assert_same_bits, run_steps
@@ -62,7 +62,7 @@ def test_memory_is_found_by_running_ops(name: str) -> None:
 
 def test_what_nobody_can_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the trace does not change, whatever is noted."""
-    monkeypatch.setattr(trace, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    monkeypatch.setattr(op_watch, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
     with pytest.raises(memplan.UnsupportedModel, match=r"elu.*fake kernel for it is wrong"):
         memplan.plan(*permuted("elu"), 1.0)
 
@@ -117,7 +117,7 @@ def test_a_first_step_that_was_not_timed_is_planned_again(build: Any, caplog: py
 @pytest.mark.parametrize("build", [lambda: permuted("elu")[0], Drawing])
 def test_a_first_step_that_no_new_plan_mends_is_refused(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is planned again once, and not for ever."""
-    monkeypatch.setattr(trace, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    monkeypatch.setattr(op_watch, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
     net, sample = build(), permuted("elu")[1]
     memplan.apply(net, sample, 1.0, costs="estimate")
     with pytest.raises(memplan.UnsupportedModel, match="elu"):

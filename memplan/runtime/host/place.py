@@ -22,7 +22,7 @@ def place(
     """
     cpu = torch.device("cpu")
     if host and device.type == "cuda":
-        step_on_both_sides()
+        step_on_both_sides(model)
     groups = [] if optimizer is None else optimizer.param_groups
     counts = {p: counts_beside(group) for group in groups for p in group["params"]}
     for name, parameter in model.named_parameters():

@@ -10,19 +10,61 @@ put right from the first time on that parameters go to the host.
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memplan import torch_private as private
 
 
+def step_on_both_sides(model: nn.Module) -> None:
+    """Have optimizers heed that parameters of this model are on the host, until no such model is left.
+
+    `GradScaler`s wait for what they copy to the host, fused optimizers heed it, and PyTorch's optimizers find their
+    state where their parameters are.
+    """
+    _hear_of_steps()
+    _models.add(model)
+
+
+class _OnHost:
+    """Models with parameters on the host. While there is one, `GradScaler`s wait for their copies."""
+
+    def __init__(self) -> None:
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._count, self._undo = 0, _nothing
+
+    def add(self, model: nn.Module) -> None:
+        if model in self._models:
+            return
+        if not self._count:
+            self._undo = private.wait_for_scaler_copies()
+        self._models.add(model)
+        self._count += 1
+        weakref.finalize(model, self._let_go).atexit = False
+
+    def _let_go(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._undo()
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+
+def _nothing() -> None: ...
+
+
+_models = _OnHost()
+
+
 @functools.cache
-def step_on_both_sides() -> None:
-    """Have all `GradScaler`s of this process wait for what they copy to the host, fused optimizers heed it, and
-    PyTorch's optimizers find their state where their parameters are."""
-    private.wait_for_scaler_copies()
+def _hear_of_steps() -> None:
+    """Hooks that stay, and do nothing while no model has parameters on the host: optimizers may be iterating over them
+    when the last such model is collected."""
     register_optimizer_step_pre_hook(_scales_on_host)
     register_optimizer_step_pre_hook(_state_where_parameters_are)
 
@@ -44,7 +86,7 @@ def counts_beside(group: dict[str, Any]) -> bool:
 
 def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Of PyTorch's own optimizers: others may have their state elsewhere on purpose."""
-    if not type(optimizer).step.__module__.startswith("torch.optim."):
+    if not _models or not type(optimizer).step.__module__.startswith("torch.optim."):
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -57,6 +99,8 @@ def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) ->
     From there it goes on to a GPU in the order of what that computes. Raises ValueError where a fused optimizer would
     copy its learning rate to the host in the same way.
     """
+    if not _models:
+        return
     for group in optimizer.param_groups:
         rate, on_host = group.get("lr"), any(p.device.type == "cpu" for p in group["params"])
         if on_host and group.get("fused") and isinstance(rate, torch.Tensor) and rate.is_cuda:

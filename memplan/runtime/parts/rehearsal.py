@@ -28,7 +28,7 @@ from memplan.capture.probe import DataFollowed, NotedReads, UnitCall, forwards_e
 from memplan.capture.trace.call import Call, CallReader, Forward, OutputTemplate
 from memplan.capture.trace.edges import Edge, Edges
 from memplan.capture.trace.raw_trace import Answer
-from memplan.capture.trace.trace import differentiated_outputs, shared_objects
+from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.runtime.parts.forward_writes import WritesUndone
 from memplan.runtime.parts.measures import Event, StepMeasure, step_measure
 from memplan.runtime.parts.part_step import PartStep

@@ -1,0 +1,151 @@
+"""Sees each op of a trace before it is written down: corrects fake kernels, answers questions to tensor data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.attributes.kept_memory import KeptMemory, written_by
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.dataflow import answer_to_any_draw, evaluate, nodes_behind
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.real_outputs import corrected_outputs
+from memplan.capture.ops.real_results import with_noted_results
+from memplan.capture.trace.memo import Memo
+from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
+from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
+from memplan.capture.trace.sums import is_odd
+from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
+from memplan.errors import UnsupportedModel
+
+
+class OpenBranch(UnsupportedModel):
+    """Forward branches on a boolean that it computes from parameters; a run of it would tell which way it goes."""
+
+
+class OpWatch(private.TorchDispatchMode):
+    """Sees each op of the trace first.
+
+    Corrects what fake kernels get wrong, and answers forward's questions to tensor data that derives from the inputs
+    alone, noting each for the guards.
+    """
+
+    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory) -> None:
+        """memory: of real tensors that forward writes to; they are neither parameters, buffers nor arguments."""
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        self._notes, self._memo, self._memory = notes, memo, memory
+        self._views: list[torch.Tensor] = []  # of real tensors
+
+    def __enter__(self) -> OpWatch:
+        self._recording, self._depth = private.Recording(), stack_depth()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._look_at_writes(func, args, kwargs or {})
+        if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
+            return args[0].device
+        if func is private.READ_SCALAR:
+            node = private.tracer_node(args[0])
+            if node is not None or not isinstance(args[0], private.FakeTensor):
+                place = lines_within(self._depth)
+                seen = self._notes.next_seen(args[0], place)
+                value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
+                self._notes.answers.append(Answer(value, place))
+                return value
+        outputs = self._memo.run(
+            self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
+        )
+        if func is torch.ops.aten.add.Tensor and self._notes.template is not None:
+            outputs = self._summed(outputs, *args, **(kwargs or {}))
+        if any(result.alias_info is not None for result in func._schema.returns):
+            if isinstance(args[0], torch.Tensor) and not isinstance(args[0], private.FakeTensor):
+                self._views += [t for t in tensors_of(outputs) if isinstance(t, private.FakeTensor)]
+        return outputs
+
+    def _summed(self, total: torch.Tensor, first: Any, second: Any, alpha: Any = 1) -> torch.Tensor:
+        """What an addition in backward gives, with the strides that it has in place where eager makes it so."""
+        number, self._notes.additions = self._notes.additions, self._notes.additions + 1
+        tensors = isinstance(first, private.FakeTensor) and isinstance(second, private.FakeTensor)
+        if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
+            return total
+        if number in self._notes.in_place:
+            return private.with_layout(total, stride=first.stride())
+        nodes = private.tracer_node(total), private.tracer_node(first)
+        if nodes[0] is not None and nodes[1] is not None:
+            self._notes.odd_sums.append((number, nodes[0], nodes[1]))
+        return total
+
+    def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keep what ops write to of real tensors, for ops on such alone do run. Refuses to lose a write."""
+        for tensor in written_by(func, args, kwargs):
+            if not isinstance(tensor, private.FakeTensor):
+                self._memory.keep(tensor)
+            elif any(storage_key(view) == storage_key(tensor) for view in self._views):
+                raise UnsupportedModel(
+                    f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
+                    f"{self._notes.module}, at {caller_line()}; a planned step would not. "
+                    "Register the tensor as a buffer"
+                )
+
+    def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        outputs = func(*args, **kwargs)
+        if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
+            raise UnsupportedModel(
+                f"the shape of a result depends on data: {func} in module "
+                f"{self._notes.module}, at {caller_line()}. Compute it outside of the "
+                "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
+            )
+        return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
+
+    def _read_attribute(self, tensor: torch.Tensor) -> Any:
+        """A number read from a tensor that is a plain attribute of a module."""
+        where = self._notes.place(caller_line())
+        for module, path in self._notes.names.items():
+            for key, held in vars(module).items():
+                if held is tensor:
+                    value = tensor.item()
+                    self._notes.attribute_reads.append(AttributeRead(path, key, value, where))
+                    return value
+        raise UnsupportedModel(
+            f"forward reads a number from a tensor that is neither an argument, nor a buffer, nor an attribute: module "
+            f"{where}. Register the tensor as a buffer"
+        )
+
+    def _read(self, tensor: torch.Tensor, node: fx.Node, seen: Answer | None) -> Any:
+        closure = nodes_behind(node, list(private.tracer_graph().nodes))
+        certain = answer_to_any_draw(closure)
+        if certain is not None:
+            return certain
+        source = caller_line()
+        if any(n.op == "placeholder" and n.name not in self._notes.sources for n in closure):
+            return self._decide(tensor, source, seen)
+        for n in closure:
+            if n.op == "call_function" and op_facts.draws_random_numbers(n.target, n.args, n.kwargs):
+                raise UnsupportedModel(
+                    f"control flow depends on random numbers: module {self._notes.module}, "
+                    f"at {source}. Draw them outside of the model and pass them in"
+                )
+        attributes = private.tracer_constants()
+        if seen is not None and self._notes.blind:
+            value = seen.value
+        else:
+            value = evaluate(closure, node, self._notes.sources, attributes).item()
+            if seen is not None and seen.value != value:
+                raise UnsupportedModel(f"{OTHER_READS}, at {source}")
+        self._notes.reads.append(ScalarRead(node, value, self._notes.place(source)))
+        return value
+
+    def _decide(self, tensor: torch.Tensor, source: str, seen: Answer | None) -> bool:
+        """The branch that forward took when it ran. What it depends on is kept, apart from what is written later."""
+        branches = tensor.dtype is torch.bool and self._notes.template is None
+        if seen is None or not branches:
+            raise (OpenBranch if branches else UnsupportedModel)(
+                f"control flow depends on computed data: module {self._notes.module} "
+                f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
+                "it in, or use tensor operations such as torch.where"
+            )
+        self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
+        return bool(seen.value)

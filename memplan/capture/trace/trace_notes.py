@@ -1,0 +1,147 @@
+"""What is noted while a step is traced."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from memplan import torch_private as private
+from memplan.capture.trace.call import OutputTemplate
+from memplan.capture.trace.raw_trace import Answer, AttributeRead, Decision, ScalarRead
+from memplan.capture.trace.source_lines import caller_line
+from memplan.errors import UnsupportedModel
+
+OTHER_READS = "forward reads other values from tensors in a trace than when it runs"
+
+
+@dataclass(slots=True)
+class TraceNotes:
+    """What the traced function notes down while it runs.
+
+    - names: paths of modules. sources: placeholder name -> the real tensor that a scalar read may look at.
+    - stack, spans: modules that run, and where in the graph each was entered or left.
+    - seen: what forward read from tensors before: all of it where the inputs' data is not at hand (`blind`), else the
+      booleans of a run. answers: what the trace has read so far.
+    - decided: booleans whose values were taken from `seen`, with these and where forward branches on them.
+    - in_place, odd_sums: see `sums`. additions: how many there were in backward.
+    - The rest is handed on as it is: see `RawTrace`.
+    """
+
+    names: dict[nn.Module, str]
+    sources: dict[str, torch.Tensor]
+    parameter_count: int
+    stack: list[str] = field(default_factory=list)
+    spans: list[tuple[int, str]] = field(default_factory=list)
+    reads: list[ScalarRead] = field(default_factory=list)
+    attribute_reads: list[AttributeRead] = field(default_factory=list)
+    boundary: fx.Node | None = None
+    template: OutputTemplate | None = None
+    requires_grad: tuple[bool, ...] = ()
+    tangent_nodes: dict[int, fx.Node] = field(default_factory=dict)
+    node_names: tuple[str, ...] = ()
+    reassigned: dict[str, int] = field(default_factory=dict)
+    arrivals: list[str] = field(default_factory=list)
+    summed: tuple[str, ...] = ()
+    inner: dict[int, bool] = field(default_factory=dict)
+    seen: Iterator[Answer] | None = None
+    blind: bool = False
+    answers: list[Answer] = field(default_factory=list)
+    forward_reads: int = 0
+    decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
+    in_place: frozenset[int] = frozenset()
+    additions: int = 0
+    odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
+    decisions: tuple[Decision, ...] = ()
+
+    def note_placeholders(self, real: Sequence[torch.Tensor]) -> None:
+        """real: buffers and inputs, whose placeholders come after those of parameters."""
+        placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
+        self.sources = {n.name: t for n, t in zip(placeholders[self.parameter_count :], real, strict=True)}
+
+    def end_forward(self, template: OutputTemplate) -> None:
+        """Note where the trace stands when forward has returned."""
+        nodes = private.tracer_graph().nodes
+        self.forward_reads = len(self.answers)
+        if self.seen is not None and not self.blind and next(self.seen, None) is not None:
+            raise UnsupportedModel(OTHER_READS)
+        self.decisions = tuple(
+            Decision(template.add(tensor, f"branch at {where}"), value, where) for tensor, value, where in self.decided
+        )
+        self.template = template
+        self.requires_grad = tuple(t.requires_grad for t in template.tensors)
+        self.boundary = next(iter(reversed(nodes)))
+        self.node_names = tuple(n.name for n in nodes)
+        self.stack.clear()
+
+    @contextlib.contextmanager
+    def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Note the order in which autograd hands over gradients. Hooks that stayed would keep the trace for ever."""
+
+        def note(name: str, gradient: torch.Tensor) -> None:
+            self.arrivals.append(name)
+
+        hooks = [leaf.register_hook(functools.partial(note, name)) for name, leaf in leaves.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
+        """What was read here before; None where nobody has said. Raises UnsupportedModel where it was not read then."""
+        if self.seen is None or not (self.blind or (tensor.dtype is torch.bool and self.template is None)):
+            return None
+        answer = next(self.seen, None)
+        if answer is None or answer.place != place:
+            raise UnsupportedModel(f"{OTHER_READS}, at {caller_line()}")
+        return answer
+
+    @property
+    def where(self) -> str:
+        return self.stack[-1] if self.stack else ""
+
+    @property
+    def module(self) -> str:
+        """The module that is running, in words."""
+        return self.where or "(the model itself)"
+
+    def place(self, line: str) -> str:
+        """Where in the model a source line is being executed."""
+        return f"{self.where} at {line}" if self.where else f"at {line}"
+
+    @contextlib.contextmanager
+    def noting_modules(self) -> Iterator[None]:
+        """Note which module runs while each node is written."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            if module in self.names:
+                self.stack.append(self.names[module])
+                self.spans.append((len(private.tracer_graph().nodes), self.where))
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if module in self.names and self.stack:
+                self.stack.pop()
+                self.spans.append((len(private.tracer_graph().nodes), self.where))
+
+        handles = [
+            nn.modules.module.register_module_forward_pre_hook(enter),
+            nn.modules.module.register_module_forward_hook(leave),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def layers(self) -> dict[str, str]:
+        """Module path of each forward node, from the node counts at which a module was entered or left."""
+        ends = [*(start for start, _ in self.spans[1:]), len(self.node_names)]
+        return {
+            name: path for (start, path), end in zip(self.spans, ends) for name in self.node_names[start:end] if path
+        }
