@@ -18,7 +18,11 @@ _ALIGNMENT_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class HostMemory:
-    """offsets: for the step of each `Offload`, by its index in the schedule. size_bytes: of the slab."""
+    """Where in the slab each offloaded value goes.
+
+    - offsets: for the step of each `Offload`, by its index in the schedule.
+    - size_bytes: of the slab.
+    """
 
     offsets: dict[int, int]
     size_bytes: int
@@ -35,8 +39,10 @@ def pinned_bytes(size_bytes: int) -> int:
 
 
 def host_bytes_beside(problem: Problem) -> int:
-    """Host memory that the step needs beside the slab: for parameters that live there, their gradients and the declared
-    optimizer's state, which is not pinned."""
+    """Host memory that the step needs beside the slab.
+
+    It is for parameters that live there, their gradients and the declared optimizer's state, which is not pinned.
+    """
     values = problem.graph.values
     parameters = sum(pinned_bytes(v.size_bytes) for v in values if v.resident and v.home == "host" and v.reuses is None)
     gradients = sum(pinned_bytes(v.size_bytes) for v in values if v.role == "gradient" and v.home == "host")

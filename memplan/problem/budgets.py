@@ -23,7 +23,7 @@ def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: in
 
 
 def limit_bytes(budget: int | float | str, whole_bytes: int) -> int:
-    """Bytes of one limit. whole_bytes: what a fraction is one of. Raises TypeError, ValueError."""
+    """Bytes of one limit; a fraction is one of `whole_bytes`. Raises TypeError, ValueError."""
     if isinstance(budget, str):
         return parse_bytes(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
@@ -38,7 +38,7 @@ def limit_bytes(budget: int | float | str, whole_bytes: int) -> int:
 
 
 def device_bytes(budget: BudgetLike) -> int | None:
-    """The limit on the device where it is given in bytes; checks the rest of the budget too."""
+    """The limit on the device where it is given in bytes, else None; checks the rest of the budget too."""
     budget_bytes_of(budget, 1 << 62, 0)
     device = budget.device if isinstance(budget, Budget) else budget
     return None if device is None or isinstance(device, float) else limit_bytes(device, 0)

@@ -33,20 +33,22 @@ def total_s(times: Iterable[float]) -> float:
 class Value:
     """One storage's contents between two writes.
 
-    size_bytes: bytes of the storage, not of the view of it that somebody reads.
-    role: parameters, buffers, inputs and constants are resident: held before, during and after the step. A tangent is
-        handed in by the caller at the loss boundary and held to the end of the step.
-    held: once made, it stays to the end of the step, for somebody outside holds it: a model output or a
-        parameter's gradient.
-    reuses: the value whose memory this one takes over, where an op writes in place; that value is gone from then on.
-    home: where it lives between steps. A parameter whose home is the host is fetched to the device to be read, and its
-        gradient, whose home is the host too, is sent there once it is final. A sharded parameter, of which each rank
-        has a part, is gathered to be read; its gradient, sharded too, is on the device until it is handed over.
-    updates: of a gradient: the parameters that are updated as soon as it is handed over, after which nothing may read
-        them and the gradient is gone. Empty where the caller updates them after the step. update_bytes: what that takes
-        for a while on the device.
-    lasting: of a parameter that lives on the host: nothing writes to it between steps, so that its copy on the device
-        may stay there from one step to the next.
+    - size_bytes: bytes of the storage, not of the view of it that somebody reads.
+    - role: parameters, buffers, inputs and constants are resident: held before, during and after the step. A tangent is
+      handed in by the caller at the loss boundary and held to the end of the step.
+    - held: once made, it stays to the end of the step, for somebody outside holds it: a model output or a parameter's
+      gradient.
+    - reuses: the value whose memory this one takes over, where an op writes in place. That value is gone from then on.
+    - home: where it lives between steps.
+        - "host": a parameter is fetched to the device to be read. Its gradient, whose home is the host too, is sent
+          there once it is final.
+        - "sharded": each rank has a part of the parameter, which is gathered to be read. Its gradient, sharded too, is
+          on the device until it is handed over.
+    - updates: of a gradient: the parameters that are updated as soon as it is handed over. After that nothing may read
+      them, and the gradient is gone. Empty where the caller updates them after the step.
+    - update_bytes: what that update takes on the device for a while.
+    - lasting: of a parameter that lives on the host: nothing writes to it between steps, so that its copy on the device
+      may stay there from one step to the next.
     """
 
     name: str
@@ -80,12 +82,12 @@ class Effect(NamedTuple):
 class Op:
     """One kernel-launching node.
 
-    inputs: values read by every run of the op. outputs: values written by every run; the memory is new unless the
-        value `reuses` another.
-    effects: writes to resident values that the first run makes and a recompute leaves out.
-    random: draws from the generator; a recompute replays the generator's state as it was at the first run.
-    recomputable: False for ops that write to resident values, whose inputs are gone afterwards.
-    key: equal for ops with the same kernel and the same shapes, strides, dtypes and settings.
+    - inputs: values read by every run of the op.
+    - outputs: values written by every run. The memory is new unless the value `reuses` another.
+    - effects: writes to resident values that the first run makes and a recompute leaves out.
+    - random: draws from the generator. A recompute replays the generator's state as it was at the first run.
+    - recomputable: False for ops that write to resident values, whose inputs are gone afterwards.
+    - key: equal for ops with the same kernel and the same shapes, strides, dtypes and settings.
     """
 
     name: str
@@ -102,9 +104,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """One training step. `boundary` is the number of forward ops; `ops[boundary:]` is the backward pass.
+    """One training step.
 
-    rng_state_bytes: bytes of one saved generator state.
+    - boundary: the number of forward ops; `ops[boundary:]` is the backward pass.
+    - rng_state_bytes: bytes of one saved generator state.
     """
 
     values: tuple[Value, ...]
@@ -162,9 +165,11 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """time_s[i]: seconds of op i. scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
+    """What each op of a step takes.
 
-    source says where the figures come from: "measured" or "estimated".
+    - time_s[i]: seconds of op i.
+    - scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
+    - source: where the figures come from, "measured" or "estimated".
     """
 
     time_s: tuple[float, ...]
@@ -174,8 +179,12 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """How fast a device is taken to be where nothing is timed: floating-point operations and bytes of traffic a second,
-    and seconds that each op takes at least. The defaults are those of a laptop's CPU."""
+    """How fast a device is taken to be where nothing is timed. The defaults are those of a laptop's CPU.
+
+    - flops_per_s: floating-point operations a second.
+    - bytes_per_s: bytes of traffic a second.
+    - launch_s: seconds that each op takes at least.
+    """
 
     flops_per_s: float = 1e11
     bytes_per_s: float = 2e10
@@ -184,9 +193,12 @@ class Roofline:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The connection between device and host memory: bytes per second each way, and seconds that each copy takes more.
+    """The connection between device and host memory.
 
     Both directions run at once at full speed, as they do on a PCI Express link.
+
+    - to_host_bytes_per_s, to_device_bytes_per_s: speed of each direction.
+    - latency_s: seconds that each copy takes on top.
     """
 
     to_host_bytes_per_s: float
@@ -196,11 +208,15 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What an engine around the model holds of its inputs and outputs, as numbers of copies in all; None is no more
-    than the steps hold by themselves: inputs and outputs once for each microbatch in flight, gradients once.
+    """What an engine around the model holds of its inputs and outputs, as numbers of copies in all.
 
-    inputs, outputs: of the model. output_gradients: what backward starts from. input_gradients: what it ends with.
-    later_outputs: copies of outputs that are there beside these once nothing is in flight any more.
+    None is no more than the steps hold by themselves: inputs and outputs once for each microbatch in flight, gradients
+    once.
+
+    - inputs, outputs: of the model.
+    - output_gradients: what the backward pass starts from.
+    - input_gradients: what it ends with.
+    - later_outputs: copies of outputs that are there beside these once nothing is in flight any more.
     """
 
     inputs: int | None = None
@@ -212,9 +228,12 @@ class Buffers:
 
 @dataclass(frozen=True, slots=True)
 class GatherSpeed:
-    """How fast sharded parameters are gathered: bytes of whole parameters per second, and seconds that each takes more.
+    """How fast sharded parameters are gathered.
 
     Gathers run beside the ops, one after the other. The defaults are those of ranks on one machine without a GPU.
+
+    - bytes_per_s: bytes of whole parameters a second.
+    - latency_s: seconds that each gather takes on top.
     """
 
     bytes_per_s: float = 1e9
@@ -225,9 +244,9 @@ class GatherSpeed:
 class Budget:
     """Limits of one training step, in parts; None is no limit.
 
-    device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
-    activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
-    host: bytes of pinned host memory to which values may be offloaded; None forbids it.
+    - device: peak bytes on the device, everything included (an int, "8GiB", or a fraction of the unplanned peak).
+    - activations: peak bytes less parameters, buffers and inputs (what the literature calls activation memory).
+    - host: bytes of pinned host memory to which values may be offloaded; None forbids it.
     """
 
     device: int | float | str | None = None
@@ -239,10 +258,12 @@ class Budget:
 class Surroundings:
     """What an engine around the training step holds on the device, so that plans leave room for it.
 
-    held_bytes: throughout (copies of parameters, optimizer state, buckets). after_bytes: what more it needs for a while
-    after the backward pass. takes_gradients: a hook takes each gradient as it is handed over, and the memory is free
-    then; what the hook keeps of it belongs to held_bytes. keeps_parameters: the engine has parameters where it wants
-    them, so that none may move to the host. buffers: its copies of inputs and outputs.
+    - held_bytes: what it holds throughout (copies of parameters, optimizer state, buckets).
+    - after_bytes: what more it needs for a while after the backward pass.
+    - takes_gradients: a hook takes each gradient as it is handed over, and the memory is free then. What the hook keeps
+      of it belongs to held_bytes.
+    - keeps_parameters: the engine has parameters where it wants them, so that none may move to the host.
+    - buffers: its copies of inputs and outputs.
     """
 
     held_bytes: int = 0
@@ -256,19 +277,20 @@ class Surroundings:
 class Problem:
     """A graph with its costs and the limit that a schedule must keep.
 
-    budget_bytes: peak bytes allowed, everything included; None is no limit.
-    extra_resident_bytes: held throughout though no op reads it (declared optimizer state, an engine's buffers).
-    accumulate: gradients of earlier micro-batches are held throughout (not those whose home is sharded, of which only a
-    part is), and each new one is added and freed.
-    update_bytes: what the optimizer's step allocates for a while, after backward.
-    takes_gradients: each gradient is freed once it has been handed over, for somebody has taken it.
-    link: to host memory; None where nothing may be offloaded. extra_host_bytes: held on the host throughout (optimizer
-    state of parameters that live there). gather: how fast sharded parameters come; None where there are none.
-    in_flight: forwards that wait for their backward at once, the running one among them: one is the usual step, more
-        are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
-    host_update_s_per_byte: seconds that the CPU takes to update parameters that live on the host, for each byte of
-        their gradients.
-    knows_optimizer: what the optimizer holds is in these figures, be it nothing.
+    - budget_bytes: peak bytes allowed, everything included; None is no limit.
+    - extra_resident_bytes: held throughout though no op reads it (declared optimizer state, an engine's buffers).
+    - accumulate: gradients of earlier micro-batches are held throughout, and each new one is added and freed. Those
+      whose home is sharded do not count, for only a part of each is held.
+    - update_bytes: what the optimizer's step allocates for a while, after backward.
+    - link: to host memory; None where nothing may be offloaded.
+    - extra_host_bytes: held on the host throughout (optimizer state of parameters that live there).
+    - in_flight: forwards that wait for their backward at once, the running one among them. One is the usual step; more
+      are microbatches of a pipeline. Each holds its inputs, its outputs and what it saves.
+    - gather: how fast sharded parameters come; None where there are none.
+    - takes_gradients: each gradient is freed once it has been handed over, for somebody has taken it.
+    - host_update_s_per_byte: seconds that the CPU takes to update parameters that live on the host, for each byte of
+      their gradients.
+    - knows_optimizer: what the optimizer holds is in these figures, even if that is nothing.
     """
 
     graph: Graph
@@ -305,8 +327,11 @@ class Problem:
         return sent_bytes * self.host_update_s_per_byte
 
     def bytes_after(self, stays: bool) -> int:
-        """What comes on the device after backward beside what is there. stays: parameters stay there between steps, so
-        that they are there as well when the next batch arrives while this one is still held."""
+        """What comes on the device after backward, beside what is there already.
+
+        stays: parameters stay on the device between steps. Then they are there as well when the next batch arrives
+        while this one is still held, so that the next batch's inputs count.
+        """
         return max(self.update_bytes, self.graph.input_bytes if stays else 0)
 
     @property
@@ -316,8 +341,7 @@ class Problem:
 
     @property
     def all_on_device(self) -> Problem:
-        """The step with every parameter and gradient on the device to its end, as it runs without a plan: updates
-        are made after it.
+        """The step as it runs without a plan: parameters and gradients on the device to its end, updates made after it.
 
         Gradients of sharded parameters are handed over all the same.
         """

@@ -39,7 +39,7 @@ def load_problem(path: str | Path) -> Problem:
 
 
 def problem_to_json(problem: Problem) -> dict[str, Any]:
-    """Plain lists, dicts, strings and numbers."""
+    """The problem as plain lists, dicts, strings and numbers."""
     return {
         "budget_bytes": problem.budget_bytes,
         "extra_resident_bytes": problem.extra_resident_bytes,

@@ -1,10 +1,11 @@
-"""Seconds of a schedule: ops one after the other, and beside them copies, gathers and updates by the CPU, each kind in
-a lane of its own.
+"""Seconds of a schedule: ops one after the other, and beside them copies, gathers and updates by the CPU.
 
-Where several microbatches are in flight they share the lanes. Their order is a pipeline's own affair; what is counted
-is that all go forward and then all go backward, as in GPipe: copies out have the forward passes to hide behind, copies
-back the backward passes, and what one leaves running the next one has to wait for. Schedules that take turns (1F1B)
-give copies more room.
+Each kind of work has a lane of its own.
+
+Where several microbatches are in flight they share the lanes. In which order they run is a pipeline's own affair. What
+is counted is that all go forward and then all go backward, as in GPipe: copies out have the forward passes to hide
+behind, copies back the backward passes, and what one leaves running the next one has to wait for. Schedules that take
+turns (1F1B) give copies more room.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from memplan.problem.schedule import Boundary, Compute, Offload, Prefetch, Sched
 class Lanes:
     """Where the clock stands, and how long each lane is taken.
 
-    time_s: now. stall_s: of it, what was spent waiting.
+    - time_s: now.
+    - stall_s: of that, what was spent waiting.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -30,8 +32,10 @@ class Lanes:
         self.time_s += self.problem.costs.time_s[op]
 
     def copy(self, value: int, direction: str) -> float:
-        """Begin to copy a value: "out" to the host, "in" to the device, or "gather" from all ranks. Gives when it will
-        be done."""
+        """Begin to copy a value, and give when the copy will be done.
+
+        direction: "out" to the host, "in" to the device, or "gather" from all ranks.
+        """
         link, gather = self.problem.link, self.problem.gather
         if direction == "gather":
             assert gather is not None
@@ -46,19 +50,19 @@ class Lanes:
         return end_s
 
     def wait(self, end_s: float) -> None:
-        """Compute nothing before that."""
+        """Compute nothing before `end_s`."""
         stall_s = max(0.0, end_s - self.time_s)
         self.time_s += stall_s
         self.stall_s += stall_s
 
     def update(self, gradient: int) -> None:
-        """Let the CPU update what a gradient on the host belongs to, once it is done with those before."""
+        """Let the CPU update the parameter of a gradient on the host, once it is done with the updates before."""
         begin_s = max(self.time_s, self._updated_s)
         size_bytes = self.problem.graph.values[gradient].size_bytes
         self._updated_s = begin_s + size_bytes * self.problem.host_update_s_per_byte
 
     def finish(self) -> None:
-        """The step ends when the CPU is done, with what it updates after the step as well."""
+        """End the step when the CPU is done, with what it updates after the step as well."""
         self.wait(self._updated_s)
         for index, value in enumerate(self.problem.graph.values):
             if value.role == "gradient" and value.home == "host" and not value.updates:
@@ -72,7 +76,7 @@ def direction_of(problem: Problem, value: int) -> str:
 
 
 def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, float]:
-    """Seconds that each of the microbatches in flight takes on the average, and those that it waits.
+    """Seconds that each of the microbatches in flight takes on the average, and of those what it waits.
 
     schedule: a legal one, which all of them run.
     """

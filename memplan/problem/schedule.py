@@ -58,7 +58,10 @@ class SurfaceGrads:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Have a copy of a parameter that lives on the host: it is there from the step before, and stays for the next."""
+    """Begin the step with a copy of a parameter that lives on the host.
+
+    The copy is there from the step before, and stays for the next.
+    """
 
     value: int
 
@@ -99,13 +102,18 @@ Schedule = tuple[Step, ...]
 class Timeline:
     """What a schedule comes to, from `simulate`.
 
-    live_bytes[i]: bytes held after step i. peak_bytes_at[i]: the most held while step i runs, scratch and saved
-    generator states included. peak_bytes: the most of the latter. live_peak_bytes: the same without scratch and
-    generator states. time_s: seconds of all steps, those in which computing waits for copies, or for the CPU to update
-    parameters that live on the host, included; stall_s: of the latter alone. host_bytes[i]: host memory held after step
-    i, parameters that live there left out; host_peak_bytes: the most of it. Microbatches that wait
-    (`Problem.in_flight`) are in all bytes; waiting_bytes: what each holds on the device, its inputs and outputs
-    included. Seconds are those of one of them, on the average.
+    Microbatches that wait (`Problem.in_flight`) are in all bytes. Seconds are those of one of them, on the average.
+
+    - live_bytes[i]: bytes held after step i.
+    - peak_bytes_at[i]: the most held while step i runs, scratch and saved generator states included.
+    - peak_bytes: the most of `peak_bytes_at`, and of what is held after the last step.
+    - live_peak_bytes: the most held, without scratch and generator states.
+    - time_s: seconds of all steps. Those are included in which computing waits for copies, or for the CPU to update
+      parameters that live on the host.
+    - stall_s: seconds of such waiting alone.
+    - host_bytes[i]: host memory held after step i, parameters that live there left out.
+    - host_peak_bytes: the most of `host_bytes`.
+    - waiting_bytes: what each microbatch that waits holds on the device, its inputs and outputs included.
     """
 
     live_bytes: tuple[int, ...]
@@ -124,8 +132,8 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
     """A schedule that runs ops in this order (op indices, and `BOUNDARY` once).
 
     A read is served by the latest run before it of the op that makes the value, so each such instance is freed right
-    after its last read. A gradient with which parameters are updated at once is handed over when nothing reads those
-    any more. The order is not judged here; `simulate` does that.
+    after its last read. Gradients with which parameters are updated at once are handed over as soon as nothing reads
+    those parameters any more. The order is not judged here; `simulate` does that.
     """
     drops = _last_uses(graph, order)
     updates = update_positions(graph, order)
@@ -170,7 +178,7 @@ def order_of(schedule: Schedule) -> tuple[int, ...]:
 
 
 def update_positions(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
-    """Gradients with which parameters are updated, by the position after which nothing reads those any more."""
+    """Gradients with which parameters are updated, by the position after which nothing reads the parameters."""
     gradients = [g for g in graph.gradients if graph.values[g].updates]
     if not gradients:
         return {}

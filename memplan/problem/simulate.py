@@ -5,29 +5,31 @@ compared with it: on a CPU the two agree to the byte.
 
 What is counted, in the order in which the runtime does it:
 
-- a run of an op holds its inputs, then its outputs and its scratch; what the schedule drops goes after the run;
-- an output that is still live when its op runs again is made a second time and thrown away after the run;
-- an op that writes in place takes over the memory of the value that it overwrites;
-- replaying a random op holds one more generator state while it runs;
-- microbatches that wait hold what the running one holds at the boundary, beside it in every step: in the forward pass
-  as in the backward pass, all but one of those in flight wait;
-- the optimizer's step comes last, where one was declared, when nothing waits; where parameters are updated with their
-  gradients as those are handed over, each update has its own moment;
-- what stays on the device between steps is there from the first moment to the last, and while the optimizer steps and
+- A run of an op holds its inputs, then its outputs and its scratch. What the schedule drops goes after the run.
+- An output that is still live when its op runs again is made a second time and thrown away after the run.
+- An op that writes in place takes over the memory of the value that it overwrites.
+- Replaying a random op holds one more generator state while it runs.
+- Microbatches that wait hold what the running one holds at the boundary. That is beside it in every step, for in the
+  forward pass as in the backward pass all but one of those in flight wait.
+- The optimizer's step comes last, where one was declared, when nothing waits. Where parameters are updated with their
+  gradients as those are handed over, each update has its own moment.
+- What stays on the device between steps is there from the first moment to the last, and while the optimizer steps and
   the next batch arrives.
 
 Copies to and from host memory run beside the ops, one after the other in each direction, and so do gathers of sharded
-parameters. A copy begins when it is issued, or when its direction is free. Legal is only what a wait makes sure of:
-what is being fetched can't be read,
-what is being copied out can't be overwritten or freed, and host memory can't be freed under a copy.
+parameters. A copy begins when it is issued, or when its direction is free. Only what a wait makes sure of is legal:
+what is being fetched can't be read, what is being copied out can't be overwritten or freed, and host memory can't be
+freed under a copy.
 
 Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
 update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
 it comes after the step, in the time of `optimizer.step()`. What a device takes to update its own parameters is left
-out. Nothing of the next step begins before this one ends, so every step of a loop takes this long. Where frozen
-parameters stay on the device, a loop is periodic: what is there when a step begins is there when it ends, and the first
-step takes as much longer as fetching that takes. Of microbatches in flight that copy, `lanes` says what each takes on
-the average.
+out.
+
+Nothing of the next step begins before this one ends, so every step of a loop takes this long. Where frozen parameters
+stay on the device, a loop is periodic: what is there when a step begins is there when it ends. The first step takes
+longer than the others, by the time that fetching those parameters takes. Of microbatches in flight that copy, `lanes`
+says what each takes on the average.
 """
 
 from __future__ import annotations
@@ -93,7 +95,11 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """direction: "out" to the host, "in" to the device, or "gather" from all ranks. end_s: when it will be done."""
+    """A copy that runs.
+
+    - direction: "out" to the host, "in" to the device, or "gather" from all ranks.
+    - end_s: when it will be done.
+    """
 
     direction: str
     end_s: float

@@ -9,7 +9,7 @@ from memplan.problem.data import Graph, Op, Value
 
 
 def structure(graph: Graph) -> tuple[object, ...]:
-    """Equal for graphs for which one schedule means the same: which are equal but for sizes and layouts."""
+    """A key that is equal for graphs for which one schedule means the same: equal but for sizes and layouts."""
     ops = tuple((op.kind, op.phase, op.inputs, op.outputs, op.effects, op.random) for op in graph.ops)
     return ops, tuple((v.role, v.held, v.reuses) for v in graph.values)
 

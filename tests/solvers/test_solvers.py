@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import runpy
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from memplan.solvers.chain.expand import expand, solved_chain
 from memplan.solvers.chain.options import cut_orders
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
 from memplan.solvers.chain.rotor import ChainTable, distinct_slots, solve_chain
+from memplan.solvers.numeric import jit
 from memplan.solvers.numeric.jit import _tell_of_no_cache, digest_of_imports, kernel
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.replay import fill, prune, replay
@@ -318,17 +320,24 @@ def test_what_only_the_backward_pass_reads_may_wait_for_it() -> None:
     assert front.bound.time_s(best.peak_bytes) <= best.time_s * (1 + 1e-9)
 
 
-def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path) -> None:
+def test_compiled_kernels_are_those_of_what_they_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     top, text = tmp_path / "top.py", "from memplan.solvers.%s import (\n    a,\n)\n"
+    folder = tmp_path / "below"
+    folder.mkdir()
+    monkeypatch.setattr(jit, "_SOLVERS", tmp_path)
 
     def digest(bottom: str, own: str = "") -> str:
-        top.write_text(text % "middle" + own)
-        (tmp_path / "middle.py").write_text(text % "bottom")
-        (tmp_path / "bottom.py").write_text(bottom)
+        top.write_text(text % "below.middle" + own)
+        (folder / "middle.py").write_text(text % "below.bottom")
+        (folder / "bottom.py").write_text(bottom)
         digest_of_imports.cache_clear()
         return digest_of_imports(top)
 
     assert digest("a = 1") == digest("a = 1", own="b = 2") != digest("a = 2")
+    monkeypatch.undo()
+    digest_of_imports.cache_clear()
+    exchange = Path(jit.__file__).parent.parent / "search" / "exchange.py"
+    assert digest_of_imports(exchange) != hashlib.sha256().hexdigest()[:8]
     assert fill.__qualname__ == f"fill_{digest_of_imports(Path(fill.__code__.co_filename))}"
 
 

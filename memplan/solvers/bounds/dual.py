@@ -1,10 +1,10 @@
 """Multipliers of a programme of moments: each set of them is a lower bound, a line in the budget.
 
-The primal-dual hybrid gradient method (Chambolle and Pock, doi:10.1007/s10851-010-0251-1) with diagonal steps (Pock and
-Chambolle, doi:10.1109/ICCV.2011.6126441) and restarts at the average (Applegate et al., arXiv 2106.04756). It need not
-converge: by weak duality any multipliers that are not negative bound the programme from below, with columns between 0
-and `most` each at its cheaper end. So the count of rounds is fixed, and the best multipliers seen are taken. Budgets
-next to one another have multipliers close to one another, so a look may go on from where another one of the same
+The method is the primal-dual hybrid gradient (Chambolle and Pock, doi:10.1007/s10851-010-0251-1) with diagonal steps
+(Pock and Chambolle, doi:10.1109/ICCV.2011.6126441) and restarts at the average (Applegate et al., arXiv 2106.04756). It
+need not converge: by weak duality any multipliers that are not negative bound the programme from below, with columns
+between 0 and `most` each at its cheaper end. So the count of rounds is fixed, and the best multipliers seen are taken.
+Budgets next to one another have multipliers close to one another, so a look may go on from where another one of that
 programme stopped.
 """
 
@@ -23,7 +23,7 @@ _HOPELESS = 1e6  # times what all columns cost: the room can't be kept, and mult
 
 
 class BoundLine(NamedTuple):
-    """No schedule within a budget takes less than the baseline and at_zero_s - s_per_byte * budget."""
+    """A lower bound that is a line in the budget: the baseline and at_zero_s - s_per_byte * budget seconds."""
 
     at_zero_s: float
     s_per_byte: float
@@ -35,9 +35,10 @@ class BoundLine(NamedTuple):
 class Look(NamedTuple):
     """What a look at a programme found, in the programme's own scales, and where the next one may go on.
 
-    rows, prices: the best multipliers of rows and of room. columns: a point near the optimum, which may break rows a
-    little: a guide for schedules, not a bound. last_rows, last_prices: multipliers that go with that point. ratio: of
-    the steps of columns to those of multipliers.
+    - rows, prices: the best multipliers of rows and of room.
+    - columns: a point near the optimum, which may break rows a little: a guide for schedules, not a bound.
+    - last_rows, last_prices: multipliers that go with that point.
+    - ratio: of the steps of columns to those of multipliers.
     """
 
     rows: Floats

@@ -1,13 +1,11 @@
 """Lower bounds that hold for every schedule of a problem that runs the backward pass in the given order.
 
 **Seconds.** Take a few moments at which backward ops run. What the backward pass reads from the forward pass is live at
-the moment before it or is computed after that, with all that this takes; and what is live at a moment, the op's
-operands among it, weighs at most what the budget leaves. `bound_program` writes that down as a linear programme,
-`bound_dual` finds multipliers for it, and each set of multipliers is a line: seconds against budget, true at every
-budget. Which moments count depends on the budget; a greedy search looks for them at a few budgets, and every line on
-its way is kept. Sets of moments are compared after equally many rounds from nothing: looks that go on from the last
-budget's come nearer to the optimum, but then sets are taken that only had more rounds, and large sets are dear (GPT-2's
-bound lost 0.1 to 0.2% of the baseline that way and took longer).
+the moment before it or is computed after that, with all that this takes. What is live at a moment, the op's operands
+among it, weighs at most what the budget leaves. `moments` writes that down as a linear programme, `dual` finds
+multipliers for it, and each set of multipliers is a line: seconds against budget, true at every budget. Which moments
+count depends on the budget. A greedy search looks for them at a few budgets, and every line on its way is kept. Sets of
+moments are compared after equally many rounds from nothing, so that none is taken because it only had more rounds.
 
 **Bytes.** An op needs its operands, its outputs and its scratch beside what nothing can free.
 
@@ -15,9 +13,8 @@ Microbatches that wait hold their inputs, their outputs and what they save. The 
 free. What is saved counts in lines of its own, from minimum cuts at the boundary: what is not saved is recomputed. The
 programmes leave it out, so they hold, but less tightly than with one microbatch alone.
 
-Other orders of the backward pass have bounds of their own, and schedules in several orders the least of these
-(`Bound.least`). By themselves solvers take the given order; `front` races others where it is asked to, for each may
-cost a whole search.
+Other orders of the backward pass have bounds of their own. Solvers take the given order (docs/research.md says what
+others came to).
 """
 
 from __future__ import annotations
@@ -55,7 +52,10 @@ _THOROUGH = 2  # lowest budgets, where all are tried
 
 
 class Guide(NamedTuple):
-    """What the programme of a budget's moments comes to: `kept` of each of `values` stands at the first of them."""
+    """What the programme of a budget's moments comes to, as a guide to schedules.
+
+    At the first of the moments, `kept` of each of `values` stands.
+    """
 
     budget_bytes: int
     moment: int
@@ -65,9 +65,12 @@ class Guide(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """baseline_s: every op once. floor_bytes: no schedule peaks below it. lines: seconds beyond the baseline.
+    """Lower bounds on the seconds of a problem for every budget, and on its bytes.
 
-    guides: to schedules, for some budgets (`bound_seeds`).
+    - baseline_s: every op once.
+    - floor_bytes: no schedule peaks below it.
+    - lines: seconds beyond the baseline.
+    - guides: to schedules, for some budgets (`seeds`).
     """
 
     baseline_s: float
@@ -76,7 +79,7 @@ class Bound:
     guides: tuple[Guide, ...] = field(default=(), compare=False, repr=False)
 
     def time_s(self, budget_bytes: int | None) -> float:
-        """No schedule that peaks within the budget takes less; infinite below `floor_bytes`."""
+        """Seconds that no schedule which peaks within the budget goes below; infinite below `floor_bytes`."""
         if budget_bytes is None:
             return self.baseline_s
         if budget_bytes < self.floor_bytes:
@@ -85,8 +88,11 @@ class Bound:
 
 
 def lower_bound(problem: Problem, moments: int = 10, cuts: int = 20) -> Bound:
-    """Bounds of a problem. moments: moments tried at each budget, more for short
-    steps; cuts: lines that are kept at most."""
+    """Bounds of a problem.
+
+    - moments: moments tried at each budget, more for short steps.
+    - cuts: most lines that are kept.
+    """
     flat = flatten(problem)
     return bound_of(flat, problem.baseline_time_s, moments, cuts)
 
@@ -130,11 +136,13 @@ def _waiting_bytes(flat: Flat, boundary_bytes: int) -> int:
 
 
 class _BoundSearch:
-    """Looks for sets of moments; `lines` are all lines found on the way.
+    """Looks for sets of moments.
 
-    alone: the line of each moment that was tried, from where it was tried first. programs, looks: of each set that was
-    tried, and where the last look at it stopped. fixed_bytes: what nothing can free while each backward op runs.
-    whole_bytes: the same with all that the rest of the backward pass reads.
+    - lines: all lines found on the way.
+    - alone: the line of each moment that was tried, from where it was tried first.
+    - programs, looks: of each set that was tried, and where the last look at it stopped.
+    - fixed_bytes: what nothing can free while each backward op runs.
+    - whole_bytes: that, and all that the rest of the backward pass reads.
     """
 
     def __init__(self, flat: Flat, fixed_bytes: Ints, baseline_s: float) -> None:
@@ -197,7 +205,7 @@ class _BoundSearch:
         return max(fewer, key=lambda rest: self._look(rest, budget_bytes).at(budget_bytes))
 
     def _look(self, moments: tuple[int, ...], budget_bytes: int, rounds: int = 0) -> BoundLine:
-        """A look from nothing, so that looks can be compared; with `rounds` from where the last one stopped."""
+        """A look from nothing, so that looks can be compared; with `rounds`, from where the last one stopped."""
         if moments not in self.programs:
             at = np.array(moments, dtype=np.int64)
             self.programs[moments] = program_of(self.step, tuple((self.first + at).tolist()), self.fixed_bytes[at])
@@ -207,8 +215,10 @@ class _BoundSearch:
         return line
 
     def _candidates(self, budget_bytes: int, count: int) -> list[int]:
-        """Backward ops above the budget: where the most bytes have to go, where the most of what is needed has to, and
-        where the least can be held."""
+        """Backward ops above the budget that may be good moments.
+
+        There the most bytes have to go, or the most of what is needed has to, or the least can be held.
+        """
         excess = (self.whole_bytes - budget_bytes).astype(np.float64)
         share = excess / np.maximum(self.needed_bytes, 1)
         narrow = np.where(excess > 0.0, self.fixed_bytes, 0).astype(np.float64)
@@ -270,9 +280,9 @@ def needed_after(flat: Flat, first: int) -> frozenset[int]:
 def backward_bytes(flat: Flat) -> Ints:
     """Bytes that nothing can free: at the boundary, then while each backward op runs.
 
-    Residents, held values, tangents, backward values still to be read, the op's own outputs and scratch, and inputs and
-    outputs of microbatches that wait. Forward values do not count, but the memory of one that is overwritten does from
-    then on.
+    Those are residents, held values, tangents, backward values still to be read, the op's own outputs and scratch, and
+    inputs and outputs of microbatches that wait. Forward values do not count. Where a backward op overwrites one, its
+    memory counts from then on.
     """
     a = flat.arrays
     last_read = np.full(len(a.size_bytes), -1, dtype=np.int64)
@@ -298,7 +308,7 @@ def backward_bytes(flat: Flat) -> Ints:
 def _given_back(flat: Flat, ops: range, held: bool) -> int:
     """Bytes of residents and tangents whose memory values of these ops take over: freed with those values.
 
-    held: with the memory that held values take over, for who counts held values by themselves.
+    held: with the memory that held values take over. This is for callers that count held values by themselves.
     """
     a = flat.arrays
     made = (v for op in ops for v in flat.makes[op])

@@ -1,11 +1,10 @@
 """Which values to save at a given price of memory: a minimum cut, exact for a whole forward pass.
 
-For a price of `lambda` seconds per byte, choose the ops to run again and the values to save so that every value that
-is demanded is saved or its op runs again. A demanded value that is not made again pays `lambda` times its bytes: that
-is a term D_v (1 - r_p), so the whole is a minimum cut (Picard and Ratliff, 1975), however many values an op reads or
-makes. Ops that may wait for the backward pass cost nothing: there they can run for the first time. The alternative is a
-Pareto DP over sets of demanded values: it finds the points between the corners of the convex hull as well, but its
-states explode on graphs with wide skips, and filling reaches those points too.
+For a price of `lambda` seconds per byte, choose the ops to run again and the values to save so that every value that is
+demanded is saved or its op runs again. A demanded value that is not made again pays `lambda` times its bytes. That is a
+term D_v (1 - r_p), so the whole is a minimum cut (Picard and Ratliff, 1975), however many values an op reads or makes.
+Ops that may wait for the backward pass cost nothing: there they can run for the first time. Cuts find the corners of
+the convex hull; filling reaches the points between them.
 """
 
 from __future__ import annotations
@@ -23,9 +22,11 @@ _NEVER = 1 << 58
 
 @dataclass(frozen=True, slots=True)
 class SavedSet:
-    """Values kept from the forward pass, and what that costs: bytes, and seconds of recomputing the rest once.
+    """Values kept from the forward pass, and what that costs.
 
-    line_s_per_byte, line_s: no set saves at most b bytes for less than line_s - line_s_per_byte * b seconds.
+    - saved_bytes: of those values.
+    - recompute_s: seconds of recomputing the rest once.
+    - line_s_per_byte, line_s: no set saves at most b bytes for less than line_s - line_s_per_byte * b seconds.
     """
 
     saved: frozenset[int]
@@ -107,7 +108,9 @@ def _max_flow(nodes: int, source: Ints, target: Ints, room: Ints) -> tuple[int, 
 class _Network:
     """Edges of the cut; the room of an edge is ticks + price * bytes.
 
-    source, target: of edges and their reverses, alternating. values: by edge, -1 where it stands for none.
+    - source, target: of edges and their reverses, alternating.
+    - fixed, priced: ticks and bytes of each edge.
+    - values: by edge, -1 where it stands for none.
     """
 
     nodes: int
@@ -176,9 +179,10 @@ def _network(flat: Flat, needed: frozenset[int], twice: bool) -> _Network:
 def saved_sets(flat: Flat, needed: frozenset[int], limit: int, twice: bool = False) -> tuple[SavedSet, ...]:
     """Corners of the convex hull of (saved bytes, recompute seconds), from all saved to nothing saved.
 
-    needed: forward values that the backward pass reads, held ones left out. limit: minimum cuts to spend. twice: a
-    value that the forward pass overwrites can be saved as well, at the price of running its op once more; as schedules
-    may do so, bounds have to allow for it.
+    - needed: forward values that the backward pass reads, held ones left out.
+    - limit: minimum cuts to spend.
+    - twice: a value that the forward pass overwrites can be saved as well, at the price of running its op once more.
+      Schedules may do so, so bounds have to allow for it.
     """
     network = _network(flat, needed, twice)
     total_s = float(flat.arrays.time_s[: flat.arrays.boundary].sum())

@@ -1,18 +1,19 @@
 """A linear programme over a few moments of the backward pass that every schedule keeps.
 
 A **moment** is a backward op while it runs; a **stage** is what lies between one moment and the next, or the end. For
-each stage and forward op `runs` says whether the op runs in that stage; for each moment and value `live` whether the
-value stands then. In every schedule that runs the backward ops in their order:
+each stage and forward op `runs` says whether the op runs in that stage. For each moment and value `live` says whether
+the value stands then. In every schedule that runs the backward ops in their order:
 
 - what a stage's backward ops read is live at the moment before the stage, or its op runs in the stage;
 - an op that runs in a stage has its operands live at that moment, or their ops run in the stage;
 - what is live at a moment was live at the moment before, or its op ran between the two;
 - live values weigh at most what the budget leaves at a moment beside what nothing can free and the op's operands.
 
-The stages of Checkmate (Jain et al., arXiv 1910.02653), fewer of them. Fractions would make that weak: half a value
-kept lets half an op run, in every stage anew. So the same rows stand once more for all that lies after a moment, with
-`later` runs: an op that runs after a moment runs in its stage or after the next moment. With them no moment says less
-than it says alone, where the programme is a minimum cut. A run is paid where the op has run before for certain.
+These are the stages of Checkmate (Jain et al., arXiv 1910.02653), but fewer of them. Fractions would make that weak:
+half a value kept lets half an op run, in every stage anew. So these rows stand once more for all that lies after a
+moment, with `later` runs: an op that runs after a moment runs in its stage or after the next moment. With them no
+moment says less than it says alone, where the programme is a minimum cut. A run is paid where the op has run before for
+certain.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from memplan.solvers.orders.flat import Flags, Flat, Floats, Ints
 
 
 class MomentProgram(NamedTuple):
-    """Minimise `cost` x within 0 <= x <= most: x[left] + x[right] - x[needs] >= least for each row, and for moment k
-    `size_bytes` x over the columns with `moment` k at most budget - `fixed_bytes[k]`.
+    """Minimise `cost` x within 0 <= x <= most, under two kinds of rows.
+
+    - For each row x[left] + x[right] - x[needs] >= least.
+    - For moment k, `size_bytes` x over the columns with `moment` k is at most budget - `fixed_bytes[k]`.
 
     Column 0 is always zero: rows of fewer terms point there. moment and value are -1 for columns of runs, which no
     moment weighs.
@@ -50,9 +53,11 @@ class MomentProgram(NamedTuple):
 class StepMoments:
     """What the programmes of a step share: forward values that can be freed, who reads what, who has run when.
 
-    reader, read: pairs of a forward op and a value that it reads, held ones left out. certain[op]: the first backward
-    op by which a forward op has run in every schedule; the number of ops where that is none.
-    overwriter[v]: a forward op that takes over v, else -1. ahead: by moment what `_ahead` found already.
+    - reader, read: pairs of a forward op and a value that it reads, held ones left out.
+    - certain[op]: the first backward op by which a forward op has run in every schedule; the number of ops where that
+      is none.
+    - overwriter[v]: a forward op that takes over v, else -1.
+    - ahead: by moment what `_ahead` found already.
     """
 
     flat: Flat
@@ -114,7 +119,7 @@ def runnable(step: StepMoments, moment: int) -> Flags:
 
 
 def reached(step: StepMoments, moment: int, wanted: Flags) -> Flags:
-    """Values that what is wanted after a moment may ask for: themselves and the operands of ops that run for them."""
+    """Values that what is wanted after a moment may ask for: themselves, and the operands of ops that run for them."""
     flat, a = step.flat, step.flat.arrays
     can = runnable(step, moment)
     found = wanted.copy()
@@ -167,8 +172,13 @@ class _ProgramBuilder:
 
 
 class _Columns(NamedTuple):
-    """Of one moment: is each value available for nothing, and the columns of live, of runs in the stage after it, and
-    of runs at any time after it."""
+    """Columns of one moment.
+
+    - free: is each value available for nothing?
+    - live: of values that are live.
+    - runs: of runs in the stage after the moment.
+    - later: of runs at any time after it.
+    """
 
     free: Flags
     live: Ints

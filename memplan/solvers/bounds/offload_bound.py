@@ -1,8 +1,4 @@
-"""Lower bounds on the seconds of a step that copies values to host memory, or gathers sharded parameters.
-
-Programmes of several moments (`bound`), each with the room that the link makes by then, were tried as well: on a Llama
-of 16 layers, at half and at a quarter of the memory, none says more than the best moment by itself.
-"""
+"""Lower bounds on the seconds of a step that copies values to host memory, or gathers sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from memplan.solvers.orders.flat import Flat, flatten
 
 
 def gather_bound_s(problem: Problem) -> float:
-    """No schedule takes less: every sharded parameter that an op reads is gathered once at least."""
+    """A lower bound on seconds: every sharded parameter that an op reads is gathered once at least."""
     gather, values = problem.gather, problem.graph.values
     assert gather is not None
     read = {v for op in problem.graph.ops for v in op.inputs if values[v].home == "sharded"}
@@ -26,15 +22,15 @@ def gather_bound_s(problem: Problem) -> float:
 
 
 def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> float:
-    """No schedule with copies takes less.
+    """A lower bound on the seconds of every schedule with copies.
 
     At any moment, what the backward pass still reads is on the device, is on the host, or is computed later. What is on
-    the host by then was copied out before, and has to come back after: so the link's speed times those seconds is room
-    beside what the budget leaves, and each minimum cut says how many seconds of recomputation come after the moment at
+    the host by then was copied out before, and has to come back after. So the link's speed times those seconds is room
+    beside what the budget leaves. Each minimum cut says how many seconds of recomputation come after the moment at
     least (`_least_extra_s`).
 
-    Where several microbatches are in flight the moment is that at which all have gone forward and none backward: what
-    is left is shared, and so is the time that the link had, so the same holds for each on the average.
+    Where several microbatches are in flight, the moment is that at which all have gone forward and none backward. What
+    is left is shared, and so is the time that the link had, so the bound holds for each on the average.
     """
     link, baseline_s = problem.link, problem.baseline_time_s
     assert link is not None
@@ -48,11 +44,12 @@ def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> floa
 
 
 def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
-    """No schedule takes less because of what lives on the host. extra_s: of recomputation and waiting, that none is
-    without.
+    """A lower bound on seconds from what lives on the host.
 
-    Every parameter that lives there is fetched (`_least_fetched_bytes`), every gradient of one sent back, and the CPU
-    updates with each: beside the step, from when the first gradient is there, or after it.
+    Every parameter that lives there is fetched (`_least_fetched_bytes`), every gradient of one is sent back, and the
+    CPU updates with each: beside the step, from when the first gradient is there, or after it.
+
+    extra_s: recomputation and waiting that no schedule is without.
     """
     link, values = problem.link, problem.graph.values
     found = [problem.baseline_time_s + extra_s]
@@ -66,10 +63,10 @@ def residency_bound_s(problem: Problem, extra_s: float = 0.0) -> float:
 
 
 def _least_fetched_bytes(problem: Problem) -> int:
-    """No step fetches less of the parameters that live on the host.
+    """A lower bound on the bytes that a step fetches of the parameters that live on the host.
 
-    What forward reads is fetched before the boundary, but what has stayed from the step before; what backward reads is
-    fetched after it, but what is there at the boundary. Both have to fit beside what is resident.
+    What forward reads is fetched before the boundary, except what has stayed from the step before. What backward reads
+    is fetched after it, except what is there at the boundary. Both have to fit beside what is resident.
     """
     graph = problem.graph
     on_host = {i for i, v in enumerate(graph.values) if v.resident and v.home == "host"}
@@ -110,10 +107,12 @@ def _sent(value: Value) -> bool:
 class _OpMoment:
     """An op while it runs for the first time.
 
-    needed: forward values, made before it, that the backward pass still reads. fixed_bytes: held then beside those,
-    whatever is recomputed. most_before_s, most_after_s: seconds of all ops but those that run after it for certain, and
-    but those that run before it. second_runs: of what is needed, or what makes it, some is overwritten, and is there
-    only where its op has run twice.
+    - needed: forward values, made before it, that the backward pass still reads.
+    - fixed_bytes: held then beside those, whatever is recomputed.
+    - most_before_s: seconds of all ops but those that run after it for certain.
+    - most_after_s: seconds of all ops but those that run before it for certain.
+    - second_runs: of what is needed, or what makes it, some is overwritten, and is there only where its op has run
+      twice.
     """
 
     needed: frozenset[int]
@@ -140,8 +139,11 @@ def _least_extra_s(cut: SavedSet, room_bytes: float, moment: _OpMoment, link: Li
 
 
 def _moments(flat: Flat, baseline_s: float, to_host_bytes_per_s: float) -> Iterator[_OpMoment]:
-    """The boundary, where most is held, and where most is beyond what can be on the host: of the backward pass, and of
-    the forward pass. Only the boundary where microbatches wait."""
+    """The boundary, where most is held, and where most is beyond what can be on the host.
+
+    The last is looked for in the backward pass and in the forward pass. Where microbatches wait, the boundary is the
+    only one.
+    """
     a = flat.arrays
     backward_s = np.append(np.cumsum(a.time_s[a.boundary :][::-1])[::-1], 0.0)
     certain_s = float(a.time_s[: a.boundary][~a.deferrable[: a.boundary]].sum())

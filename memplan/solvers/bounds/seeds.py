@@ -1,7 +1,8 @@
 """Saved sets for schedules, from the programmes of moments that bound them.
 
-What the programme keeps at its first moment is what a schedule near the bound keeps from the forward pass. Fractions
-are rounded at a few shares. The sets heed later moments too, which a minimum cut at one moment does not.
+What the programme keeps at its first moment is what a schedule near the bound keeps from the forward pass. The
+programme may keep a fraction of a value. Fractions are rounded at a few shares: above the share a value counts as kept.
+The sets heed later moments too, which a minimum cut at one moment does not.
 """
 
 from __future__ import annotations

@@ -23,8 +23,9 @@ BlockOrders = Callable[[LocalBlock], Iterable[Ints]]
 class SolvedChain:
     """A chain with its options, and the recurrence's answer for every memory size.
 
-    unit_bytes: bytes of one slot. front.seconds[m]: seconds of recomputation with m slots beyond the residents.
-    pieces: runs of ops that were expanded already, by the step of a plan.
+    - front: its `seconds[m]` are seconds of recomputation with m slots beyond the residents.
+    - unit_bytes: bytes of one slot.
+    - pieces: runs of ops that were expanded already, by the step of a plan.
     """
 
     chain: Chain
@@ -40,8 +41,9 @@ class SolvedChain:
 class Outside:
     """Bytes that stand outside a block, from the step's fixed parts.
 
-    first[i]: held outputs when block i has run for the first time. grads[i]: everything held when block i's backward
-    part begins, live gradients left out. incoming[i]: backward values that stand then and are read later.
+    - first[i]: held outputs when block i has run for the first time.
+    - grads[i]: everything held when block i's backward part begins, live gradients left out.
+    - incoming[i]: backward values that stand then and are read later.
     """
 
     first: tuple[int, ...]
@@ -53,8 +55,10 @@ def solved_chain(flat: Flat, keys: tuple[str, ...], chain: Chain, most_bytes: in
                  orders: BlockOrders, option_limit: int) -> SolvedChain:  # fmt: skip
     """Options of every distinct block, then the recurrence.
 
-    most_bytes: beyond the residents, more is never needed. orders: ways to run a block; option_limit: most
-    that are kept.
+    - most_bytes: beyond the residents, more is never needed.
+    - slots: memory sizes told apart.
+    - orders: ways to run a block.
+    - option_limit: most options of a block that are kept.
     """
     last_read = last_reads(flat)
     outside = outside_of(flat, chain, last_read)
@@ -247,8 +251,10 @@ def recompute_blocks(flat: Flat, chain: Chain) -> Ints:
 
 
 def recompute_segments(flat: Flat, chain: Chain) -> Ints:
-    """Keep about sqrt(n) cuts, with as many blocks between them, and run what is between again (Chen et al., arXiv
-    1604.06174)."""
+    """Keep about sqrt(n) cuts, with as many blocks between them, and run what is between again.
+
+    Chen et al., arXiv 1604.06174.
+    """
     count = len(chain.blocks)
     segments = max(1, round(count**0.5))
     edges = [round(k * count / segments) for k in range(segments + 1)]

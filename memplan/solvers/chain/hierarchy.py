@@ -7,17 +7,15 @@ beside those from minimum cuts and from a local search (`hierarchy_options`). Fi
 nothing is added up over levels, so no level's rounding or pessimism reaches the next.
 
 What is not a chain needs no rule of its own. A block with branches inside has cuts that several values cross, and the
-local search works on its ops. Branches are a chain, too, for ops have an order. Cuts wherever a region of one entry and
-one exit begins, ends or goes on with another branch (6 regions in Inception, 24 in DenseNet, 16 in ResNet-50, 13 in a
-U-Net, by dominators) found no point of the first three's fronts that was not there, and of the U-Net's six of 192,
-which leave its mean gap as it was.
+local search works on its ops. Branches are a chain, too, for ops have an order. (Cuts where branches begin and end find
+nothing more: docs/research.md.)
 
-What nests (a U-Net) is a chain of three, the middle of which is solved by itself; values that span the middle are kept,
+What nests (a U-Net) is a chain of three, the middle of which is solved by itself. Values that span the middle are kept,
 or made again (`hierarchy_detours`). What repeats is solved once: options are remembered by a block's signature, across
 places, levels and granularities.
 
-Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and
-pairs of layers as one block can drop the value between them. Several are tried at the top; all of them share children.
+Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and pairs
+of layers as one block can drop the value between them. Several are tried at the top; all of them share children.
 """
 
 from __future__ import annotations
@@ -61,8 +59,9 @@ Partition = tuple[Cuts, bool]
 def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures) -> Iterator[Ints]:
     """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
 
-    keys: of the ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
-    more is never needed.
+    - keys: of the ops, equal for equal kernels.
+    - most_bytes: the peak of keeping everything, with no microbatch waiting; more is never needed.
+    - figures: how far to search.
     """
     a = flat.arrays
     found: list[Sketch] = []
@@ -104,7 +103,7 @@ def _from_trees(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures)
 
 
 def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
-    """Cuts at the top, and whether what is between them is left whole: all of them, then ever fewer narrow ones."""
+    """Cuts at the top, and whether what is between them is left whole: all cuts, then ever fewer narrow ones."""
     blocks = figures.coarse_blocks
     found = [(coarse_cuts(flat, blocks), True)]
     if flat.op_count <= _LONG_OPS:
@@ -117,7 +116,11 @@ def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
 
 
 class Hierarchy:
-    """Blocks that are solved already, and how. asked, solved: blocks whose options were wanted, and worked out."""
+    """Options of the blocks that are solved already, and how blocks are solved.
+
+    - asked: blocks whose options were wanted.
+    - solved: blocks whose options had to be worked out.
+    """
 
     def __init__(self, figures: SearchFigures) -> None:
         self.figures = figures
@@ -163,8 +166,12 @@ class Hierarchy:
 
     def _chain(self, flat: Flat, keys: Keys, cuts: Cuts, most_bytes: int, slots: int, leaves: bool,
                within: int) -> SolvedChain:  # fmt: skip
-        """The chain between these cuts for every memory size. leaves: no child is taken apart. within: forward ops of
-        the block that this is; a child nearly as large is not taken apart either, so that levels stay few."""
+        """The chain between these cuts for every memory size.
+
+        - leaves: no child is taken apart.
+        - within: forward ops of the block that this is. A child nearly as large is not taken apart either, so that
+          levels stay few.
+        """
         chain = make_chain(flat, cuts)
         last_read = last_reads(flat)
         outside = outside_of(flat, chain, last_read)

@@ -1,10 +1,10 @@
 """Values that span the middle of a step, made again behind it instead of kept: modes of interface values.
 
-A U-Net nests: enc1[enc2[...]dec2]dec1. What enc1 hands to dec1 crosses everything between them, so in a chain it
-widens every cut there. Here the step is written anew: the ops that make such a value from little stand a second time
-right before its first reader behind the middle, which then reads the copy. Cuts of the new step carry the little
-instead. Which values to carry at a price of memory is a minimum cut, as for a whole step. Any order of the new step is
-one of the old step, op by op.
+A U-Net nests: enc1[enc2[...]dec2]dec1. What enc1 hands to dec1 crosses everything between them, so in a chain it widens
+every cut there. Here the step is written anew. The ops that make such a value from little stand a second time right
+before its first reader behind the middle, which then reads the copy. Cuts of the new step carry the little instead.
+Which values to carry at a price of memory is a minimum cut, as for a whole step. Any order of the new step is one of
+the old step, op by op.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from memplan.solvers.orders.flat import Arrays, Flat, Ints, compressed
 _SPAN = 4  # a value spans the middle where it lives through a quarter of the forward pass
 _SHARE = 32  # of the most that crosses: spanning values that weigh less than that part are left alone
 _CUTS = 6
-_MOST = 1  # detours of one step; a second was worth 0.01 points of overhead at most where it was tried
+_MOST = 1  # detours of one step; a second is worth next to nothing (docs/research.md)
 
 
 @dataclass(frozen=True, slots=True)
 class Detour:
-    """A step with copies of ops. ops[i]: the op of the step itself that op i of this one is."""
+    """A step with copies of ops. ops[i]: the op of the step itself that op i of this step runs."""
 
     flat: Flat
     ops: tuple[int, ...]
@@ -40,7 +40,7 @@ class Detour:
 def detours(flat: Flat) -> Iterator[Detour]:
     """The step with copies for what spans its middle, at different prices of memory; none where nothing does.
 
-    No more copies than forward ops, for they run in the forward pass, too.
+    There are no more copies than forward ops, for copies run in the forward pass, too.
     """
     a = flat.arrays
     middle, needed = _spanning(flat)
@@ -79,8 +79,10 @@ def _spanning(flat: Flat) -> tuple[int, frozenset[int]]:
 
 @dataclass(slots=True)
 class _Rewriting:
-    """The new step while it is written. copied: the value that each new value is a copy of; they are numbered on from
-    the step's own."""
+    """The new step while it is written.
+
+    copied: the value that each new value is a copy of. New values are numbered on from the step's own.
+    """
 
     flat: Flat
     ops: list[int] = field(default_factory=list)

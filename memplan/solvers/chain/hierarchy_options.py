@@ -3,7 +3,7 @@
 A parent asks a child for its cheapest way to save at most so many bytes and to peak at no more than so many. So the
 options that are kept are the cheapest ones over a grid of both limits (the two budgets of HiRemate, Gusak et al.,
 2024), rather than a stretch of the Pareto set. `searched` adds orders between those that cuts and chains have found,
-and below them, with the kernels that do the same for whole steps.
+and below them, with the kernels that do this for whole steps.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LOWER_ROUNDS, _WIDTH, _FILL_ROUNDS = 60, 6, 8
 
 
 def plain_forward(a: Arrays, order: Ints) -> Ints:
-    """The order with nothing but the forward part, once, before the stand-in: a chain runs a block forward that way."""
+    """The order with every forward op once, in turn, before the stand-in: so a chain runs a block forward."""
     at = int(np.nonzero(order == a.boundary)[0][0])
     if at == a.boundary + 1:
         return order
@@ -42,8 +42,10 @@ def plain_forward(a: Arrays, order: Ints) -> Ints:
 
 @kernel
 def _measured(a: Arrays, cut: Flags, incoming_bytes: int, orders: Ints, ends: Ints) -> tuple[Floats, Ints]:
-    """Figures of orders that stand one behind the other, and which of them count: legal ones that no other is at most
-    equal to in every figure; of equal ones the first."""
+    """Figures of orders that stand one behind the other, and which of them count.
+
+    Those count that are legal, and that no other is at most equal to in every figure; of equal ones the first.
+    """
     figures = np.empty((len(ends), 5))
     kept = np.empty(len(ends), dtype=np.int64)
     count = 0

@@ -31,10 +31,14 @@ Row = tuple[int, ...]
 class Option:
     """One way to run a block.
 
-    saved_bytes: held between the forward and the backward part, the block's share of the cut included.
-    forward_peak_bytes, backward_peak_bytes: without the block's input cut and what stands outside; the backward peak
-    includes the gradients that come in. recompute_s: seconds of repeated runs in the backward part. forward_s: seconds
-    of the forward part where it has to run again. backward: ops of the backward part, as indices into the block.
+    Peaks leave out the block's input cut and what stands outside the block.
+
+    - saved_bytes: held between the forward and the backward part, the block's share of the cut included.
+    - forward_peak_bytes: the most held in the forward part.
+    - backward_peak_bytes: the most held in the backward part, the gradients that come in included.
+    - recompute_s: seconds of repeated runs in the backward part.
+    - forward_s: seconds of the forward part where it has to run again.
+    - backward: ops of the backward part, as indices into the block.
     """
 
     saved_bytes: int
@@ -57,7 +61,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class BlockOptions:
-    """options: the Pareto set. leaf_peak_bytes, leaf_s: of running forward and keeping the cut alone."""
+    """The ways to run a block that are worth a choice.
+
+    - options: the Pareto set.
+    - leaf_peak_bytes, leaf_s: of running forward and keeping the cut alone.
+    """
 
     options: tuple[Option, ...]
     leaf_peak_bytes: int
@@ -68,8 +76,10 @@ class BlockOptions:
 class LocalBlock:
     """A block as a problem of its own; op `boundary` stands for everything after the block.
 
-    ops[i]: the step's op that local op i is (-1 for the stand-in). cut: local values that cross. incoming_bytes: of the
-    gradients that come in.
+    - ops[i]: the step's op that local op i is (-1 for the stand-in).
+    - cut: local values that cross.
+    - incoming_bytes: of the gradients that come in.
+    - signature: equal for blocks with the same options.
     """
 
     flat: Flat
@@ -82,8 +92,9 @@ class LocalBlock:
 def localise(flat: Flat, block: Block, incoming: Row, last_read: Ints, keys: tuple[str, ...]) -> LocalBlock:
     """Cut a block out of the step.
 
-    incoming: backward values that stand when the block's backward part begins and are read then or later.
-    last_read[v]: last op that reads v. keys: op keys, equal for equal kernels.
+    - incoming: backward values that stand when the block's backward part begins and are read then or later.
+    - last_read[v]: last op that reads v.
+    - keys: op keys, equal for equal kernels.
     """
     which = (block, incoming, keys)
     if which not in flat.blocks:
@@ -228,7 +239,7 @@ def kept_whole(block: LocalBlock) -> Ints:
 
 
 def cut_orders(block: LocalBlock, cuts_limit: int) -> list[Ints]:
-    """Orders from minimum cuts of the block. cuts_limit: cuts to spend."""
+    """Orders from minimum cuts of the block. cuts_limit: most minimum cuts that are looked for."""
     a = block.flat.arrays
     needed = {
         v for op in range(a.boundary + 1, block.flat.op_count) for v in block.flat.reads[op]
@@ -272,7 +283,7 @@ def closure_s(a: Arrays, wanted: Flags) -> float:
 
 @kernel
 def option_figures(a: Arrays, cut: Flags, incoming_bytes: int, order: Ints, figures: Floats) -> bool:
-    """Fills in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
+    """Fill in what `Option` says of an order that runs the forward part once, in turn; False for an illegal one."""
     during = np.zeros(len(order), dtype=np.int64)
     peak, _position, time_s = replay(a, order, during)
     if peak < 0:

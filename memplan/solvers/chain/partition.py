@@ -2,11 +2,11 @@
 
 A cut stands at a position of the forward order. What crosses it: values made before it and read after it, by the
 forward pass or by the backward ops that go with later blocks; residents and held values are free. Several values may
-cross; cuts are nested, so between two cuts only what the earlier one does not hold is charged. A value that is
+cross. Cuts are nested, so between two cuts only what the earlier one does not hold is charged. A value that is
 overwritten never crosses, for it could not be kept.
 
-Positions come from local minima of the crossing bytes. Immediate dominators of the value graph are not used: where a
-skip or an encoder's output spans the middle of a step, no single value dominates anything there.
+Positions come from local minima of the crossing bytes, because a skip connection may leave no single value that
+everything passes through.
 """
 
 from __future__ import annotations
@@ -21,7 +21,11 @@ from memplan.solvers.orders.flat import Flat, Ints
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """forward, backward: ranges of ops. cut: values that cross right after the block, in the forward order."""
+    """Ops of the forward pass that follow one another, with the backward ops that go with them.
+
+    - forward, backward: ranges of ops.
+    - cut: values that cross right after the block, in the forward order.
+    """
 
     forward: range
     backward: range
@@ -34,7 +38,10 @@ class Chain:
 
 
 def crossing_bytes(flat: Flat) -> Ints:
-    """For positions 0..boundary the bytes that the rest of the forward pass reads; -1 where a cut can't stand."""
+    """For positions 0..boundary the bytes made before and read by the rest of the forward pass.
+
+    It is -1 where a cut can't stand.
+    """
     if "crossing" not in flat.blocks:
         flat.blocks["crossing"] = _crossing_bytes(flat)
     found: Ints = flat.blocks["crossing"]
@@ -70,7 +77,7 @@ def _readings(flat: Flat) -> tuple[Ints, Ints]:
 
 
 def fine_cuts(flat: Flat, limit: int) -> tuple[int, ...]:
-    """Positions that make at most `limit` blocks: all legal ones, the widest of close neighbours left out."""
+    """Positions that make at most `limit` blocks: all legal ones, or of each group of neighbours the narrowest."""
     crossing = crossing_bytes(flat)
     positions = [p for p in range(1, flat.arrays.boundary) if crossing[p] >= 0]
     if len(positions) < limit:

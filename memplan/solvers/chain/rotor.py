@@ -11,12 +11,9 @@ OPT(i, j, m) = min of
 ```
 
 m excludes what lies before block i (cut i - 1 and everything saved further up) and includes everything else. Segments
-that end at the loss run their ops for the first time, so going forward there costs nothing extra: costs are seconds
-of recomputation alone. Two published implementations disagree with each other in what `outside` is; here it is stated
-for each segment by the caller, in bytes that truly stand there.
-
-Most of a fine chain's time goes into finding the rows of a sum, not into the sum: to solve segments side by side that
-read the same rows gained nothing, and indices instead of slices a fifth.
+that end at the loss run their ops for the first time, so going forward there costs nothing extra: costs are seconds of
+recomputation alone. Two published implementations disagree with each other in what `outside` is. Here the caller states
+it for each segment, in bytes that truly stand there.
 """
 
 from __future__ import annotations
@@ -35,12 +32,14 @@ Costs32 = NDArray[np.float32]
 class ChainTable(NamedTuple):
     """What the recurrence reads, in slots and seconds; L blocks, at most K options each.
 
-    option_count[L]. saved[L, K], forward_peak[L, K], backward_peak[L, K]: slots; backward_peak includes what stands
-    outside. cost_first[L, K], cost_again[L, K]: seconds of recomputation where the block's forward part runs for the
-    first time, and where it runs again. width[L, L]: slots of cut c that cut i - 1 does not hold.
-    leaf_peak[L], leaf_again[L]: of running a block forward and keeping its cut alone.
-    outside_first[L]: slots that stand outside while block i runs for the first time. outside_again[L]: while any block
-    runs forward again in a segment that ends at j.
+    - option_count[L]: options of each block.
+    - saved[L, K], forward_peak[L, K], backward_peak[L, K]: slots; backward_peak includes what stands outside.
+    - cost_first[L, K], cost_again[L, K]: seconds of recomputation where the block's forward part runs for the first
+      time, and where it runs again.
+    - width[L, L]: width[i, c] is the slots of cut c that cut i - 1 does not hold.
+    - leaf_peak[L], leaf_again[L]: of running a block forward and keeping its cut alone.
+    - outside_first[L]: slots that stand outside while block i runs for the first time.
+    - outside_again[L]: slots that stand outside while any block runs forward again in a segment that ends at j.
     """
 
     option_count: Ints
@@ -66,15 +65,19 @@ def _save_move(t: ChainTable, i: int, j: int, k: int) -> tuple[int, float]:
 
 
 class ChainFront(NamedTuple):
-    """The recurrence's answer. opt[segment[i, j], m]: least seconds of recomputation for blocks i..j with m slots;
-    infinite where m is too little. Segments of equal blocks share a row."""
+    """The recurrence's answer.
+
+    - segment[i, j]: the row of blocks i..j. Segments of equal blocks share a row.
+    - opt[segment[i, j], m]: least seconds of recomputation for blocks i..j with m slots; infinite where m is too
+      little.
+    """
 
     segment: Ints
     opt: Costs32
 
     @property
     def seconds(self) -> Costs32:
-        """Of the whole chain, for every memory size."""
+        """Least seconds of recomputation of the whole chain, for every memory size."""
         seconds: Costs32 = self.opt[self.segment[0, -1]]
         return seconds
 

@@ -4,7 +4,7 @@
 w, its inputs and what is held, the budget leaves some bytes for other outputs. What descendants read from elsewhere is
 among those bytes, or runs later: an ancestor of w then runs again, for its seconds, and any other node may run for the
 first time, for nothing. The cheapest choice is a minimum cut for any price of memory, and a line under it bounds the
-seconds (Lagrange, as in `bound`; the cut is Picard and Ratliff's, 1975).
+seconds (Lagrange, as in `lower_bound`; the cut is Picard and Ratliff's, 1975).
 
 **Windows.** Between the first runs of w and of a descendant z, all nodes between the two run for the first time, and
 what they read from elsewhere was retained at w or runs within the window. Runs of windows that follow one another are
@@ -25,7 +25,11 @@ _WHOLE_S = 1000.0  # seconds of all nodes are scaled to this: minimum cuts count
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """Bit masks over nodes: ancestors[v], descendants[v], readers[v]; v itself in none of its own."""
+    """Bit masks over nodes, one for each node.
+
+    - ancestors[v], descendants[v]: nodes that v needs, and that need v, itself left out.
+    - readers[v]: nodes that read v.
+    """
 
     ancestors: tuple[int, ...]
     descendants: tuple[int, ...]
@@ -75,9 +79,10 @@ def floor_bytes(flat: Flat, relations: Relations) -> int:
 
 
 def lower_bound_s(flat: Flat, relations: Relations, budget_bytes: int, moments: int, cuts: int) -> float:
-    """No order that peaks within the budget takes fewer seconds.
+    """A lower bound on the seconds of every order that peaks within the budget.
 
-    moments: first runs to look at; the work grows with the square. cuts: minimum cuts for each window.
+    - moments: first runs to look at; the work grows with the square of it.
+    - cuts: minimum cuts for each window.
     """
     base_s = float(flat.arrays.time_s.sum())
     if base_s <= 0.0:

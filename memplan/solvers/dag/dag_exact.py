@@ -1,8 +1,8 @@
 """The best order of a small DAG: A* (Hart, Nilsson and Raphael, 1968) over what has run and what is retained.
 
 A state is two bit masks. Outputs are given up only when the next run does not fit, and then no more than it takes:
-giving up later never hurts. An output none of whose descendants is still to run goes at once. What is still to run for
-the first time is the estimate of what is left.
+giving up later never hurts. An output goes at once when none of its descendants is still to run. The estimate of what
+is left is what is still to run for the first time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,11 @@ from memplan.solvers.orders.flat import Flat
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """order: the best one; None where none fits, or where the search was cut short. bound_s: no order takes less."""
+    """What the search came to.
+
+    - order: the best one; None where none fits, or where the search was cut short.
+    - bound_s: no order takes less.
+    """
 
     order: tuple[int, ...] | None
     bound_s: float

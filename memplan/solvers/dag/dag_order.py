@@ -20,7 +20,9 @@ from memplan.solvers.orders.flat import Flags, Flat, Floats, Ints
 class DagArrays(NamedTuple):
     """A DAG in compressed rows: node i reads `read[read_start[i]:read_start[i + 1]]`.
 
-    size_bytes, time_s: of each node's output, and of one run. held[i]: the output stays once made, so i runs once.
+    - size_bytes: of each node's output.
+    - time_s: of one run of each node.
+    - held[i]: the output stays once made, so i runs once.
     """
 
     read_start: Ints
@@ -113,8 +115,8 @@ def recompute(
 ) -> Ints:  # fmt: skip
     """The order with `node` run again just before a position, so that its output need not be retained up to there.
 
-    An input that is gone by then is run again as well, or, where `extend` is set and it fits, or where the input has
-    all its intervals, retained for longer.
+    An input that is gone by then is run again as well, or retained for longer. It is retained where the input has all
+    its intervals, or where `extend` is set and it fits.
     """
     nodes = len(a.size_bytes)
     latest = np.full(nodes, -1, dtype=np.int64)

@@ -28,9 +28,12 @@ _MOST_BYTES = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class DagNode:
-    """One computation. inputs: indices of earlier nodes whose outputs it reads. time_s: seconds of one run.
+    """One computation.
 
-    size_bytes: of its output. held: the output is a result, kept to the end once it is made.
+    - time_s: seconds of one run.
+    - size_bytes: of its output.
+    - inputs: indices of earlier nodes whose outputs it reads.
+    - held: the output is a result, kept to the end once it is made.
     """
 
     name: str
@@ -94,9 +97,13 @@ class DagProblem:
 class DagPlan:
     """A sequence of runs and drops that keeps a budget.
 
-    order: nodes in the order of their runs. steps: the same with a drop right after each output's last use.
-    peak_bytes, time_s: what `simulate` says of it. lower_bound_s: no plan within the budget takes less.
-    trials: orders that the search looked at. solver: what found the plan.
+    - order: nodes in the order of their runs.
+    - steps: those runs, with a drop right after each output's last use.
+    - peak_bytes, time_s: what `simulate` says of it.
+    - baseline_s: seconds when every node runs once.
+    - lower_bound_s: no plan within the budget takes less.
+    - trials: orders that the search looked at.
+    - solver: what found the plan.
     """
 
     budget_bytes: int
@@ -121,7 +128,7 @@ class DagPlan:
 
     @property
     def certified(self) -> bool:
-        """No plan within the budget is faster."""
+        """Whether it is proven that no plan within the budget is faster."""
         return self.gap <= CERTIFIED
 
     def to_json(self) -> str:

@@ -80,8 +80,9 @@ def repair(
 ) -> Ints:  # fmt: skip
     """Bring the peak under a limit: at the highest position, end the retention that costs least for what it frees.
 
-    A step tries the `width` most promising outputs, and up to `most_width` where none of them helps. Stops at the
-    limit, above `most_s` seconds, after `steps`, where nothing helps, or when trials[0] reaches trials[1].
+    A step tries the `width` most promising outputs, and up to `most_width` where none of them helps.
+
+    Stops at the limit, above `most_s` seconds, after `steps`, where nothing helps, or when trials[0] reaches trials[1].
     """
     end = np.empty(len(order), dtype=np.int64)
     during = np.empty(len(order), dtype=np.int64)

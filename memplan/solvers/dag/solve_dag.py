@@ -38,14 +38,17 @@ _THRESHOLD = 0.1  # of the large-neighbourhood search; halved for its first half
 
 @dataclass(frozen=True, slots=True)
 class DagLimits:
-    """How hard to look; counts alone, so that a plan is the same on every machine.
+    """How hard to look. All are counts, so that a plan is the same on every machine.
 
-    trials: orders evaluated in all; a step of a repair that has begun is finished. intervals: most runs of one node in
-    the search. width: outputs that a repair tries at each step. rounds: stages of a descent to the budget. starts:
-    descended orders that the search goes on from.
-    exact_nodes, expansions: DAGs of at most so many nodes are first solved exactly, in at most so many states.
-    moments, cuts: of the lower bound. front: start from `solve_front` as well.
-    seed: of the search's random numbers.
+    - trials: orders evaluated in all; a step of a repair that has begun is finished.
+    - intervals: most runs of one node in the search.
+    - width: outputs that a repair tries at each step.
+    - rounds: stages of a descent to the budget.
+    - starts: descended orders that the search goes on from.
+    - exact_nodes, expansions: DAGs of at most so many nodes are first solved exactly, in at most so many states.
+    - moments, cuts: of the lower bound.
+    - front: start from `solve_front` as well.
+    - seed: of the search's random numbers.
     """
 
     trials: int = 400_000
@@ -72,7 +75,8 @@ def solve_dag(
 ) -> DagPlan:
     """The fastest plan found whose outputs never hold more than `budget_bytes` at once.
 
-    start: a plan of the same problem, say for a smaller budget; where it fits, the result is never slower.
+    start: a plan of this problem, say for a smaller budget. Where it fits, the result is never slower.
+
     Raises BudgetInfeasible where no plan is known; its message says whether that is proven. Raises ValueError for a
     budget that is not positive, and IllegalSchedule for a `start` of another problem.
     """
@@ -194,7 +198,7 @@ def _orders(task: _DagTask) -> list[tuple[str, Ints]]:
 def _from_front(task: _DagTask) -> list[tuple[str, Ints]]:
     """Orders from `solve_front`, with all before the DAG's peak as its forward pass and the rest as its backward pass.
 
-    Two that peak highest within the budget and two that peak lowest above it.
+    There are two that peak highest within the budget and two that peak lowest above it.
     """
     held_at = account(task.problem, task.once().tolist()).peak_bytes_at
     until_peak = _steps(task.problem, task.once().tolist())[: held_at.index(max(held_at)) + 1]

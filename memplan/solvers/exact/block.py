@@ -33,23 +33,34 @@ class Rows(NamedTuple):
     item: Ints
 
     def lists(self) -> list[list[int]]:
-        """The rows."""
+        """The rows as lists."""
         return [self.item[i:j].tolist() for i, j in itertools.pairwise(self.start.tolist())]
 
 
 class Reversed(NamedTuple):
-    """Values are those of the forward part that can be dropped, then kept generator states; ops those of the forward
-    part; steps the backward ops in their order.
+    """A block as arrays, seen from its end.
 
-    size_bytes[v]. maker[v]: op, or -1 for a generator state. reads, makes, takes: rows of ops in a repeated run.
-    stage_start[op]: the first stage of a repeated run, which has a single one here, and is several runs in turn in
-    `exact_fuse`; stage_reads: rows of stages, what stands beside what else is demanded; stage_bytes: new memory and
-    scratch. ticks[op]: its time, one at least. again[op]: it can run again. parts[op]: the block's ops that it stands
-    for, in the order of time. step_reads, step_takes: rows of steps. step_bytes[t]: held while step t runs, forward
-    values left out. between_bytes[t]: the same just before step t, and after the last.
-    cut[v]: held at the boundary in any case. barred[v]: gone at the boundary in any case.
-    forward_bytes[i]: held while op i runs for the first time, if nothing is saved. forward_extra[i, v]: v would be
-    held on top of that. cut_bytes: of all that is held at the boundary in any case.
+    Values are those of the forward part that can be dropped, then kept generator states. Ops are those of the forward
+    part. Steps are the backward ops in their order.
+
+    - size_bytes[v]: of a value.
+    - maker[v]: the op that makes it, or -1 for a generator state.
+    - reads, makes, takes: rows of ops, values that a repeated run reads, makes and takes over the memory of.
+    - stage_start[op]: the first stage of a repeated run. Here a run has a single stage; after `fuse` it may be several
+      runs in turn.
+    - stage_reads: rows of stages, values that stand beside what else is demanded.
+    - stage_bytes: new memory and scratch of a stage.
+    - ticks[op]: its time, one at least.
+    - again[op]: it can run again.
+    - parts[op]: the block's ops that it stands for, in the order of time.
+    - step_reads, step_takes: rows of steps.
+    - step_bytes[t]: held while step t runs, forward values left out.
+    - between_bytes[t]: held just before step t, and after the last, forward values left out.
+    - cut[v]: held at the boundary in any case.
+    - barred[v]: gone at the boundary in any case.
+    - forward_bytes[i]: held while op i runs for the first time, if nothing is saved.
+    - forward_extra[i, v]: saving v would hold it on top of that.
+    - cut_bytes: of all that is held at the boundary in any case.
     """
 
     size_bytes: Ints
@@ -75,8 +86,11 @@ class Reversed(NamedTuple):
 
 
 class Unsuited(Exception):
-    """The search can't take this block: more values than a node has bits for, or an output that takes over more bytes
-    than it has, as one does that stands outside the block."""
+    """The search can't take this block.
+
+    Either it has more values than a node has bits for. Or an output takes over a value of another size, as one does
+    that stands outside the block and has no bytes in it.
+    """
 
 
 def reverse(block: LocalBlock) -> tuple[Reversed, float]:
@@ -152,7 +166,7 @@ def reverse(block: LocalBlock) -> tuple[Reversed, float]:
 
 
 def _gradient_bytes(block: LocalBlock, forward: dict[int, int], new_bytes: list[int]) -> tuple[Ints, Ints]:
-    """Bytes without forward values: while each step runs, and before each step and after the last."""
+    """Bytes held without forward values: while each step runs, and before each step and after the last."""
     a, flat = block.flat.arrays, block.flat
     n, end = a.boundary, flat.op_count
     last_read = {v: op for op in range(n, end) for v in flat.reads[op]}

@@ -1,12 +1,12 @@
 """Least recomputation of a block under limits on saved bytes and peaks, with a certificate.
 
 `solve_block` answers one question (`BlockBudget`), `solve_grid` a grid of them, each starting from what others found.
-Incumbents come from minimum cuts and local search (`exact_local`), the certificate from branch and bound. Work is
-limited in nodes, never in seconds, so that an answer is the same on every machine; where the limit is met, the answer
+Incumbents come from minimum cuts and local search (`incumbents`), the certificate from branch and bound. Work is
+limited in nodes, never in seconds, so that an answer is the same on every machine. Where the limit is met, the answer
 has an incumbent, a lower bound and a gap.
 
-What exactly is solved stands in `exact_block`; how, in `exact_kernel`, with fewer values (`exact_fuse`), bounds of
-moments (`exact_bound`) and a table over sets of large values (`exact_table`). A certificate has no tolerance.
+What exactly is solved stands in `block`. How it is solved stands in `kernel`: with fewer values (`fuse`), bounds of
+moments (`moment_bound`) and a table over sets of large values (`table`). A certificate has no tolerance.
 """
 
 from __future__ import annotations
@@ -43,9 +43,14 @@ _SHARES = (0.125, 1.0, 8.0, 64.0)  # of the nodes for each budget, what one may 
 
 @dataclass(frozen=True, slots=True)
 class BlockSolution:
-    """order: of the block's ops, the stand-in among them; None where none was found. recompute_s: of repeated runs,
-    infinite without an order. bound_s: nothing that keeps the limits takes less. certified: the two are equal, or it
-    is certain that no order takes less than what was asked for. nodes: expanded."""
+    """The answer for one budget of a block.
+
+    - order: of the block's ops, the stand-in among them; None where none was found.
+    - recompute_s: seconds of repeated runs, infinite without an order.
+    - bound_s: nothing that keeps the limits takes less.
+    - certified: the two are equal, or it is certain that no order takes less than what was asked for.
+    - nodes: expanded in the search.
+    """
 
     order: tuple[int, ...] | None
     recompute_s: float
@@ -63,8 +68,11 @@ class BlockSearch:
 
     def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000,
                  most_forwards: float | None = None) -> None:  # fmt: skip
-        """most_forwards: an order that repeats more than so many forward parts in seconds is of no interest, and not
-        to be told from none. Raises Unsuited where the search can't take the block."""
+        """Prepare the search. Raises Unsuited where it can't take the block.
+
+        most_forwards: orders that repeat more than so many forward parts, in seconds, are of no interest. The search
+        then answers as if there were none.
+        """
         self.block, self.rules, self.most_nodes = block, rules or Rules(), most_nodes
         self._whole, self._tick_s = reverse(block)
         self._blocks = [self._whole]  # each bounds those before it from below, and has less to decide
@@ -87,8 +95,12 @@ class BlockSearch:
         bound_s: float = 0.0,
         most_nodes: int | None = None,
     ) -> BlockSolution:
-        """known: orders that keep the budget; the best of them is where the search starts from. bound_s: of an answer
-        that holds for this budget. most_nodes: instead of the search's own."""
+        """Least recomputation under a budget.
+
+        - known: orders that keep the budget. The search starts from the best of them.
+        - bound_s: a lower bound that is known to hold for this budget.
+        - most_nodes: instead of the search's own.
+        """
         most_nodes = self.most_nodes if most_nodes is None else most_nodes
         upper, incumbent = self._most_ticks, None
         for order in known:
@@ -113,7 +125,7 @@ class BlockSearch:
         return BlockSolution(incumbent, recompute_s, min(least_s, recompute_s), certified, nodes)
 
     def _found(self, b: Reversed, budget: BlockBudget, upper: int, bound_ticks: int, most_nodes: int) -> SearchResult:
-        """The least of a block that is this one, or bounds it from below."""
+        """The search's answer for `b`, which is the block itself, or one that bounds it from below."""
         nothing = np.empty(0, dtype=np.int64)
         if upper <= bound_ticks:
             return SearchResult(NEVER, upper, nothing, 0)
@@ -171,12 +183,12 @@ class BlockSearch:
         return self._ticks_of[order]
 
     def seconds(self, order: tuple[int, ...]) -> float:
-        """What an order repeats."""
+        """Seconds of what an order repeats."""
         return self._ticks(order) * self._tick_s
 
     @property
     def most_s(self) -> float:
-        """What repeats no less is of no interest."""
+        """Orders that repeat so many seconds or more are of no interest."""
         return _MOST_S if self._most_ticks == NEVER else self._most_ticks * self._tick_s
 
     def _order(self, b: Reversed, path: Ints) -> tuple[int, ...]:
@@ -185,11 +197,11 @@ class BlockSearch:
         return (*range(n), BOUNDARY, n, *itertools.chain.from_iterable(moves))
 
     def least_saved_bytes(self) -> int:
-        """Saved where the cut alone is kept."""
+        """Bytes saved where the cut alone is kept."""
         return self._whole.cut_bytes
 
     def least_peak_bytes(self) -> int:
-        """No order has a lower backward peak: each backward op needs its operands beside the gradients."""
+        """A lower bound on the backward peak: each backward op needs its operands beside the gradients."""
         b = self._whole
         reads = [int(b.size_bytes[_row(b.step_reads, t)].sum()) for t in range(len(b.step_bytes))]
         return max([0, *(int(x) + r for x, r in zip(b.step_bytes, reads, strict=True))])
@@ -206,7 +218,7 @@ class BlockSearch:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """answers: one for each budget."""
+    """Budgets of a block, and an answer for each."""
 
     budgets: tuple[BlockBudget, ...]
     answers: tuple[BlockSolution, ...]
@@ -219,12 +231,16 @@ class Grid:
 
 def solve_grid(searched: BlockSearch, known: Iterable[Sequence[int]], saved_parts: int, peak_parts: int,
                forward_parts: int = 0) -> Grid:  # fmt: skip
-    """Budgets from the least saved bytes and peaks to those that need no recomputation.
+    """Answers for budgets from the least saved bytes and peaks to those that need no recomputation.
 
-    known: orders to start from. Local search goes over all budgets first, the loosest first; what it finds for one
-    starts it on the next. Then the budgets are closed: an answer that a tighter one admits is its answer too, and what
-    a looser one takes at least, so does this one. Nodes that some budgets leave are for others. forward_parts: limits
-    on the forward peak, beside none.
+    Local search goes over all budgets first, the loosest first; what it finds for one starts it on the next. Then
+    branch and bound closes the budgets, and an answer for one says something of others: an order that keeps a tighter
+    budget keeps this one too, and a lower bound of a looser budget is one of this one too. Nodes that some budgets
+    leave are for others.
+
+    - known: orders to start from.
+    - saved_parts, peak_parts: limits on saved bytes and on the backward peak.
+    - forward_parts: limits on the forward peak, which the other budgets leave free.
     """
     block, everything = searched.block, option_of_order(searched.block, searched.keep_all())
     orders = {tuple(order): option_of_order(block, order) for order in (searched.keep_all(), *known)}
@@ -268,8 +284,10 @@ class _Closing:
         return BlockSolution(order, recompute_s, min(bound_s, recompute_s), certified, own.nodes)
 
     def look(self, most_nodes: int) -> None:
-        """Search each budget that is open, within so many nodes; from the second look on, one waits for a looser one
-        that is open and has the same order so far."""
+        """Search each budget that is open, within so many nodes.
+
+        From the second look on, a budget waits for a looser one that is open and has the same order so far.
+        """
         for budget in self.budgets:
             answer = self.answer(budget)
             if not answer.certified and self.left and not (budget in self.found and self._waits(budget)):
@@ -307,7 +325,10 @@ def _budgets(searched: BlockSearch, everything: Option, saved_parts: int, peak_p
 
 
 def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_nodes: int) -> list[Ints]:
-    """The orders of a grid of budgets; none where the search can't take the block, or has nothing to decide."""
+    """The orders of a grid of budgets for a block.
+
+    There are none where the search can't take the block, or has nothing to decide.
+    """
     a = block.flat.arrays
     if a.boundary < _LEAST_OPS or block.flat.op_count - a.boundary < 2:
         return []

@@ -1,8 +1,8 @@
 """A block with fewer values: what is only made to be read once is made in one run with the op that reads it.
 
 Where op `p` makes a value `v` that op `o` alone reads, a run of `o` can nearly always be taken back together with the
-run of `p` that it reads from, and `v` is never demanded between two moves. So it is under the conditions below, as one
-sees by moving runs about in an order of least time (the order of the search, from the end):
+run of `p` that it reads from. Then `v` is never demanded between two moves. This holds under the conditions below, as
+one sees by moving runs about in an order of least time (the order of the search, from the end):
 
 - `o` is not taken back twice for one run of `p`, nor is `v` saved, where the outputs of `o` are no larger than `v`:
   keeping those instead spares a run of `o`. Nor can it be where `o` and the forward part write over `v`.
@@ -35,7 +35,10 @@ FuseStage = tuple[Values, int]
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """Repeated runs of some ops, in turn; fields as in `Reversed`, stages from the last op's to the first's."""
+    """Repeated runs of some ops, in turn.
+
+    Fields are as in `Reversed`; stages go from the last op's to the first's.
+    """
 
     makes: Values
     reads: Values
@@ -51,7 +54,7 @@ class _Run:
 
 
 class _Fusing:
-    """runs: by the op whose outputs are demanded."""
+    """Joins runs of a block. runs: by the op whose outputs are demanded."""
 
     def __init__(self, b: Reversed, free_bytes: int) -> None:
         self.b = b
@@ -194,8 +197,10 @@ class _Fusing:
 
 
 def fused(b: Reversed, free_bytes: int = -1) -> Reversed:
-    """A block of no more time at least, with fewer values and ops. Values of no more than `free_bytes` are there for
-    nothing."""
+    """A block with fewer values and ops, whose least time is no more than that of the block that went in.
+
+    free_bytes: values of no more bytes take no memory, except while what reads them runs.
+    """
     fusing = _Fusing(b, free_bytes)
     fusing.fuse()
     return fusing.block()

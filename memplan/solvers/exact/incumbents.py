@@ -1,7 +1,8 @@
 """Incumbents for the exact search: the local search of whole steps, on a block under its limits.
 
-Three limits become one: the stand-in for what follows the block, and the forward ops, are given so much more (or less)
-scratch that they reach the limit of the backward peak exactly where they reach their own.
+That search knows one limit, so three limits become one. The stand-in for what follows the block, and the forward ops,
+are given so much more (or less) scratch that they reach the limit of the backward peak exactly where they reach their
+own.
 """
 
 from __future__ import annotations

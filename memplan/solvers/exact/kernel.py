@@ -1,27 +1,15 @@
 """Best-first branch and bound over a block, from its last backward op back to the boundary.
 
-A node is (steps still to be crossed, forward values demanded just after them). Moves: cross the step before, which adds
-what it reads; or take back a repeated run of an op that makes a demanded value, which replaces its outputs by its
-operands. The demanded values are what stands in memory there, so each move is checked against the limit alone and
-nothing is ever evicted. A node of no steps whose demand fits the boundary is a solution, and its path read backwards
-is the order.
+A node is (steps still to be crossed, forward values demanded just after them). There are two moves. One crosses the
+step before, which adds what it reads. The other takes back a repeated run of an op that makes a demanded value, which
+replaces its outputs by its operands. The demanded values are what stands in memory there, so each move is checked
+against the limit alone and nothing is ever evicted. A node of no steps whose demand fits the boundary is a solution,
+and its path read backwards is the order.
 
-The bound of a node is the ticks spent, plus the best price's bound of one moment ahead, plus what has to run again
-before that moment whatever comes after it; or the ticks spent plus what the table says of its demand, which takes a
-hundredth of the time. Moments say more near the root, the table of nodes deep down: a hundred nodes have both.
-
-With 10,000 nodes for each of 25 or 35 cells, 259 of 260 cells are certified on eight blocks of 32 to 45 forward ops
-from GPT-2, Llama and BERT, in 0.2 to 2 CPU seconds a block and 3.4 for Llama's 44 ops; with moments alone, all values,
-and 1000 nodes for each cell by itself, 168 were, in 1.6 to 4. Of that, with 1000 nodes: fewer values raise 168 to 195
-and halve the time, values barred at all limits on what is saved once they are too large for one of them 200, a table
-of 2^14 sets 210. Where a cell is open, its gap is mostly above a hundredth of the step, so a tolerance gives nothing.
-Bounding no node but the first 20 or 50 by moments leaves a quarter of the cells of Llama's 44 ops open; a look every
-fourfold nodes instead of eightfold costs more than it finds.
-
-Tried before that, to little avail: more nodes; one limit merged from those of all forward ops and the boundary; the
-programme of several moments that bounds whole steps (it says less than minimum cuts do here); putting off any run of a
-batch instead of the last; settling what could be taken back for no more bytes, and telling the bound; nodes taken by
-expected ends, or from each step in turn; four times the starts and three times the exchanges of the local search.
+The bound of a node is the larger of two. One is the ticks spent, plus the best price's bound of one moment ahead, plus
+what has to run again before that moment whatever comes after it. The other is the ticks spent plus what the table says
+of its demand, which takes a hundredth of the time. Moments say more near the root, the table of nodes deep down: a
+hundred nodes have both.
 """
 
 from __future__ import annotations
@@ -68,13 +56,17 @@ CAPACITY, WHOLE, WINDOWS, POSTPONE, ORDERED, DOMINANCE, PLUNGE = 1, 2, 4, 8, 16,
 
 
 class Rules(NamedTuple):
-    """Switches. Any subset gives the same least time; they only differ in nodes.
+    """Switches of the search. Any subset gives an equal least time; they only differ in nodes.
 
-    capacity: bound by moments ahead. whole: solve the most telling moment in whole values. windows: add what has to run
-    before a moment. postpone: cross no step just after a run that could have been taken back on the other side of it.
-    ordered: of two runs that could be taken back in either order, take back the later op first. dominance: drop nodes
-    whose demand includes that of one no dearer. plunge: dive for solutions now and then. fuse: search with
-    fewer values (`exact_fuse`). table: bound by a table over sets of the largest values (`exact_table`).
+    - capacity: bound by moments ahead.
+    - whole: solve the most telling moment in whole values.
+    - windows: add what has to run before a moment.
+    - postpone: cross no step just after a run that could have been taken back on the other side of it.
+    - ordered: of two runs that could be taken back in either order, take back the later op first.
+    - dominance: drop nodes whose demand includes that of one no dearer.
+    - plunge: dive for solutions now and then.
+    - fuse: search with fewer values (`fuse`).
+    - table: bound by a table over sets of the largest values (`table`).
     """
 
     capacity: bool = True
@@ -93,8 +85,13 @@ class Rules(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """limits: bytes saved, forward peak, backward peak. room_bytes[m]: what moment m leaves. before, price: of
-    `windows`. table, places: of `table_of`; a table of no rows is none."""
+    """The limits of one search, and what was made for them.
+
+    - limits: bytes saved, forward peak, backward peak.
+    - room_bytes[m]: what moment m leaves.
+    - before, price: of `windows`.
+    - table, places: of `table_of`; a table of no rows is none.
+    """
 
     limits: Ints
     room_bytes: Ints
@@ -105,8 +102,13 @@ class Cell(NamedTuple):
 
 
 class SearchResult(NamedTuple):
-    """ticks: of repeated runs, NEVER where there is no solution; bound_ticks: nothing takes less; path: op, or
-    -1 - step, in order; nodes: expanded."""
+    """What a search found.
+
+    - ticks: of repeated runs, NEVER where there is no solution.
+    - bound_ticks: nothing takes less.
+    - path: op, or -1 - step, in order.
+    - nodes: expanded.
+    """
 
     ticks: int
     bound_ticks: int
@@ -127,8 +129,10 @@ def _cross(parcels: Ints, steps: Ints, step: int, low: int, high: int, limit_byt
 @kernel
 def _take_back(space: Space, op: int, between_bytes: int, low: int, high: int,
                limit_bytes: int) -> tuple[bool, int, int]:  # fmt: skip
-    """Take back a repeated run of `op` where other things take so many bytes: whether that fits, and what is demanded
-    before it."""
+    """Take back a repeated run of `op`: whether that fits, and what is demanded before it.
+
+    between_bytes: what other things take there.
+    """
     ops, stages = space.ops, space.stages
     if ops[op, TICKS] >= NEVER:
         return False, 0, 0
@@ -324,7 +328,7 @@ def _out_of_order(space: Space, tree: Ints, node: int, op: int, limit_bytes: int
 
 @kernel
 def _expand(space: Space, cell: Cell, bits: int, tree: Ints, heap: Ints, table: Ints, node: int, tally: Ints) -> int:
-    """Makes the nodes one move further. Returns the most promising. tally: nodes made, best solution, its ticks."""
+    """Make the nodes one move further; returns the most promising. tally: nodes made, best solution, its ticks."""
     ops, limit_bytes = space.ops, cell.limits[2]
     step, low, high = tree[node, _STEP], tree[node, _LOW], tree[node, _HIGH]
     between = space.steps[step, BETWEEN_BYTES]
@@ -374,7 +378,8 @@ def search(
 ) -> tuple[int, int, Ints, int]:
     """Least ticks of repeated runs, if that is below `upper_ticks`, as the fields of `SearchResult`.
 
-    most_nodes: to expand. most_bounded: so many of them are bounded by moments.
+    - most_nodes: to expand at most.
+    - most_bounded: so many of them are bounded by moments.
     """
     ops, steps = len(space.ops), len(space.steps) - 1
     room = 1024 + _NODES_EACH * most_nodes

@@ -1,14 +1,14 @@
 """Least recomputation after a moment that only so many bytes cross: Lagrange multipliers and minimum cuts.
 
-A **moment** is a backward step, the boundary, or a forward op; a capacity limits the bytes of forward values that
-cross it. What is demanded after a moment crosses it or is made by an op that runs after it, which needs its operands
+A **moment** is a backward step, the boundary, or a forward op. A capacity limits the bytes of forward values that cross
+it. What is demanded after a moment crosses it, or is made by an op that runs after it. Such an op needs its operands
 after the moment too. For a price of bytes that is a minimum cut (Picard and Ratliff, 1975), and cut less price times
 capacity is a lower bound for every price (Everett, 1963, doi:10.1287/opre.11.3.399). The best price is found by
 intersecting lines. Every moment by itself is a relaxation of the search.
 
-Where prices leave a gap, `least_after` solves the same question in whole values by a label-setting sweep: in reverse
-topological order each demanded op has its outputs cross or runs again, and labels (bytes, ticks, demand) that another
-one of the same demand beats are dropped.
+Where prices leave a gap, `least_after` solves that question in whole values by a label-setting sweep. In reverse
+topological order each demanded op has its outputs cross or runs again. Labels (bytes, ticks, demand) that another one
+of the same demand beats are dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ _ROUNDS = 12  # prices tried for one moment
 
 @kernel
 def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: float) -> tuple[int, int, int]:
-    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte; at a price below zero time is free
-    and a byte costs one. The cut is NEVER where the demand can't be met.
+    """(cut, bytes that cross, ticks of what runs after) at a price in ticks a byte.
+
+    At a price below zero time is free and a byte costs one. The cut is NEVER where the demand can't be met.
 
     Dinic's algorithm, all in one function: numba optimises whatever a kernel calls again for each of its callers.
     """
@@ -179,9 +180,10 @@ def best_line(edge: Ints, work: Ints, weight: Ints, low: int, high: int, room_by
 
 @kernel
 def _sifted(label: Ints, count: int, table: Ints, kept: Ints) -> int:
-    """Moves labels that no other of the same demand beats to `kept`; how many there are, -1 for too many.
+    """Move labels that no other of the same demand beats to `kept`; returns how many there are, -1 for too many.
 
-    Labels of one demand are a list, from the table on by the last column. A label that another replaces is `NEVER`.
+    Labels of one demand are a list: the table has its first, the last column the next one. A label that another
+    replaces is `NEVER`.
     """
     table[:] = 0
     mask = len(table) - 1
@@ -219,7 +221,7 @@ def _sifted(label: Ints, count: int, table: Ints, kept: Ints) -> int:
 def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, upper: int, most_labels: int) -> int:
     """Least ticks of what runs after a moment: exact for that moment if less than `upper`, else at least that.
 
-    NEVER where nothing fits, -1 if it takes more labels.
+    It is NEVER where nothing fits, and -1 where more than `most_labels` labels would be needed.
     """
     label = np.zeros((2 * most_labels, 4), dtype=np.int64)
     kept = np.zeros((most_labels, 5), dtype=np.int64)
@@ -271,8 +273,11 @@ def least_after(ops: Ints, weight: Ints, low: int, high: int, room_bytes: int, u
 
 @kernel
 def windows(space: Space, room_bytes: Ints, labels: int, upper: int) -> tuple[Ints, Floats]:
-    """before[t]: ticks that have to run again before step t has run; the last entry, before the end. And a telling
-    price of each moment. labels: of whole-valued sweeps, 0 for none."""
+    """(before, price): ticks that have to run again before each step, and a telling price of each moment.
+
+    before[t] counts what has to run again before step t has run; the last entry, before the end. labels: of
+    whole-valued sweeps, 0 for none.
+    """
     steps = len(space.steps) - 1
     before = np.zeros(steps + 1, dtype=np.int64)
     prices = np.zeros(len(space.after), dtype=np.float64)

@@ -27,16 +27,21 @@ SOURCE, TARGET, AFTER, ROOM, LEFT = 0, 1, 2, 3, 4
 class Space(NamedTuple):
     """A block with what its bounds need; sets of values are two words of bits.
 
-    size_bytes[v]. parcels: of those. ops[i]: words of what it makes, reads and takes over, its first stage and the one
-    after its last, ticks (NEVER where it can't run again). stages: words of what stands beside what else is demanded,
-    and bytes on top. steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more,
-    for the end. ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
-    rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
-    after[m]: the step that moment m is, -1 before the first. weight[m, v]: bytes of v that count against the moment's
-    room; -1 if v can't cross it. needed[first, stop]: words of what steps first..stop-1 read.
-    edge: the graph of all minimum cuts of the block, node 0 the source, 1 the sink, then values, then ops; columns are
-    ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to the values,
-    then from values to ops, then from ops to the sink. work: what a maximum flow scribbles on.
+    - size_bytes[v]: of a value.
+    - parcels: sums of those, as of `parcels_of`.
+    - ops[i]: words of what it makes, reads and takes over, its first stage and the one after its last, ticks (NEVER
+      where it can't run again).
+    - stages: words of what stands beside what else is demanded, and bytes on top.
+    - steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more, for the end.
+    - ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
+    - rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
+    - after[m]: the step that moment m is, -1 before the first.
+    - weight[m, v]: bytes of v that count against the moment's room; -1 if v can't cross it.
+    - needed[first, stop]: words of what steps first..stop-1 read.
+    - edge: the graph of all minimum cuts of the block. Node 0 is the source, 1 the sink, then come values, then ops.
+      Columns are ends, the next edge of the same end, and room; edges e and e ^ 1 are opposite. The first edges lead to
+      the values, then from values to ops, then from ops to the sink.
+    - work: what a maximum flow scribbles on.
     """
 
     size_bytes: Ints
@@ -54,7 +59,7 @@ class Space(NamedTuple):
 
 
 def space_of(b: Reversed, with_forward: bool) -> Space:
-    """with_forward: there is a limit on the forward peak, so forward ops are moments too."""
+    """The arrays of a block. with_forward: there is a limit on the forward peak, so forward ops are moments too."""
     steps = len(b.step_bytes)
     ticks = np.where(b.again, b.ticks, NEVER)
     step_rows = np.zeros((steps + 1, 6), dtype=np.int64)
@@ -97,8 +102,11 @@ def parcels_of(amounts: Ints) -> Ints:
 
 
 def barring(space: Space, room_bytes: Ints) -> Space:
-    """The space for these rooms: a value that alone is too large for a limit on what is saved is not saved, whichever
-    of those limits a bound looks at."""
+    """The space for these rooms, where values that are too large to be saved are barred.
+
+    A value that alone is too large for one of the limits on what is saved is not saved, whichever of those limits a
+    bound looks at.
+    """
     saving = space.after < 0
     alone = (space.weight[saving] > room_bytes[saving, None]).any(axis=0)
     weight = space.weight.copy()
@@ -167,7 +175,7 @@ def has(low: int, high: int, v: int) -> bool:
 
 @kernel
 def sum_of(parcels: Ints, low: int, high: int) -> int:
-    """Over the values of two words, with sums as of `parcels_of`."""
+    """The sum over the values in two words, of the amounts that `parcels_of` was given."""
     total = 0
     row = 0
     while low != 0:
@@ -184,7 +192,7 @@ def sum_of(parcels: Ints, low: int, high: int) -> int:
 
 @kernel
 def rests(space: Space, limits: Ints, low: int, high: int) -> bool:
-    """Whether the demand can be what is saved."""
+    """Whether what is demanded can be what is saved at the boundary, within the limits."""
     rest, parcels = space.rest, space.parcels
     if (low & rest[2]) | (high & rest[3]) != 0:
         return False

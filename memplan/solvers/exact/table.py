@@ -1,7 +1,7 @@
 """Least recomputation where only the largest values take memory: a table over sets of those, for each step.
 
 Where the smaller values are free, a node is no more than what is demanded of the larger ones. Taking back a run demands
-values of earlier ops instead of its own, so with bits in the order of ops every set leads to lesser ones, and one sweep
+values of earlier ops instead of its own. So with bits in the order of ops every set leads to lesser ones, and one sweep
 over all of them has the least time from each. Unlike bounds of moments this one sees what repeated runs need for a
 while. It is a pattern database (Culberson and Schaeffer, 1998, doi:10.1111/0824-7935.00065).
 """
@@ -37,8 +37,10 @@ NO_TABLE = np.zeros((0, 1), dtype=np.int64), np.zeros((0, 1), dtype=np.int64)
 
 
 def table_of(b: Reversed, space: Space, limits: Ints, most_nodes: int) -> tuple[Ints, Ints]:
-    """(least ticks by step and set, parcels that say which set a demand is). No more work than a share of so many
-    nodes."""
+    """(least ticks by step and set, parcels that say which set a demand is).
+
+    most_nodes: that may be expanded; the table has so many sets at most, of all steps together, for each of these.
+    """
     steps, values = len(b.step_bytes), len(b.size_bytes)
     bits = min(_MOST_BITS, values, (most_nodes * _SETS_A_NODE // (steps + 1)).bit_length() - 1)
     if bits < 1:
@@ -53,7 +55,7 @@ def table_of(b: Reversed, space: Space, limits: Ints, most_nodes: int) -> tuple[
 
 @kernel
 def _spread(amounts: Ints) -> Ints:
-    """Sums over all sets."""
+    """Sums of these amounts over every set of them, by the set's bits."""
     sums = np.zeros(1 << len(amounts), dtype=np.int64)
     for k in range(len(amounts)):
         for i in range(1 << k):
@@ -80,8 +82,10 @@ def _within_reach(space: Space, parcels: Ints) -> Ints:
 
 @kernel
 def least_of_sets(space: Space, limits: Ints, parcels: Ints, chosen: Ints) -> Ints:
-    """Least ticks before each step and after the last, by the set of chosen values that is demanded there; sets out of
-    reach are left undefined. Smaller values count where an op or step reads them."""
+    """Least ticks before each step and after the last, by the set of chosen values that is demanded there.
+
+    Sets out of reach are left undefined. Smaller values count where an op or step reads them.
+    """
     ops, stages, steps = space.ops, space.stages, space.steps
     held = _spread(space.size_bytes[chosen])
     low_bits = np.zeros(len(chosen), dtype=np.int64)

@@ -20,9 +20,15 @@ _TRIES = 4
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """budget_bytes: peak of the whole step. order: of the step's ops, None where none was found. answer: what the
-    search says; None where the step is too large for it. Ops that may wait for the backward pass run once before it
-    here, so that `prune` may find an order to take less than the certificate says."""
+    """The best order found for one budget of a whole step.
+
+    Ops that may wait for the backward pass run once before it here. So `prune` may make an order take less time than
+    the certificate says.
+
+    - budget_bytes: peak of the whole step.
+    - order: of the step's ops, None where none was found.
+    - answer: what the search says; None where the step is too large for it.
+    """
 
     budget_bytes: int
     order: Ints | None
@@ -100,8 +106,11 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
 
 
 def _limits(low: int, high: int, most_saved: int, parts: int, flat: Flat) -> list[tuple[int, int]]:
-    """Pairs of a limit on the peak and one on what is saved, the loosest first. Only where microbatches wait is the
-    second one of its own: then both count, and a coarser grid of either is searched."""
+    """Pairs of a limit on the peak and one on what is saved, the loosest first.
+
+    Where microbatches wait both limits count, and a coarser grid of either is searched. Elsewhere the limit on the peak
+    is the only one.
+    """
     if flat.arrays.others == 0:
         return [(low + (high - low) * part // max(1, parts - 1), high) for part in range(parts - 1, -1, -1)]
     side = max(2, math.isqrt(parts))

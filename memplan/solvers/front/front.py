@@ -31,8 +31,12 @@ from memplan.solvers.search.refine import refine, trade
 
 
 class Progress(NamedTuple):
-    """Where a search stands. stage: what is being done. done: share of that stage. gap: of the best schedule so far
-    within the problem's budget; None without one, or where nothing fits yet."""
+    """Where a search stands.
+
+    - stage: what is being done.
+    - done: share of that stage.
+    - gap: of the best schedule so far within the problem's budget; None without one, or where nothing fits yet.
+    """
 
     stage: str
     done: float
@@ -65,9 +69,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """points: no point has both a lower peak and less time than another; peaks rise, times fall.
+    """The best schedules found for every budget.
 
-    truncated: the search was stopped, by the clock or by the user, before it was done.
+    - points: no point has both a lower peak and less time than another; peaks rise, times fall.
+    - truncated: the search was stopped, by the clock or by the user, before it was done.
     """
 
     points: tuple[Candidate, ...]
@@ -91,7 +96,7 @@ class Front:
 
 
 def solve_front(problem: Problem, config: Config | None = None, tell: Tell | None = None) -> Front:
-    """The front of a problem for every budget. tell is called with the progress.
+    """The front of a problem for every budget. `tell` is called with the progress.
 
     Ctrl-C, and `config.timeout_s`, end the search early with what it has. The problem's own budget steers nothing; it
     says for which peak the progress states a gap.
@@ -100,7 +105,10 @@ def solve_front(problem: Problem, config: Config | None = None, tell: Tell | Non
 
 
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
-    """The textbook schedules, those first that peak lower: what can be had without a search. Keep all is among them."""
+    """The textbook schedules, those first that peak lower: what can be had without a search.
+
+    Keep all is among them.
+    """
     flat = flatten(problem)
     sketches = [
         sketch_of(flat, "keep all", keep_all(flat)),
@@ -155,7 +163,7 @@ class _FrontSearch:
             self._search_alone()
 
     def _search_alone(self) -> None:
-        """Schedules of one microbatch by itself, for all that are in flight: now and then a little better."""
+        """Try schedules that were found for one microbatch by itself: now and then they are a little better."""
         front = solve_front(dataclasses.replace(self.problem, in_flight=1), self.config)
         orders = [(point.solver, np.array(point.order, dtype=np.int64)) for point in front.points]
         self.found["alone"] = [sketch_of(self.flat, solver, order) for solver, order in orders]

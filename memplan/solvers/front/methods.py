@@ -30,8 +30,8 @@ _EXACT_WORK = 100_000  # cap on the ops of blocks that are searched, times ops: 
 class MethodTask:
     """A problem as every method sees it.
 
-    keys: of its ops, equal for equal kernels. most_bytes: the peak of keeping everything, with no microbatch waiting;
-    more is never needed.
+    - keys: of its ops, equal for equal kernels.
+    - most_bytes: the peak of keeping everything, with no microbatch waiting; more is never needed.
     """
 
     flat: Flat
@@ -60,13 +60,16 @@ def rotor(task: MethodTask) -> Iterator[Sketch]:
 
 
 def cuts(task: MethodTask) -> Iterator[Sketch]:
-    """Saved sets of the whole step, values recomputed once and kept, or kept for a while only."""
+    """Schedules from minimum cuts over the whole step.
+
+    A cut says what is saved. The rest is recomputed once and kept, or kept for a while only.
+    """
     chosen = saved_sets(task.flat, needed_after(task.flat, task.flat.arrays.boundary), task.figures.cuts)
     yield from _from_saved(task, "minimum cut", [cut.saved for cut in chosen])
 
 
 def moments(task: MethodTask) -> Iterator[Sketch]:
-    """Saved sets that are best for the moments that the lower bound found to matter most."""
+    """Schedules that keep what is best for the moments that the lower bound found to matter most."""
     yield from _from_saved(task, "moments", [saved for _, saved in saved_of_moments(task.flat, task.bound)])
 
 
@@ -82,7 +85,7 @@ def blocks(task: MethodTask) -> Iterator[Sketch]:
 
 
 def exact(task: MethodTask) -> Iterator[Sketch]:
-    """Rotor over blocks with options from an exact search as well, at three granularities."""
+    """Rotor over blocks with options from an exact search as well, at up to three granularities."""
     figures = task.figures
     work = [min(figures.exact_work, _EXACT_WORK // task.flat.op_count)]
 
@@ -162,7 +165,7 @@ def _chains(task: MethodTask) -> list[tuple[str, tuple[int, ...], int]]:
 
 
 def merged_cuts(flat: Flat, cuts: tuple[int, ...], most_ops: int) -> tuple[int, ...]:
-    """The narrower of these cuts: the widest go first, as long as no block has more than so many forward ops."""
+    """The narrower of these cuts: the widest go first, as long as no block has more than `most_ops` forward ops."""
     crossing = crossing_bytes(flat)
     kept = [0, *cuts, flat.arrays.boundary]
     for position in sorted(cuts, key=lambda p: (-crossing[p], p)):

@@ -1,12 +1,13 @@
 """The one place that says how kernels are compiled.
 
-Cached, so that a process pays for compilation once per installation; without the interpreter lock, so that callers may
-plan in a thread; never `fastmath`, so that plans are equal on every machine.
+Cached, so that a process pays for compilation once per installation. Without the interpreter lock, so that callers may
+plan in a thread. Never `fastmath`, so that plans are equal on every machine.
 
 Where nothing can be written (a read-only installation and no home), each process compiles for itself.
 
-numba looks at a kernel's own file to see whether what it has compiled still holds, and not at those that its kernels
-and constants come from, which are compiled into it. Their digest is in the name under which it is kept.
+numba looks at a kernel's own file to see whether what it has compiled still holds. It does not look at the files that
+the kernel's own kernels and constants come from, which are compiled into it. So a digest of those files is in the name
+under which it is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import numba
 from memplan.logs import log
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-_IMPORT = re.compile(r"^from memplan\.solvers\.(\w+) import", re.MULTILINE)
+_SOLVERS = Path(__file__).parent.parent
+_IMPORT = re.compile(r"^from memplan\.solvers\.([\w.]+) import", re.MULTILINE)
 
 
 def kernel(function: _Function) -> _Function:
@@ -47,10 +49,10 @@ def _tell_of_no_cache() -> None:
 
 @functools.cache
 def digest_of_imports(path: Path) -> str:
-    """Equal for equal contents of all modules beside this one that it imports from, and those import from."""
+    """Equal for equal contents of all modules of the solvers that this one imports from, and those import from."""
     digest = hashlib.sha256()
     for name in sorted(set(_IMPORT.findall(path.read_text()))):
-        other = path.with_name(f"{name}.py")
+        other = _SOLVERS.joinpath(*name.split(".")).with_suffix(".py")
         digest.update(f"{name} {digest_of_imports(other)} ".encode())
         digest.update(other.read_bytes())
     return digest.hexdigest()[:8]

@@ -1,9 +1,9 @@
 """Which values leave the device between two uses, and when their copies run: kernels for one order of ops.
 
-`find_gaps` lists the gaps of an order, `evict` closes some so that a budget is kept, `settle` says from when to when a
+`find_gaps` lists the gaps of an order. `evict` closes some so that a budget is kept. `settle` says from when to when a
 closed gap's value is away, and `lanes` what that comes to in seconds and host memory, as `simulate` would count it.
-`offload` says which rules these follow, and why. All is about one microbatch by itself; `limits` are the bytes that it
-may hold at each position.
+`fit_copies` says which rules these follow, and why. All is about one microbatch by itself; `limits` are the bytes that
+it may hold at each position.
 """
 
 from __future__ import annotations
@@ -21,12 +21,20 @@ _GATHER = 1
 
 
 class Movables(NamedTuple):
-    """What kernels read of a problem. Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`.
+    """What kernels read of a problem.
 
-    taken[v]: the value whose memory v takes over, -1 where there is none. movable[v]: v may be away between two uses.
-    fetched[v]: v lives elsewhere. lasting[v]: so does v, and a copy of it may stay on the device between steps.
-    leaves[v]: v is a gradient that ends on the host. resident[v]: no run makes v. out_s, in_s: of a copy to the host,
-    and of one back or a gather. lane[v]: 1 for gathers. time_s: of ops. outputs: read at the boundary.
+    Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`, and makes values likewise.
+
+    - taken[v]: the value whose memory v takes over, -1 where there is none.
+    - movable[v]: v may be away between two uses.
+    - fetched[v]: v lives elsewhere.
+    - lasting[v]: v lives elsewhere, and a copy of it may stay on the device between steps.
+    - leaves[v]: v is a gradient that ends on the host.
+    - resident[v]: no run makes v.
+    - out_s, in_s: seconds of a copy to the host, and of one back or a gather.
+    - lane[v]: 1 for gathers.
+    - outputs: read at the boundary.
+    - time_s: of ops.
     """
 
     read_start: Ints
@@ -48,12 +56,16 @@ class Movables(NamedTuple):
 
 
 class Gaps(NamedTuple):
-    """Positions between two uses of values.
+    """Gaps between two uses of values, by positions in an order.
 
-    start: position of the use before, -1 at the start of the step. stop: of the use after, one past the last position
-    where there is none. made: of the run that made what leaves, -1 where none did. copies: whether leaving takes a copy
-    (the value is not on the host yet). closed: whether the value is away. gone: the first position at which it need not
-    be there any more. back: from which it is there again.
+    - value: whose gap it is.
+    - start: position of the use before, -1 at the start of the step.
+    - stop: position of the use after, one past the last position where there is none.
+    - made: position of the run that made what leaves, -1 where none did.
+    - copies: whether leaving takes a copy (the value is not on the host yet).
+    - closed: whether the value is away.
+    - gone: the first position at which it need not be there any more.
+    - back: the position from which it is there again.
     """
 
     value: Ints
@@ -99,9 +111,11 @@ def movables_of(problem: Problem) -> Movables:
 def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints, staying: Ints) -> Gaps:
     """The gaps of all values of more than `least_bytes`.
 
-    Those before the first and after the last use of what lives elsewhere are closed already. held: bytes at each
-    position without such values, and with gradients up to their last use; counts them too on return. staying: of what
-    lives elsewhere, what is there when the step begins, and is used once more by its end.
+    Those before the first and after the last use of what lives elsewhere are closed already.
+
+    - held: bytes at each position without what lives elsewhere, and with gradients up to their last use. On return
+      these values count, too.
+    - staying: of what lives elsewhere, what is there when the step begins. It is used once more by the end of the step.
     """
     end, values = len(order), len(m.size_bytes)
     most = 2 * values + len(staying)
@@ -181,7 +195,7 @@ def find_gaps(m: Movables, order: Ints, least_bytes: int, held: Ints, staying: I
 
 @kernel
 def _close(m: Movables, gaps: Gaps, g: int, position: int, held: Ints) -> None:
-    """Let a value be away from a position to its next use; from the start of the gap where leaving is free."""
+    """Let a value be away from a position to its next use; from the start of the gap on where leaving is free."""
     gaps.gone[g] = position if gaps.copies[g] else gaps.start[g] + 1
     gaps.closed[g] = True
     held[gaps.gone[g] : gaps.stop[g]] -= m.size_bytes[gaps.value[g]]
@@ -267,7 +281,7 @@ def _time_copies_out(m: Movables, gaps: Gaps, by_start: Ints, begin_s: Floats, h
 
 @kernel
 def _time_copies_in(m: Movables, gaps: Gaps, begin_s: Floats, limits: Ints, held: Ints) -> None:
-    """Begin to fetch as late as keeps nobody waiting, or as early as there is room."""
+    """Begin to fetch as late as keeps nobody waiting, or else as early as there is room."""
     end = len(held)
     by_stop = _sorted(gaps, gaps.stop, gaps.value)
     wanted = np.zeros(len(gaps.value), dtype=np.int64)
@@ -310,9 +324,11 @@ def lanes(
 ) -> tuple[float, int]:
     """Seconds of the step with these copies, and the most host memory that they hold beside gradients.
 
-    read_to[v]: where v is a gradient with which a parameter is updated in backward, the position after which nothing
-    reads that parameter; -1 elsewhere. in_flight: microbatches that go forward one after the other, then backward; the
-    seconds are those of each on the average, the host memory that of one.
+    - read_to[v]: where v is a gradient with which a parameter is updated in backward, the position after which nothing
+      reads that parameter; -1 elsewhere.
+    - update_s_per_byte: seconds that the CPU takes to update parameters, for each byte of their gradients.
+    - in_flight: microbatches that go forward one after the other, then backward. The seconds are those of each on the
+      average, the host memory that of one.
     """
     end, turn = len(order), np.nonzero(order < 0)[0][0]
     by_stop = _sorted(gaps, gaps.stop, gaps.value)

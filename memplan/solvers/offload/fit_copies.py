@@ -3,10 +3,11 @@
 An order of ops says what is recomputed; this says what of the rest leaves the device for a while. Between two uses of a
 value lies a **gap** during which its memory can serve others. `place_copies` sweeps over the order and, wherever too
 much is held, closes the gap whose next use is farthest away (Belady's rule, optimal for the number of copies of equal
-size). A copy out begins right after the use before the gap; a copy in begins as late as its direction of the link
-allows without keeping anybody waiting, and as early as memory allows where it doesn't. Parameters that live on the host
-are values whose copy out costs nothing; their gradients leave once they are final. So are sharded parameters, which
-are gathered from all ranks instead, in a lane of their own.
+size). A copy out begins right after the use before the gap. A copy in begins as late as its direction of the link
+allows without keeping anybody waiting, and as early as memory allows where it doesn't.
+
+Parameters that live on the host are values whose copy out costs nothing; their gradients leave once they are final. So
+are sharded parameters, but they are gathered from all ranks, in a lane of their own.
 
 Parameters that live on the host and that nobody writes to (`Value.lasting`) need not leave when a step ends: what the
 next forward pass reads first is what this backward pass read last, and nothing else is on the device then. So for them
@@ -14,8 +15,8 @@ a step is periodic: some are there when it begins, and are again when it ends, f
 between. Those that are read first are taken, in a few amounts up to the room that there is between steps.
 
 Microbatches that wait hold at every moment what each of them saves. So where several are in flight, a few amounts that
-may be saved are tried: from what can't leave, to all that fits. Each sets a limit for the boundary, and for the rest of
-the pass that of the budget less what the others then hold.
+may be saved are tried: from what can't leave, to all that fits. Each amount sets a limit for the boundary. For the rest
+of the pass the limit is the budget less what the others then hold.
 
 What is recomputed and what is copied is decided together by trying every order of a front: the less an order
 recomputes, the more has to be copied. Kernels (`copies`) say what each comes to; `simulate` has the last word on those
@@ -86,10 +87,13 @@ def solve_offload(
 ) -> Offloaded | None:
     """The fastest of these orders with copies that keep both budgets; None where none takes less than `under_s`.
 
-    points: of a front, peaks rising and times falling. Some that are spread over it are tried, and what fits without
-    copies; then all that are near the best, and orders between those: with less recomputed there is more to be copied,
-    until ops wait for that. host_bytes: of pinned memory for values beside the parameters that live on the host.
-    stays: copies of lasting parameters may stay on the device between steps.
+    Some points that are spread over the front are tried, and what fits without copies. Then all that are near the best
+    are tried, and orders between those: with less recomputed there is more to be copied, until ops wait for that.
+
+    - points: of a front, peaks rising and times falling.
+    - budget_bytes: on the device.
+    - host_bytes: of pinned memory for values beside the parameters that live on the host.
+    - stays: copies of lasting parameters may stay on the device between steps.
     """
     search = _CopySearch(problem, budget_bytes, host_bytes, under_s, stays)
     spread = {id(point) for point in thin(points, _SPREAD)}
@@ -107,9 +111,11 @@ def solve_offload(
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """An order that keeps both budgets with copies, and beats what has to be beaten. solver: what it started from.
+    """An order that keeps both budgets with copies, and beats what has to be beaten.
 
-    saved_bytes: the most that microbatches which wait may save. staying_bytes: the most that may stay between steps.
+    - solver: what it started from.
+    - saved_bytes: the most that microbatches which wait may save.
+    - staying_bytes: the most that may stay between steps.
     """
 
     time_s: float
@@ -120,7 +126,7 @@ class _Tried:
 
 
 class _CopySearch:
-    """Orders that were tried. limit_s: of the fastest, or what has to be beaten."""
+    """Orders that were tried. limit_s: seconds of the fastest, or what has to be beaten."""
 
     def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float, stays: bool) -> None:
         self.problem, self.budget_bytes, self.host_bytes = problem, budget_bytes, host_bytes
@@ -131,8 +137,10 @@ class _CopySearch:
         self.found: list[_Tried] = []
 
     def tries(self, points: Sequence[Candidate], indices: Collection[int]) -> int | None:
-        """Try these points, those first that are the fastest without copies, as long as one may be better. The index
-        of the best; None where none is better than what was known."""
+        """Try these points, those first that are the fastest without copies, as long as one may be better.
+
+        Gives the index of the best; None where none is better than what was known.
+        """
         best = None
         for index in sorted(indices, key=lambda i: points[i].time_s):
             if points[index].time_s >= self.limit_s:
@@ -205,8 +213,11 @@ def settled(
 def _placements(
     problem: Problem, order: Sequence[int], budget_bytes: int, flat: Flat, movables: Movables
 ) -> Iterator[_Places]:
-    """Copies that bring an order within the budget: in one way, or with several amounts saved by what waits, or that
-    stay on the device between steps."""
+    """Copies that bring an order within the budget, in one way or in several.
+
+    There are several where microbatches wait, one for each amount that they save, or where parameters may stay on the
+    device between steps, one for each amount of those.
+    """
     amounts = [(0, 0)]
     if problem.in_flight > 1:
         amounts = [(n, 0) for n in _Places(problem, order, budget_bytes, flat, movables).amounts_saved()]
@@ -234,8 +245,9 @@ def least_bytes(problem: Problem, *orders: Sequence[int]) -> int:
 class _Places:
     """One order, the bytes held at each position, and the gaps, of which some are closed.
 
-    saved_bytes: the most that each microbatch may save that waits beside the one whose order this is. staying_bytes:
-    the most that may stay on the device between steps. least_share: of the budget, below which values don't leave.
+    - saved_bytes: the most that each microbatch may save that waits beside the one whose order this is.
+    - staying_bytes: the most that may stay on the device between steps.
+    - least_share: of the budget, below which values don't leave.
     """
 
     problem: Problem
@@ -318,8 +330,10 @@ class _Places:
         return int(self.held[self.turn]) - a.tangent_bytes - a.base_bytes + a.input_bytes
 
     def amounts_saved(self) -> list[int]:
-        """What microbatches that wait may save: all that fits, and less and less as values leave that are read again
-        last."""
+        """What microbatches that wait may save: all that fits, and less and less.
+
+        It is less as values leave, those first that are read again last.
+        """
         gaps, sizes = self.gaps, self.movables.size_bytes
         leaving = np.nonzero(~gaps.closed & (gaps.start < self.turn) & (self.turn < gaps.stop))[0]
         leaving = leaving[np.lexsort((-sizes[gaps.value[leaving]], -gaps.stop[leaving]))]

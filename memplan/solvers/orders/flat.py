@@ -21,17 +21,23 @@ Flags = NDArray[np.bool_]
 
 
 class Arrays(NamedTuple):
-    """What kernels read. Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`.
+    """What kernels read of a problem.
 
-    read: values read or taken over by an op, residents and tangents left out; made: values written, residents left out.
-    taken[v]: the value whose memory v takes over, -1 where there is none that is tracked here.
-    in_place[v]: v needs no new memory. held[v]: v is never freed. producer[v]: op, or -1.
-    overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
-    update_bytes: held beside what is left after the last op.
-    others: microbatches that wait beside the one that runs, each with what it holds at the boundary and `input_bytes`.
-    rerunnable[i]: op i belongs to the forward pass and can run again.
-    deferrable[i]: op i of the forward pass may run for the first time in the backward pass: nothing that has to happen
-        in the forward pass needs it.
+    Compressed rows: op i reads `read[read_start[i]:read_start[i + 1]]`, and makes values likewise.
+
+    - read: values read or taken over by an op, residents and tangents left out.
+    - made: values written by an op, residents left out.
+    - taken[v]: the value whose memory v takes over, -1 where there is none that is tracked here.
+    - in_place[v]: v needs no new memory.
+    - held[v]: v is never freed.
+    - producer[v]: the op that makes v, or -1.
+    - overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
+    - rerunnable[i]: op i belongs to the forward pass and can run again.
+    - deferrable[i]: op i of the forward pass may run for the first time in the backward pass: nothing that has to
+      happen in the forward pass needs it.
+    - update_bytes: held beside what is left after the last op.
+    - others: microbatches that wait beside the one that runs, each with what it holds at the boundary and
+      `input_bytes`.
     """
 
     boundary: int
@@ -62,11 +68,11 @@ class Arrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """`Arrays` beside Python rows of the same, for code that is not compiled.
+    """`Arrays` beside Python rows of their contents, for code that is not compiled.
 
-    lost_late: some ops count as not rerunnable only because the backward pass overwrites what they read. They could
-    run again before that, so "never" is safe for a schedule and not for a bound. blocks: what was cut out of this
-    already (`options.localise`), for several methods look at the same chains.
+    - lost_late: some ops count as not rerunnable only because the backward pass overwrites what they read. They could
+      run again before that, so "never" is safe for a schedule and not for a bound.
+    - blocks: what was cut out of this already (`options.localise`), for several methods look at the same chains.
     """
 
     arrays: Arrays
@@ -88,8 +94,8 @@ class Flat:
 def flatten(problem: Problem, updates: bool = True) -> Flat:
     """Lower a problem into arrays.
 
-    updates: count what updating a parameter takes as scratch of the op that makes its gradient: that is where it nearly
-    always happens, and never too little there. False leaves it out, for a bound.
+    updates: count what updating a parameter takes as scratch of the op that makes its gradient. Nearly always that is
+    where the update happens, and never is too little counted there. False leaves it out, for a bound.
     """
     graph = problem.graph
     values = graph.values

@@ -1,9 +1,12 @@
 """A fast accountant for orders of ops, and two rewritings of orders that never change what is computed.
 
-`replay` says of an order what `simulate` says of `schedule_of(order)`: tests hold the two equal. `prune` takes out runs
-that nobody reads. `fill` takes out runs whose earlier result can be kept under a limit; a block's or a whole step's
-sparse order becomes a good one for any limit this way.
-`fill` is greedy, by seconds saved per byte; `exchange` repairs part of what that loses.
+`replay` says of an order what `simulate` says of `schedule_of(order)`: tests hold the two equal.
+
+`prune` takes out runs that nobody reads.
+
+`fill` takes out runs whose earlier result can be kept under a limit. A block's or a whole step's sparse order becomes a
+good one for any limit this way. `fill` is greedy, by seconds saved per byte; `exchange` repairs part of what that
+loses.
 """
 
 from __future__ import annotations
@@ -148,10 +151,12 @@ def prune(a: Arrays, order: Ints) -> Ints:
 def _instances(a: Arrays, order: Ints) -> tuple[Ints, Ints, Ints, Ints, Floats]:
     """For each repeated run that could be left out: where its results were last touched, and what that would save.
 
-    touched[p]: the earliest position from which the earlier results would have to be kept; -1: must stay.
-    kept_bytes[p]: their bytes. first[p]: 1 at first runs. saved_s[p]: seconds of the run and of what runs for it alone.
-    tied[p]: the run before, of an op with several outputs, else -1. One of the two has to stay, for the earlier may
-    free at once an output that the later makes for use.
+    - touched[p]: the earliest position from which the earlier results would have to be kept; -1: must stay.
+    - kept_bytes[p]: their bytes.
+    - first[p]: 1 at first runs.
+    - saved_s[p]: seconds of the run and of what runs for it alone.
+    - tied[p]: the run before, of an op with several outputs, else -1. One of the two has to stay, for the earlier may
+      free at once an output that the later makes for use.
     """
     n = len(order)
     values = len(a.size_bytes)

@@ -83,8 +83,11 @@ _READ, _GONE, _MADE = 0, 1, 2  # what happens to a value
 
 
 class Events(NamedTuple):
-    """What happens to each value in an order, in turn: value v has events[start[v]:start[v + 1]], each 4 * position +
-    what. ran, ran_start: positions at which each op runs, likewise."""
+    """What happens to each value in an order, in turn.
+
+    - start, events: value v has events[start[v]:start[v + 1]], each 4 * position + what.
+    - ran_start, ran: positions at which each op runs, likewise.
+    """
 
     start: Ints
     events: Ints
@@ -160,8 +163,10 @@ def _read_next(after: int) -> bool:
 
 @kernel
 def _closure(a: Arrays, events: Events, value: int, before: int, marked: Flags) -> tuple[int, bool]:
-    """Marks the ops that compute a value again before a position, with what that needs and is not there. Returns their
-    number, 0 where that is impossible, and whether there may then be runs that nobody reads."""
+    """Mark the ops that compute a value again before a position, with what that needs and is not there.
+
+    Returns their number, 0 where that is impossible, and whether there may then be runs that nobody reads.
+    """
     stack = np.empty(a.boundary + 1, dtype=np.int64)
     if a.producer[value] < 0 or a.producer[value] >= a.boundary:
         return 0, False
@@ -192,8 +197,10 @@ def _closure(a: Arrays, events: Events, value: int, before: int, marked: Flags) 
 
 @kernel
 def split(a: Arrays, order: Ints, events: Events, value: int, before: int) -> tuple[Ints, bool]:
-    """The order with `value` computed again just before position `before`, with what that needs and is not there, and
-    whether there may now be runs that nobody reads.
+    """The order with `value` computed again just before position `before`.
+
+    What that needs and is not there is computed again, too. Also returns whether there may now be runs that nobody
+    reads.
 
     Returns an empty order where that is impossible. The result may still be illegal where ops write in place; `replay`
     says so.
@@ -211,8 +218,10 @@ def split(a: Arrays, order: Ints, events: Events, value: int, before: int) -> tu
 
 @kernel
 def promise_of(a: Arrays, events: Events, during: Ints, target_bytes: int, value: int, before: int) -> float:
-    """At least the seconds that a split pays per byte of excess that it removes, where all runs are read. Infinite
-    where it removes none, minus infinite where this can't be told."""
+    """A lower bound on the seconds that a split pays per byte of excess that it removes, where all runs are read.
+
+    It is infinite where the split removes none, and minus infinite where this can't be told.
+    """
     marked = np.zeros(a.boundary, dtype=np.bool_)
     count, idle = _closure(a, events, value, before, marked)
     if count == 0:
@@ -285,10 +294,12 @@ def excess_bytes(during: Ints, target_bytes: int) -> float:
 def bring_down(a: Arrays, order: Ints, target_bytes: int, rounds: int, width: int) -> Ints:
     """Bring the peak of an order down towards a target, one split at the highest position a round.
 
-    A round looks at the `width` largest values live through the peak and takes the split that pays the fewest seconds
-    per byte of excess removed: splits are tried that promise the most, until none that is left can do better. Stops at
-    the target, at `rounds`, or where no split helps. Where microbatches wait, it looks at as many that are live at the
-    boundary as well: they weigh on every position.
+    A round looks at the `width` largest values live through the peak. It takes the split that pays the fewest seconds
+    per byte of excess removed: splits are tried in the order of what they promise, until none that is left can do
+    better. Where microbatches wait, a round looks at as many values that are live at the boundary as well: they weigh
+    on every position.
+
+    Stops at the target, after `rounds`, or where no split helps.
     """
     during = np.zeros(len(order), dtype=np.int64)
     peak, at, time_s = replay(a, order, during)

@@ -14,7 +14,11 @@ from memplan.solvers.orders.replay import replay
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """solver: what the order started from. peak_bytes is -1 for an order that is not legal."""
+    """An order of ops beside what it comes to.
+
+    - peak_bytes: -1 for an order that is not legal.
+    - solver: what the order started from.
+    """
 
     peak_bytes: int
     time_s: float
@@ -54,8 +58,10 @@ def pareto(sketches: Iterable[_Ordered]) -> list[_Ordered]:
 
 
 def thin(points: Sequence[_Point], limit: int) -> list[_Point]:
-    """At most `limit` points of a front: those whose loss costs the most stay. A lost point costs a budget just above
-    it."""
+    """At most `limit` points of a front: those whose loss costs the most stay.
+
+    A lost point costs a budget just above it.
+    """
     kept = list(points)
     while len(kept) > max(limit, 2):
         loss = [(kept[i - 1].time_s - kept[i].time_s) * (kept[i + 1].peak_bytes - kept[i].peak_bytes)

@@ -11,9 +11,14 @@ from memplan.problem.simulate import simulate
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """own_bytes: what forward makes and leaves for backward, saved generator states included. borrowed: (value, bytes)
-    of arguments and results that backward reads, which others may hold as well. forward_bytes: the most held in
-    forward. backward_bytes: the most that backward adds to what is held when it begins. time_s: seconds of both."""
+    """What one unit's schedule holds and takes.
+
+    - own_bytes: what forward makes and leaves for backward, saved generator states included.
+    - borrowed: (value, bytes) of arguments and results that backward reads, which others may hold as well.
+    - forward_bytes: the most held in forward.
+    - backward_bytes: the most that backward adds to what is held when it begins.
+    - time_s: seconds of both.
+    """
 
     own_bytes: int
     borrowed: frozenset[tuple[int, int]]
@@ -35,8 +40,10 @@ class Pass:
         )
 
     def extra_bytes(self, measured: Pass) -> int:
-        """What this one saves beyond another that ran when the step was measured. Never less than what it adds: that
-        an argument is not saved frees nothing for certain."""
+        """Bytes that this pass saves beyond another one that ran when the step was measured.
+
+        They are never less than what this pass adds: that an argument is not saved frees nothing for certain.
+        """
         return self.own_bytes - measured.own_bytes + sum(size for _, size in self.borrowed - measured.borrowed)
 
 

@@ -2,8 +2,8 @@
 
 Units run one after the other in forward and in the reverse order in backward (autograd runs the nodes that were made
 last first). So what is held while a unit runs, in forward or in backward, depends on the choices before it through one
-number: the sum of the bytes that are saved. That makes it a dynamic programme over that sum. Where a block of units
-may also run as one unit, the programme goes both ways and takes what is best for each sum.
+number: the sum of the bytes that are saved. That makes it a dynamic programme over that sum. Where a block of units may
+also run as one unit, the programme goes both ways and takes what is best for each sum.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _Integers = npt.NDArray[np.int64]
 class UnitOption:
     """One way to run a unit.
 
-    extra_bytes: what it saves from its forward to its backward beyond the way in which the step was measured.
-    forward_peak_bytes, backward_peak_bytes: the most that the whole step holds from the unit before up to the end of
-    this one's pass, where all others run as measured. In backward `extra_bytes` of its own comes on top of it.
-    time_s: seconds more than where nothing is recomputed.
+    - extra_bytes: what it saves from its forward to its backward beyond the way in which the step was measured.
+    - forward_peak_bytes, backward_peak_bytes: the most that the whole step holds from the unit before up to the end of
+      this one's pass, where all others run as measured. In backward `extra_bytes` of its own comes on top of it.
+    - time_s: seconds more than where nothing is recomputed.
     """
 
     extra_bytes: int
@@ -37,8 +37,11 @@ class UnitOption:
 
 @dataclass(frozen=True, slots=True)
 class UnitChain:
-    """units: the options of each, in the order of forward, one at least. exit_bytes: saved beyond that, once all have
-    run."""
+    """Units that run one after the other.
+
+    - units: the options of each, in the order of forward, one at least.
+    - exit_bytes: saved beyond those options' bytes, once all units have run.
+    """
 
     units: tuple[tuple[UnitOption, ...], ...]
     exit_bytes: int = 0
@@ -46,9 +49,13 @@ class UnitChain:
 
 @dataclass(frozen=True, slots=True)
 class UnitProblem:
-    """stages: the alternatives of each, in the order of forward: a unit by itself, or the units of a block and the
-    block as one unit. turn_bytes: the most held between forward and backward. end_bytes: the most held after the last
-    unit's backward, whatever is chosen."""
+    """The units of a step, and what it holds beside them.
+
+    - stages: the alternatives of each stage, in the order of forward: a unit by itself, or the units of a block and the
+      block as one unit.
+    - turn_bytes: the most held between forward and backward.
+    - end_bytes: the most held after the last unit's backward, whatever is chosen.
+    """
 
     stages: tuple[tuple[UnitChain, ...], ...]
     turn_bytes: int
@@ -57,8 +64,12 @@ class UnitProblem:
 
 @dataclass(frozen=True, slots=True)
 class UnitChoice:
-    """picks: for each stage the alternative and the option of each of its units. peak_bytes: of the whole step. time_s:
-    seconds more than where nothing is recomputed."""
+    """A way for every unit of a step, and what they come to.
+
+    - picks: for each stage the alternative, and the option of each of its units.
+    - peak_bytes: of the whole step.
+    - time_s: seconds more than where nothing is recomputed.
+    """
 
     picks: tuple[tuple[int, tuple[int, ...]], ...]
     peak_bytes: int
@@ -83,7 +94,8 @@ def appraise(problem: UnitProblem, picks: Sequence[tuple[int, tuple[int, ...]]])
 def choose_ways(problem: UnitProblem, budget_bytes: int) -> UnitChoice | None:
     """The fastest choice within the budget; None where there is none.
 
-    Exact while fewer sums than `_MOST_STATES` are reached; then the least sum and the fastest near each other stay.
+    It is exact while fewer sums than `_MOST_STATES` are reached. Beyond that, of sums near each other the fastest
+    stays, and the least sum of all.
     """
     if problem.end_bytes > budget_bytes:
         return None

@@ -1,11 +1,7 @@
 """Local search at a fixed peak: leave out one recomputation, and make room for its result with others.
 
 Greedy filling stops where nothing more fits. Here a run is left out although its result does not fit, `bring_down`
-splits other values until it does, and `fill` uses up what that frees; the result is kept where it takes less time.
-
-Tried beside it: threshold acceptance with moves that lift, shift and regroup runs on an incremental memory profile.
-Mean overheads over thirteen captured steps fell by 3% of themselves for 2 to 13 times the seconds; starts from the
-moments of the lower bound (`bound_seeds`) gave more than that for less.
+splits other values until it does, and `fill` uses up what that frees. The result is kept where it takes less time.
 """
 
 from __future__ import annotations

@@ -1,26 +1,11 @@
 """Large-neighbourhood search at a fixed peak (Shaw, 1998).
 
-Leaves out a few repeated runs that stand together, in time or in the model, brings the peak back under its limit with
-others, and fills up what that leaves. An order that takes a little longer is gone on from, the less so the later
-(record-to-record travel, Dueck, 1993); the best one is the answer, so it is never worse than the start.
+It leaves out a few repeated runs that stand together, in time or in the model. Then it brings the peak back under its
+limit with others, and fills up what that leaves. An order that takes a little longer is gone on from, the less so the
+later (record-to-record travel, Dueck, 1993). The best one is the answer, so it is never worse than the start.
 
-On fourteen captured steps it takes the mean gap to the bound, over forty budgets, from 1.22 to 1.17% for 6% more
-seconds of planning, most at tight budgets: Inception's overhead at 0.35 of the unplanned activation peak from 32.7 to
-30.8%, ResNet-50's from 31.1 to 30.6%. More tries lead little further: with a hundred times as many, ResNet-50's gap
-there goes from 5.4 to 4.8%, Inception's and DenseNet's stay. From a plan for that very budget, two searches of twenty
-thousand tries both end at an overhead of 29.6%, and none of four from other plans comes below in ten thousand: the
-bound is 23.9%, an integer programme over its moments says 27.8%.
-
-Tried beside it: moving repeated runs, splits that free memory for `fill`, splits before the inputs of a run are gone,
-noise on what is promised, no threshold or a larger one, and more or fewer steps. None of it found more for its seconds.
-
-First runs keep the order of the forward pass. `simulate` allows any in which random ops draw in turn and nothing
-reads what has been overwritten, but it does not pay: Inception, DenseNet and U-Net were solved with five other orders
-of their forward ops each (greedily by memory in two ways, other branches first, depth first, and at random). The
-floors stay, for they are within 0.1% of the bound's, and no order is ahead by more than 0.01 points of overhead at
-0.7, 0.5 or 0.35; some are behind by up to 2.5.
-
-`dag_search` does the same on plain DAGs, where anything may move.
+First runs keep the order of the forward pass: other orders do not pay (docs/research.md). `dag_search` does the like on
+plain DAGs, where anything may move.
 """
 
 from __future__ import annotations
@@ -126,7 +111,7 @@ def _repeated(a: Arrays, order: Ints) -> Ints:
 def _repair(a: Arrays, order: Ints, limit_bytes: int, most_s: float, by_size: Ints, state: DrawState) -> Ints:
     """The order with splits that bring its peak under the limit; empty where that fails or takes longer than `most_s`.
 
-    `orders.lower` looks at the largest values and takes the best split of all. Here it is the most promising one of
+    `bring_down` looks at the largest values and takes the best split of all. Here it is the most promising one of
     values that are drawn, so that it is another one each time.
     """
     during = np.zeros(len(order), dtype=np.int64)

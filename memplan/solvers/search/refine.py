@@ -2,9 +2,11 @@
 
 `refine` pushes the lowest schedules lower (`bring_down`), and at each peak of a grid brings neighbours down or fills
 them up to it (`fill`). `trade` exchanges dear recomputations for cheap ones at the peaks of a front (`exchange`), and
-leaves out several at once (`neighbourhood`). Both only add to what there is. What is refined together competes: a
-schedule that is beaten is left aside, though it might have led further. So families of methods are refined apart, and
-then traded together. Where the best that is known is `_CLOSE` to the lower bound, there is nothing left to look for.
+leaves out several at once (`neighbourhood`). Both only add to what there is.
+
+What is refined together competes: a schedule that is beaten is left aside, though it might have led further. So
+families of methods are refined apart, and then traded together. Where the best that is known is within `_CLOSE` of the
+lower bound, there is nothing left to look for.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def refine(
 ) -> Iterator[Sketch]:
     """Push the lowest candidates lower, then bring neighbours of every peak of a grid down or up to it.
 
-    known: of all families.
+    known: schedules of all families. Where one of them is close to the bound at a peak of the grid, that peak is left
+    out.
     """
     a, floor_bytes, best = flat.arrays, bound.floor_bytes, pareto(known)
     rounds = _rounds(flat, figures)
