@@ -1,5 +1,5 @@
-"""memplan at home in other libraries' training loops: a module or package each,
-imported as `memplan.integrations.NAME`.
+"""memplan in other libraries' training loops: a module or package each.
 
-They use public names of memplan only. Importing memplan imports none of them, and none imports another.
+They are imported as `memplan.integrations.NAME`, and use public names of memplan only. Importing memplan imports none
+of them, and none imports another.
 """

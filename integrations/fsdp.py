@@ -1,12 +1,12 @@
-"""memplan in models that `fully_shard` (FSDP2) has in units.
+"""memplan in models whose units went through `fully_shard` (FSDP2).
 
 for block in model.layers:
     fully_shard(block)
 fully_shard(model)
 memplan.integrations.fsdp.apply_blocks(model, sample, "8GiB")
 
-The hooks of a unit gather its parameters before it runs and take them apart afterwards, so a plan must not reach over
-the edge of a unit. Within it, a plan runs as in any other model.
+The hooks of a unit gather its parameters before it runs and shard them again afterwards, so a plan must not cross the
+edge of a unit. Within a unit, a plan runs as in any other model.
 """
 
 from __future__ import annotations
@@ -36,14 +36,18 @@ def apply_blocks(
 ) -> memplan.PartialPlan:
     """Plan the blocks of a sharded model, so that this rank's step fits a budget. Every rank calls it.
 
-    blocks: what to plan; None takes the units of `fully_shard` that have no further unit in them. budget: the most
-    bytes that this rank may hold; ranks may have other ones. Counted are its part of parameters and gradients, what the
-    step makes, and the parameters that are gathered at a time: those of units that stay gathered (the root, and
-    `reshard_after_forward=False`), and of the two largest neighbours among the others, for one of them is fetched
-    ahead. group: the ranks that rehearse together; None is all of them. keywords: as for `memplan.apply_blocks`.
+    - sample: as for `memplan.apply`.
+    - budget: the most bytes that this rank may hold; ranks may have other ones.
+    - blocks: what to plan; None takes the units of `fully_shard` that have no further unit in them.
+    - group: the ranks that rehearse together; None is all of them.
+    - keywords: as for `memplan.apply_blocks`.
 
-    Gives the plan. Raises BudgetInfeasible, on every rank, where one can't meet its budget; ValueError where there is
-    nothing to plan.
+    The budget is for this rank's part of parameters and gradients, for what the step makes, and for the parameters that
+    are gathered at a time. Those are of units that stay gathered (the root, and `reshard_after_forward=False`), and of
+    the two largest neighbours among the others, because one of two neighbours is fetched ahead.
+
+    Gives the plan. Raises BudgetInfeasible, on every rank, where one can't meet its budget. Raises ValueError where
+    there is nothing to plan.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -71,7 +75,7 @@ def _units_inside(unit: nn.Module) -> bool:
 
 
 def _whole(units: Sequence[nn.Module]) -> Any:
-    """What has the parameters of a block gathered for as long."""
+    """A function from a block to a context in which the block's parameters are gathered."""
 
     @contextlib.contextmanager
     def whole(block: nn.Module) -> Iterator[None]:
@@ -93,7 +97,7 @@ def _whole(units: Sequence[nn.Module]) -> Any:
 class _Gathered:
     """The storages of gathered parameters by unit, in the order in which forward comes to them.
 
-    Such a storage is one and the same in all steps; its memory comes and goes, which no op tells of.
+    All steps have the same storages. Their memory is allocated and freed again, which no op shows.
     """
 
     def __init__(self, units: Sequence[nn.Module]) -> None:
@@ -116,7 +120,7 @@ class _Gathered:
         return id(storage) in self._all
 
     def most_bytes(self) -> int:
-        """The most that are gathered at a time."""
+        """The most bytes that are gathered at a time."""
         leaving = [size for unit, size in self._bytes.items() if unit not in self._staying]
         staying_bytes = sum(self._bytes[unit] for unit in self._staying)
         return staying_bytes + max((a + b for a, b in pairwise([0, *leaving])), default=0)
@@ -135,7 +139,7 @@ class _Gathered:
 
 
 def _own_parameters(unit: nn.Module) -> list[nn.Parameter]:
-    """The parameters of a unit that are in no further unit in it."""
+    """The parameters of a unit that are not in a further unit inside of it."""
     inner = [module for module in unit.modules() if isinstance(module, FSDPModule) and module is not unit]
     theirs = {id(m) for module in inner for m in module.modules()}
     return [p for m in unit.modules() if id(m) not in theirs for p in m.parameters(recurse=False)]

@@ -22,17 +22,17 @@ log = logging.getLogger("memplan")
 class MemplanCallback(TrainerCallback):
     """Plans the model that a Trainer trains: its first batch, when that comes, and later ones that are unlike it.
 
-    The plan is on the model while `trainer.train()` runs and is taken off when that ends; `plan` still has it then.
-    Where parameters live on the host it stays, so that the model can be evaluated; `memplan.remove` takes it off.
-    After the first step one line of it is logged, by the logger "memplan" at level INFO.
+    The plan is on the model while `trainer.train()` runs, and is taken off when that ends; `plan` still has it then.
+    Where parameters live on the host it stays, so that the model can be evaluated; `memplan.remove` takes it off. After
+    the first step, the logger "memplan" logs one line about it at level INFO.
 
-    budget, apply_keywords: as for `memplan.apply`. Three follow the training arguments unless they are given here:
-    `accumulate` is on where gradients are accumulated over several batches, `grads` is "edges" where
-    DistributedDataParallel looks for unused parameters, which the Trainer has it do by default, and `device` is the
-    Trainer's where there is a `host_budget`.
-    count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
-    model: one that does not fit on the device, for a `host_budget`. The Trainer, which moves models there when it is
-    made, leaves this one on the CPU; what the plan wants on the device goes there with the first batch.
+    - budget, apply_keywords: as for `memplan.apply`. Three keywords follow the training arguments unless they are given
+      here. `accumulate` is on where gradients are accumulated over several batches. `grads` is "edges" where
+      DistributedDataParallel looks for unused parameters, as the Trainer asks for by default. `device` is the Trainer's
+      where there is a `host_budget`.
+    - count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
+    - model: one that does not fit on the device, for a `host_budget`. The Trainer moves other models to the device when
+      it is made, and leaves this one on the CPU. What the plan wants on the device goes there with the first batch.
 
     Raises ValueError for training arguments that a plan can't be combined with, saying what to change: when the Trainer
     is made, or when training begins if the callback was added later.
@@ -124,7 +124,7 @@ class MemplanCallback(TrainerCallback):
             self._place = None
 
     def _finish(self) -> None:
-        """Take the plan off the model; also off one whose training was interrupted."""
+        """Take the plan off the model, also where training was interrupted."""
         self._may_move()
         if self._model is not None:
             self._plan = self.plan
@@ -133,10 +133,10 @@ class MemplanCallback(TrainerCallback):
 
 
 class _InPlace:
-    """Has the Trainer and Accelerate leave a model's parameters where they are: models with a device map are not moved.
+    """Makes the Trainer and Accelerate leave a model's parameters where they are, as they do with a device map.
 
-    It names the device several times, for a map with one entry is no reason for Accelerate, and one that names the CPU
-    would be for `save_pretrained` to look for what Accelerate has offloaded.
+    The map has several entries, because Accelerate ignores one with a single entry. It does not name the CPU, because
+    `save_pretrained` would then look for what Accelerate has offloaded.
     """
 
     def __init__(self, model: nn.Module, device: str) -> None:
@@ -194,13 +194,13 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
 
 
 def _grads(args: TrainingArguments) -> str:
-    """How gradients must reach autograd: searching its graph for unused parameters needs them there."""
+    """The `grads` that the training arguments need: looking for unused parameters in autograd's graph takes "edges"."""
     searched = args.parallel_mode == ParallelMode.DISTRIBUTED and args.ddp_find_unused_parameters is not False
     return "edges" if searched else "surface"
 
 
 def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """The optimizer itself, without the wrapper that accelerate puts around it."""
+    """The optimizer without the wrapper that Accelerate puts around it."""
     inner = getattr(optimizer, "optimizer", optimizer)
     assert isinstance(inner, torch.optim.Optimizer)
     return inner

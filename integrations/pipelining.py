@@ -41,23 +41,24 @@ def plan_stages(
 ) -> StagePlans:
     """Plan the stages that a schedule runs on this rank, when its first `step` comes; before anything of it runs.
 
-    schedule: GPipe, 1F1B, Interleaved 1F1B, or any other that runs each backward in one piece, with its loss function.
-        On the last stage the loss is part of the plan.
-    budget: of this rank: the most bytes that its stages may hold together, with all microbatches in flight, receive
-        buffers and what the schedule keeps to the end of a step: an int, "8GiB", or, where there is one stage on the
-        rank, a fraction of the unplanned peak. Where there are several, points of their curves of peak against time are
-        chosen so that the most time is saved of all that fit together: at each action of the schedule's order, with
-        what every stage then has in flight. A dict gives each stage, by its index, a budget of its own.
-    host_budget: of this rank: pinned host memory to which its stages may offload activations, those of all microbatches
-        in flight: an int or "64GiB". Where there are several stages they have equal parts of it; a dict gives each
-        stage, by its index, one of its own. None: nothing is offloaded. Parameters stay on the device.
-    return_outputs: as `schedule.step` will be told. Without outputs, those of the last stage are freed in each step.
-    apply_keywords: as for `memplan.apply`.
+    - schedule: GPipe, 1F1B, Interleaved 1F1B, or any other that runs each backward in one piece, with its loss
+      function. On the last stage the loss is part of the plan.
+    - budget: the most bytes that the stages of this rank may hold together, with all microbatches in flight, receive
+      buffers and what the schedule keeps to the end of a step: an int or "8GiB". With one stage on the rank it may be a
+      fraction of the unplanned peak. With several stages, each has a curve of peak against time, and one point of each
+      is chosen, so that all fit together in the least time. What they hold is worked out at each action of the
+      schedule's order, with what every stage then has in flight. A dict gives each stage, by its index, a budget of its
+      own.
+    - host_budget: pinned host memory to which the stages of this rank may offload activations, those of all
+      microbatches in flight: an int or "64GiB". Several stages have equal parts of it. A dict gives each stage, by its
+      index, one of its own. None: nothing is offloaded. Parameters stay on the device.
+    - return_outputs: as `schedule.step` will be told. Without outputs, those of the last stage are freed in each step.
+    - apply_keywords: as for `memplan.apply`.
 
-    How many microbatches are in flight is counted from the schedule's own order. Without `input_args` and
-    `output_args` of `PipelineStage`, PyTorch's first step runs one microbatch ahead to learn of shapes: unplanned.
-    Nothing is communicated for planning. Raises ValueError for what can't be planned, with what to change; the first
-    step raises what `memplan.apply` raises.
+    How many microbatches are in flight is counted from the schedule's own order. Without `input_args` and `output_args`
+    of `PipelineStage`, PyTorch's first step runs one microbatch ahead, unplanned, to learn of shapes. Nothing is
+    communicated for planning. Raises ValueError for what can't be planned, with what to change; the first step raises
+    what `memplan.apply` raises.
     """
     for name in ("sample", "plan", "loss_fn", "in_flight", "surroundings"):
         if name in apply_keywords:
@@ -73,18 +74,15 @@ def plan_stages(
 def in_flight(schedule: PipelineSchedule) -> dict[int, int]:
     """The most forwards that wait for their backward at once, for each stage of this rank, by its index.
 
-    Counted over the order of actions that the schedule has worked out. Raises ValueError for a schedule that has none,
-    or that splits backward.
+    They are counted over the order of actions that the schedule has worked out. Raises ValueError for a schedule that
+    has none, or that splits backward.
     """
     moments = [moment.in_flight for moment in _moments(schedule)]
     return {index: max(counts[index] for counts in moments) for index in moments[0]}
 
 
 class StagePlans:
-    """The plans of one rank's stages.
-
-    in_flight: microbatches in flight, by stage index.
-    """
+    """The plans of one rank's stages. in_flight: microbatches in flight, by stage index."""
 
     def __init__(
         self,
@@ -95,7 +93,10 @@ class StagePlans:
         return_outputs: bool,
         keywords: dict[str, Any],
     ) -> None:
-        """counts, host_budgets: by stage index; stages without one of the latter do not offload."""
+        """Prepare to plan the stages.
+
+        counts, host_budgets: by stage index. Stages without a host budget do not offload.
+        """
         self.in_flight = counts
         self._schedule, self._budget, self._keywords = schedule, budget, keywords
         self._host_budgets = host_budgets
@@ -117,7 +118,7 @@ class StagePlans:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that they need together. Raises ValueError before plans."""
+        """Host memory that the stages of this rank need together. Raises ValueError before plans."""
         self._require_plans()
         return sum(plan.host_bytes for plan in self.plans.values())
 
@@ -128,7 +129,7 @@ class StagePlans:
         return {index: plan for index, plan in found.items() if isinstance(plan, memplan.Plan)}
 
     def remove(self) -> None:
-        """Take the plans off and leave the schedule as it was. Does nothing the second time."""
+        """Take the plans off and put the schedule back as it was. Does nothing the second time."""
         if self._begins not in vars(self._schedule):
             return
         delattr(self._schedule, self._begins)
@@ -141,7 +142,7 @@ class StagePlans:
             raise ValueError("the stages are planned when the schedule's first step comes")
 
     def _begin(self, initialize: Callable[..., None], *arguments: Any, **keywords: Any) -> None:
-        """In place of what a schedule does before a step's first microbatch: that, unplanned, and plans."""
+        """Plan, beside what a schedule does before a step's first microbatch. That runs unplanned."""
         for stage in self._stages.values():
             stage.aside = True
         initialize(*arguments, **keywords)
@@ -185,10 +186,12 @@ class StagePlans:
     def _options(self, stage: Any) -> dict[str, Any]:
         """Arguments of `memplan.apply` for one stage, with what PyTorch holds of its inputs and outputs.
 
-        Buffers for what arrives are there for all microbatches from the first step on (newer releases than 2.13 make
-        them as they are needed, which leaves the difference free). What was sent is held to the end of the step, but by
-        1F1B, which waits for what it sends. Outputs of the last stage are, too, and then returned in one piece, when
-        nothing else is left of what was in flight. The state of an optimizer counts for one of the stages alone.
+        - Buffers for what arrives are there for all microbatches from the first step on. Newer releases than 2.13 make
+          them as they are needed, which leaves the difference free.
+        - What was sent is held to the end of the step, except by 1F1B, which waits for what it sends.
+        - Outputs of the last stage are held to the end too. They are then returned in one piece, when nothing else is
+          left of what was in flight.
+        - The state of an optimizer counts for one of the stages only.
         """
         count, every = self.in_flight[stage.stage_index], self._schedule._n_microbatches
         sent = (count + 1, 3) if isinstance(self._schedule, Schedule1F1B) else (every, every + 1)
@@ -211,7 +214,7 @@ class StagePlans:
 
 
 class _Whole(nn.Module):
-    """What is planned of a stage: its submodule, and on the last stage the loss, with the output where it is wanted."""
+    """What is planned of a stage: its submodule, and on the last stage the loss, with the output if it is wanted."""
 
     def __init__(
         self, submodule: nn.Module, forward: Callable[..., Any], loss_fn: Callable[..., Any] | None, output: bool
@@ -230,8 +233,10 @@ class _Whole(nn.Module):
 class _Stage:
     """One stage, with a forward that runs the plan where the schedule trains.
 
-    On the last stage forward returns a stand-in, and the step runs when the schedule asks for the loss, right after.
-    whole: what is planned. aside: the stage's own forward is wanted.
+    On the last stage forward returns a stand-in. The step runs when the schedule asks for the loss, right after.
+
+    - whole: what is planned.
+    - aside: the stage's own forward runs.
     """
 
     def __init__(self, stage: Any, loss_fn: Callable[..., Any] | None, return_outputs: bool) -> None:
@@ -265,7 +270,7 @@ class _Stage:
         return self._called is not None and output is self._called[0]
 
     def loss(self, target: Any, keywords: dict[str, Any]) -> Any:
-        """Run the step of the forward before, and put its output where the schedule collects outputs."""
+        """Run the step of the last forward, and put its output where the schedule collects outputs."""
         assert self._called is not None
         stand_in, args, kwargs = self._called
         self._called = None
@@ -278,9 +283,9 @@ class _Stage:
         return loss
 
     def sample(self, args: tuple[Any, ...], kwargs: Any, target: Any, loss_kwargs: Any) -> tuple[Any, ...]:
-        """What `whole` will be called with: of what arrives from another stage, zeros in the layout that it will have.
+        """Arguments like those that `whole` will be called with. For what arrives from another stage they are zeros.
 
-        Copies, for microbatches are views of a batch: a plan counts the memory of each input whole.
+        They are copies, because microbatches are views of a batch, and a plan counts all of the memory behind an input.
         """
         if not self.stage.is_first:
             args = tuple(
@@ -297,7 +302,11 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True)
 class _ActionMoment:
-    """A forward or backward of the schedule's order: the stage that runs, and by stage how many are in flight then."""
+    """A forward or backward in the schedule's order.
+
+    - stage: the stage that runs.
+    - in_flight: by stage, how many forwards are in flight then.
+    """
 
     stage: int
     in_flight: dict[int, int]
@@ -323,7 +332,7 @@ def _moments(schedule: PipelineSchedule) -> list[_ActionMoment]:
 
 
 def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_ActionMoment]) -> int:
-    """The most bytes that these plans of one rank's stages hold at one time."""
+    """The most bytes that these plans of one rank's stages hold at any moment together."""
     idle = {i: plan.problem.resident_bytes - plan.problem.graph.input_bytes for i, plan in plans.items()}
 
     def held(moment: _ActionMoment) -> int:
@@ -338,9 +347,9 @@ def _together(plans: Mapping[int, memplan.Plan], moments: Iterable[_ActionMoment
 def _fastest(
     curves: Mapping[int, Sequence[memplan.Plan]], moments: Sequence[_ActionMoment], budget_bytes: int
 ) -> dict[int, memplan.Plan]:
-    """One plan of each curve: the fastest together that fit together. Raises BudgetInfeasible.
+    """One plan of each curve: those that fit together in the least time. Raises BudgetInfeasible.
 
-    Of long curves some points are left out, the ends not, so that all combinations can be tried.
+    Of long curves some points are left out, but not the ends, so that all combinations can be tried.
     """
     most = max(2, int(_COMBINATIONS ** (1 / len(curves))))
     thinned = [[curve[round(k * (len(curve) - 1) / (most - 1))] for k in range(most)] for curve in curves.values()]
@@ -380,7 +389,7 @@ def _bytes(budget: StageBudget | Mapping[int, StageBudget]) -> int:
 def _host_budgets(
     host_budget: StageHostBudget | Mapping[int, StageHostBudget] | None, stages: Collection[int]
 ) -> dict[int, int]:
-    """Bytes for each stage. Raises TypeError, ValueError for what is no number of bytes."""
+    """Bytes for each stage. Raises TypeError or ValueError for what is not a number of bytes."""
     if host_budget is None:
         return {}
     if isinstance(host_budget, Mapping):

@@ -1,4 +1,4 @@
-"""The public functions. Each reads as the list of stages that it goes through."""
+"""The public functions. Each reads as the list of its stages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def apply(
     sample: a batch like those to come: a tensor, a tuple of arguments, or a dict of keyword arguments of forward. None:
         the first call is planned when it comes.
     budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a fraction
-        of the unplanned peak (0.5), or a `Budget`. A fraction is one of the first plan's unplanned peak.
+        of the unplanned peak (0.5), or a `Budget`. For a fraction, it is the unplanned peak of the first plan.
     loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
         the step; the planned model is then called with those arguments and returns the loss.
     optimizer: counts its state and its `step()` into the budget.
@@ -91,13 +91,13 @@ def apply(
         accumulating over several batches, a GradScaler and several processes are refused.
     in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
         together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
-    shards: who has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
+    shards: whatever has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
         gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank and give it to
         all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that plans by itself
         would gather in another order.
     init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in place
         and where it will live, so that the model never exists as a whole on the device. It may be called more than once
-        for a name where ops are timed. Parameters become new objects, of which an optimizer given here is told.
+        for a name where ops are timed. Parameters become new objects, also in an optimizer given here.
     keep_frozen: with a host budget, copies of frozen parameters that live on the host may stay on the device from one
         step to the next, where there is room between steps: what backward reads last, forward reads first. You promise
         that nothing writes to frozen parameters through `.data`, NumPy or other tensors that share their memory; copies
@@ -114,7 +114,7 @@ def apply(
         are part of the plan (ZeRO). Before each planned step they make sure that all of them run the same collectives
         in the same order, else PlanMismatch is raised on all; ranks with equal steps and budgets share one plan; what
         goes wrong in planning on one is raised on all. Each has to call `apply`, and then the planned model equally
-        often. None: this rank decides by itself.
+        often. None: this rank decides alone.
 
     Returns the same model. Raises BudgetInfeasible (with the smallest budget that can be met), UnsupportedModel,
     PlanMismatch (`plan` belongs to another step), ValueError or TypeError (bad arguments); then nothing has changed.
@@ -172,7 +172,7 @@ def apply(
 
 
 def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None) -> BudgetInfeasible:
-    """The refusal, which tells why the plan that the model has says of itself that less would do."""
+    """The refusal, with the smaller budget that would do where backward starts from fewer outputs."""
     if less_bytes is None or less_bytes >= error.floor_bytes:
         return error
     return BudgetInfeasible(
@@ -199,7 +199,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) 
 def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ...]:
     """The curve of peak against time: plans from the smallest budget to the unplanned step, peaks up and times down.
 
-    Each is runnable: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
+    Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
     planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen")))
@@ -222,11 +222,11 @@ def _settings(function: str, budget: BudgetLike | None, given: dict[str, Any], b
 def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | PartialPlan | None, ...]:
     """Plan a planned model for further kinds of calls ahead of time, the largest first. Gives their plans in order.
 
-    Where ranks train the model together (`group=` of `apply`), each calls this with as many samples: they agree on the
-    plans, sample by sample, as they do before steps.
+    Where ranks train the model together (`group=` of `apply`), each calls this with equally many samples. The ranks
+    agree on a plan for each sample in turn, as they do before steps.
 
-    Raises BudgetInfeasible where one can't fit the budget: better now than in the middle of training. ValueError where
-    the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
+    Raises BudgetInfeasible where one can't fit the budget, now instead of in the middle of training. Raises ValueError
+    where the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
     """
     planned = planned_forward(model)
     if planned is None:
@@ -241,7 +241,7 @@ def _bytes(sample: Sample) -> int:
 
 
 def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
-    """The plan that the model ran last, or will run first; None where it has none."""
+    """The plan that the model ran last, or will run first. None where it has none."""
     planned = planned_forward(model)
     return None if planned is None else planned.plan
 
@@ -249,19 +249,17 @@ def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
 def grown_bytes(model: nn.Module) -> int | None:
     """The most bytes that a planned model's first step was measured to hold beyond those that were there before it.
 
-    On a CPU without what kernels take for themselves. None before that step is over, without a plan, and with a plan
-    in parts.
+    On a CPU, kernel scratch is not measured. None before that step is over, without a plan, and with a plan in parts.
     """
     planned = planned_forward(model)
     return None if planned is None else planned.grown_bytes
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model, and those off blocks of it, and give the original forwards back. Does nothing to a
-    model without a plan.
+    """Take the plan off the model and off blocks of it, and put the original forwards back.
 
-    Parameters that live on the host stay there; `model.to(device)` brings them back, and the next `optimizer.step()`
-    its state.
+    A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
+    back, and the next `optimizer.step()` brings back its state.
     """
     for module in model.modules():
         planned = planned_forward(module)
@@ -278,8 +276,9 @@ def fetching(model: nn.Module) -> Iterator[None]:
     """Run parts of a planned model by themselves, without gradients, though parameters live on the host.
 
     The model itself needs no help in eval mode and under no_grad. This is for code that calls submodules of it, as
-    `generate` of encoder-decoder models does: they then find their parameters on the device, each copy for as long as
-    it is used. What is written in place to such a copy is written to the host as well; assigning to `.data` is lost.
+    `generate` of encoder-decoder models does. Within this context they find their parameters on the device, each copy
+    for as long as it is used. What is written in place to such a copy is written to the host as well; assigning to
+    `.data` is lost.
 
     Raises ValueError where the model has no plan.
     """
@@ -291,7 +290,7 @@ def fetching(model: nn.Module) -> Iterator[None]:
 
 
 def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
-    """Have `remove` call this once the plan is off: what an integration has put around a planned model goes with it.
+    """Let `remove` call `undo` once the plan is off, so that what an integration has put around the model goes with it.
 
     Raises ValueError where the model has no plan.
     """
@@ -303,7 +302,7 @@ def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The model's own forward; a plan that is installed steps aside for as long."""
+    """A context with the model's own forward. An installed plan is set aside in it."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     planned = planned_forward(model)

@@ -3,9 +3,9 @@
 from memplan.integrations.deepspeed import initialize
 engine, optimizer, loader, scheduler = initialize(model=model, config=config, sample=batch)
 
-The budget stands in the `memplan` section of the DeepSpeed config: `MemplanConfig` says what it may hold. For the
-Trainer of transformers there is `MemplanDeepSpeedCallback`; with Accelerate, `attach` the model that
-`accelerator.prepare` returns.
+The budget is given in the `memplan` section of the DeepSpeed config; `MemplanConfig` lists its keys. For the Trainer of
+transformers there is `MemplanDeepSpeedCallback`. With Accelerate, call `attach` on the model that `accelerator.prepare`
+returns.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """`deepspeed.initialize` with the same arguments and result, and a plan for what each rank runs.
 
-    sample, memory: as for `attach`, whose errors are raised as well.
+    sample, memory: as for `attach`, whose errors are raised too.
     """
     engine, optimizer, loader, scheduler = deepspeed.initialize(*arguments, **keywords)
     attach(engine, sample, memory=memory)
@@ -39,13 +39,13 @@ def initialize(
 def attach(engine: DeepSpeedEngine, sample: Any = None, *, memory: DeviceMemory | None = None) -> DeepSpeedEngine:
     """Plan what an engine runs on this rank, as the `memplan` section of its config says. Call it on every rank.
 
-    The engine may come from `deepspeed.initialize`, or be what `accelerator.prepare` of Accelerate gives for a model.
-    The loop around it does not change; `memplan.remove(engine.module)` takes the plan off again.
-    sample: a batch like those that the engine will be called with: a tensor, a tuple of arguments, or a dict of keyword
-        arguments, on the engine's device. None: the first call is planned when it comes. Under ZeRO 3 a step that can't
-        be captured whole takes a sample: its blocks are then planned each by itself.
-    memory: says what the device has free, where no budget is given. None is the device's own memory, which a CPU does
-        not have.
+    The engine comes from `deepspeed.initialize`, or is what `accelerator.prepare` of Accelerate gives for a model. The
+    loop around it does not change; `memplan.remove(engine.module)` takes the plan off again.
+
+    - sample: a batch like those that the engine will be called with: a tensor, a tuple of arguments, or a dict of
+      keyword arguments, on the engine's device. None: the first call is planned when it comes. Under ZeRO 3, a step
+      that can't be captured whole needs a sample: its blocks are then planned each by itself.
+    - memory: says what the device has free, where no budget is given. None is the device's own memory. A CPU has none.
 
     Returns the same engine. Raises ValueError for a section or an engine that can't be planned, with what to change,
     and what `memplan.apply` raises.
@@ -69,7 +69,7 @@ def engine_config(engine: DeepSpeedEngine) -> Any:
 def plan_engine(
     engine: DeepSpeedEngine, section: MemplanConfig, sample: Any = None, memory: DeviceMemory | None = None
 ) -> Watch:
-    """`attach` for a section that was read. The watch ends by itself once it has told everything."""
+    """`attach`, with a section that was read already. The watch ends by itself once it has told everything."""
     refuse(engine)
     strip_checkpointing(engine.module)
     watch = Watch(engine, section, memory or memory_of(engine.device), apply_plan)
@@ -82,7 +82,7 @@ def apply_plan(
 ) -> memplan.PartialPlan | None:
     """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises.
 
-    Gives the plan where blocks are planned each by itself; that of the whole is `memplan.plan_of(engine.module)`.
+    Gives the plan where blocks are planned each by itself. A plan of the whole is `memplan.plan_of(engine.module)`.
     """
     if engine.zero_optimization_partition_weights():
         return _plan_sharded(engine, sample, budget, apply_keywords)
@@ -100,7 +100,7 @@ def apply_plan(
 def _plan_sharded(
     engine: DeepSpeedEngine, sample: Any, budget: RankBudget, apply_keywords: dict[str, Any]
 ) -> memplan.PartialPlan | None:
-    """The whole step, or its blocks where that can't be captured, or DeepSpeed gathers in ways of its own."""
+    """Plan the whole step, or its blocks where that can't be captured, or DeepSpeed gathers in ways of its own."""
     problem: Exception | None = None
     try:
         apply_sharded(engine, sample, budget, **apply_keywords)

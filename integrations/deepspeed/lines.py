@@ -1,7 +1,7 @@
 """What rank 0 logs of all ranks' plans: one line for each stage and budget.
 
-Ranks leave their lines in the store of the process group, and rank 0 looks there before each of its steps until it has
-them all: nobody waits for anybody, so a pipeline can't hang over its log.
+Ranks leave their lines in the store of the process group. Rank 0 looks there before each of its steps until it has them
+all. No rank waits for another, so a pipeline can't hang because of its log.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _boards: Iterator[int] = count()  # engines get plans in the same order on all r
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a rank says of its plan. stage: of the pipeline."""
+    """What a rank says of its plan. stage: that rank's stage of the pipeline."""
 
     stage: int
     budget_bytes: int
@@ -31,7 +31,7 @@ class Line:
 
 
 class Board:
-    """Where the ranks of one engine leave lines. Made on every rank, in the same order."""
+    """Where the ranks of one engine leave lines. Every rank makes its boards in the same order."""
 
     def __init__(self) -> None:
         self._rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -46,7 +46,7 @@ class Board:
             self._wanted.append(topic)
 
     def tell(self) -> bool:
-        """Log the topics that all ranks have spoken on, on rank 0. Gives whether there are no others."""
+        """Log, on rank 0, the topics on which all ranks have left lines. Gives whether no topic is left."""
         while self._wanted:
             keys = [self._key(self._wanted[0], rank) for rank in range(self._ranks)]
             if not self._store.check(keys):
@@ -63,7 +63,7 @@ class Board:
 def merged(lines: list[Line]) -> list[str]:
     """One text for each stage and budget, in that order, with the ranks that it is about.
 
-    Ranks of one stage differ by what their optimizer's partition takes; the one that holds most speaks for them.
+    Ranks of one stage differ by the size of their optimizer's partition. The line is that of the rank that holds most.
     """
     groups: dict[tuple[int, int], list[tuple[int, Line]]] = {}
     for rank, line in enumerate(lines):

@@ -45,8 +45,10 @@ def memory_of(device: torch.device) -> DeviceMemory | None:
 class Needs:
     """What plans for an engine's module have to leave room for.
 
-    accumulate: gradients of earlier micro-batches are in `.grad` while a step runs. optimizer: the torch optimizer
-    whose state and `step()` are to be counted; None where DeepSpeed keeps it elsewhere, or it can't be foreseen.
+    - accumulate: gradients of earlier micro-batches are in `.grad` while a step runs.
+    - optimizer: the torch optimizer whose state and `step()` are to be counted; None where DeepSpeed keeps it
+      elsewhere, or it can't be foreseen.
+    - surroundings: what the engine holds beside the step.
     """
 
     accumulate: bool
@@ -82,8 +84,10 @@ def needs_of(engine: DeepSpeedEngine) -> Needs:
 
 
 def _sent_bytes(engine: DeepSpeedEngine, gradients: Sequence[torch.Tensor]) -> int:
-    """What the engine has of gradients while it reduces them: a bucket in one piece, and once more in the dtype in
-    which it is sent."""
+    """Bytes of gradients while the engine reduces them.
+
+    These are a bucket in one piece, and that once more in the dtype in which it is sent.
+    """
     sizes = [t.numel() for t in gradients]
     numel = min(sum(sizes), _DENSE_BUCKET_NUMEL + max(sizes, default=0))
     sent: torch.dtype = engine.communication_data_type
@@ -97,11 +101,11 @@ def _zero_needs(
     held_bytes: int,
     several: bool,
 ) -> Needs:
-    """ZeRO 1 and 2.
+    """Needs of an engine with ZeRO 1 or 2.
 
     Both copy gradients into buckets that are there from the first gradient of backward on, and flatten a bucket's
-    slices into one more copy to reduce them. Stage 2 does so as each gradient arrives, and keeps those of its own
-    partition alone; stage 1 does so after backward.
+    slices into one more copy to reduce them. Stage 2 does so as each gradient arrives, and keeps only those of its own
+    partition. Stage 1 does so after backward.
     """
     sizes = [p.numel() for group in zero.bit16_groups for p in group]
     most_numel = min(sum(sizes), max(zero.reduce_bucket_size, max(sizes, default=0)))
@@ -136,10 +140,11 @@ def _zero_needs(
 
 
 def needs_beside_shards(engine: DeepSpeedEngine, reducing_bytes: int) -> Needs:
-    """What an engine of ZeRO 3 holds beside its parts of parameters and gradients: other copies of them, the
-    optimizer's state, and what the optimizer's step takes. It steps one group of parameters after the other.
+    """What an engine of ZeRO 3 holds beside its parts of parameters and gradients.
 
-    reducing_bytes: of what is counted already, that which is free again once gradients are reduced.
+    These are other copies of them, the optimizer's state, and what the optimizer's step takes. It steps one group of
+    parameters after the other. reducing_bytes: the part of what is counted already that is free again once gradients
+    are reduced.
     """
     zero, basic, device = engine.optimizer, engine.basic_optimizer, engine.device
     counted = [zero.grad_partitions_flat_buffer, *_model_tensors(engine)]
@@ -176,7 +181,7 @@ def _steps_in_place(optimizer: Any) -> bool:
 
 
 def _with_group(optimizer: Any, index: int, parameter: torch.Tensor) -> torch.optim.Optimizer | None:
-    """An optimizer of PyTorch as it is when ZeRO 3 steps it; between steps it has no parameters."""
+    """An optimizer of PyTorch as it is when ZeRO 3 steps it with this parameter; between steps it has no parameters."""
     if not _is_of_pytorch(optimizer):
         return None
     stepped = copy.copy(optimizer)
@@ -187,12 +192,12 @@ def _with_group(optimizer: Any, index: int, parameter: torch.Tensor) -> torch.op
 
 
 def held_bytes_of(engine: DeepSpeedEngine, inputs: object = ()) -> int:
-    """Bytes on the device that a rank holds now: parameters, gradients, the optimizer and these inputs."""
+    """Bytes that a rank holds on the device now: parameters, gradients, the optimizer and these inputs."""
     return storage_bytes(held_by(engine, inputs), engine.device)
 
 
 def held_by(engine: DeepSpeedEngine, inputs: object = ()) -> list[torch.Tensor]:
-    """The tensors of which `held_bytes_of` tells."""
+    """The tensors that `held_bytes_of` counts."""
     return [
         *_model_tensors(engine),
         *(p.grad for p in engine.module.parameters() if p.grad is not None),
@@ -203,7 +208,7 @@ def held_by(engine: DeepSpeedEngine, inputs: object = ()) -> list[torch.Tensor]:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, without: Iterable[torch.Tensor] = ()) -> int:
-    """Bytes of the distinct storages behind tensors on a device, those behind others left out."""
+    """Bytes of the distinct storages behind tensors on a device. without: tensors whose storages are left out."""
     known = {t.untyped_storage().data_ptr() for t in without}
     found = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
@@ -226,7 +231,7 @@ def _scalar_bytes(device: torch.device) -> int:
 
 
 def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
-    """Tensors in containers, and in the attributes of DeepSpeed's optimizers and of what these are made of."""
+    """Tensors in containers, and in the attributes of DeepSpeed's optimizers and of their parts."""
     seen: set[int] = set()
     waiting = [owner]
     while waiting:
@@ -247,7 +252,7 @@ def _tensors_of(owner: object) -> Iterator[torch.Tensor]:
 
 
 def _steps_foreseeably(optimizer: object, device: torch.device) -> bool:
-    """Whether `memplan.apply` can count it: an optimizer of PyTorch itself, with parameters on the engine's device."""
+    """Whether `memplan.apply` can count an optimizer: it is PyTorch's own, with parameters on the engine's device."""
     if not _is_of_pytorch(optimizer):
         return False
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -263,7 +268,10 @@ def _parameters_of(optimizer: Any) -> list[torch.Tensor]:
 
 
 def _state_bytes(optimizer: Any, device: torch.device, parameters: Iterable[torch.Tensor]) -> int:
-    """Bytes of the state of parameters, for an optimizer that can't be run ahead; two values for each that has none."""
+    """Bytes of the state of parameters, for an optimizer that can't be run ahead.
+
+    A parameter without state yet counts as two values for each of its elements.
+    """
     known, fresh = [], []
     for p in parameters:
         known.append(optimizer.state[p]) if p in optimizer.state else fresh.append(p)

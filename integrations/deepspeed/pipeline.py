@@ -19,11 +19,12 @@ log = logging.getLogger("memplan")
 def apply_to_stage(engine: PipelineEngine, sample: Any, budget: Any, **apply_keywords: Any) -> None:
     """Plan the stage that an engine runs on this rank: `memplan.apply` on `engine.module`.
 
-    sample: what this stage is called with, a tensor or a tuple of them; on the last stage, where the module has a
-        `loss_fn`, a pair of that and the labels. None: the first microbatch is planned when it comes, which needs
-        nothing of other ranks.
-    budget, apply_keywords: as for `memplan.apply`. The budget is for all microbatches that the stage has in flight and
-        for the engine's buffers of inputs, outputs and gradients; a host budget is for the activations of all of them.
+    - sample: what this stage is called with, a tensor or a tuple of them. On the last stage, where the module has a
+      `loss_fn`, it is a pair of that and the labels. None: the first microbatch is planned when it comes, which needs
+      nothing of other ranks.
+    - budget: for all microbatches that the stage has in flight, and for the engine's buffers of inputs, outputs and
+      gradients. A host budget is for the activations of all these microbatches.
+    - apply_keywords: as for `memplan.apply`.
 
     On the last stage the loss is part of the plan. Activation checkpointing of the module is switched off: the plan
     decides what is recomputed. Raises ValueError for a pipeline that can't be planned, with what to change.
@@ -61,9 +62,9 @@ def in_flight(engine: PipelineEngine) -> int:
 def _buffers(engine: PipelineEngine, count: int) -> memplan.Buffers:
     """What the engine holds of a stage's inputs and outputs, in all.
 
-    The module gets a copy of each input. The first stage's inputs stay in their slots until others take their place;
-    what arrives elsewhere passes through one more buffer. Gradients arrive in a buffer that stays, and are scaled into
-    another. The last stage keeps the loss of every microbatch.
+    The module gets a copy of each input. The first stage's inputs stay in their slots until others take their place. On
+    other stages, what arrives passes through one more buffer. Gradients arrive in a buffer that stays, and are scaled
+    into another. The last stage keeps the loss of every microbatch.
     """
     slots = engine._train_schedule().num_pipe_buffers()
     inputs = slots if engine.is_first_stage() else max(count, slots if engine.is_last_stage() else 0) + 1
@@ -76,9 +77,9 @@ def _buffers(engine: PipelineEngine, count: int) -> memplan.Buffers:
 
 
 class _StageForward:
-    """The forward of one stage, and on the last stage the labels that belong to it.
+    """The forward of one stage, with the labels on the last stage.
 
-    `PipelineModule.forward` counts its calls, which a planned step would not; this runs the same layers.
+    `PipelineModule.forward` counts its calls, which a planned step would not do. This runs the same layers.
     """
 
     def __init__(self, engine: PipelineEngine) -> None:
@@ -108,14 +109,14 @@ class _StageForward:
         return x
 
     def begin(self) -> None:
-        """Have the module run these layers, all of them without checkpoints."""
+        """Let the module run these layers, all of them without checkpoints."""
         if self._interval:
             log.info("activation checkpointing of the pipeline is off: the plan decides what is recomputed")
         self._engine.module.activation_checkpoint_interval = 0
         self._engine.module.forward = self.forward
 
     def install(self) -> None:
-        """Let the engine call the last stage's module with labels, and take the loss from it; nothing elsewhere."""
+        """On the last stage, let the engine call the module with labels and take the loss from it. Else do nothing."""
         if not self.has_loss:
             return
         self._engine._INSTRUCTION_MAP = {
@@ -127,7 +128,7 @@ class _StageForward:
         )
 
     def remove(self) -> None:
-        """Leave engine and module as they were."""
+        """Put engine and module back as they were."""
         self._engine.module.activation_checkpoint_interval = self._interval
         del self._engine.module.forward
         if self._hook is not None:
@@ -138,7 +139,7 @@ class _StageForward:
         return bool(self._engine.module.training and torch.is_grad_enabled())
 
     def _forward_pass(self, buffer_id: int) -> None:
-        """In place of the engine's forward pass: that, with the labels at hand, and without its loss."""
+        """Run the engine's forward pass with the labels at hand, and without the engine's own loss."""
         engine = self._engine
         if not self._trains():
             PipelineEngine._exec_forward_pass(engine, buffer_id)

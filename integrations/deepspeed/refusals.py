@@ -1,4 +1,4 @@
-"""What a plan can't be combined with in an engine: refused with the reason and the fix, or taken off with a line."""
+"""What a plan can't be combined with in an engine: refused with the reason and the fix, or switched off with a line."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refuse(engine: DeepSpeedEngine) -> None:
 
 
 def _talkative(engine: DeepSpeedEngine) -> str | None:
-    """What makes ranks communicate elsewhere than in the reduction of gradients, in words."""
+    """What makes ranks communicate elsewhere than in the reduction of gradients, in words; None where nothing does."""
     # In a pipeline the model-parallel group has the stages in it.
     pipeline = isinstance(engine, PipelineEngine)
     slices = engine.grid.get_slice_parallel_world_size() if pipeline else engine.mp_world_size
@@ -66,10 +66,7 @@ def _talkative(engine: DeepSpeedEngine) -> str | None:
 
 
 def strip_checkpointing(model: nn.Module) -> None:
-    """Switch off gradient checkpointing as models of transformers have it.
-
-    Raises ValueError where it stays on.
-    """
+    """Switch off gradient checkpointing of models in transformers. Raises ValueError where it stays on."""
     on = _checkpointing_modules(model)
     for module in model.modules() if on else ():
         older = getattr(module, "gradient_checkpointing_disable", None)
@@ -102,7 +99,7 @@ def _checkpoints(module: nn.Module) -> bool:
 
 
 def _functions(kind: type[Any]) -> Iterator[types.FunctionType]:
-    """Python functions of a class and of those that it derives from, those of torch left out."""
+    """Python functions of a class and of its base classes, except those of torch."""
     for base in kind.__mro__:
         if not base.__module__.startswith(("torch.", "builtins")):
             yield from (f for f in map(inspect.unwrap, vars(base).values()) if isinstance(f, types.FunctionType))

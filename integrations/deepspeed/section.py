@@ -21,21 +21,21 @@ _Some = TypeVar("_Some", bound=RankBudget)
 
 @dataclass(frozen=True, slots=True)
 class MemplanConfig:
-    """What the section says. Every key may be left out, or be null in JSON.
+    """The keys of the section. Every key may be left out, or be null in JSON.
 
-    enabled: False leaves the engine as it is.
-    budget: the most bytes that a rank may hold on its device, everything included: parameters, gradients, optimizer
-        state, DeepSpeed's buffers, activations. An int, "70GiB", or a fraction of the unplanned peak.
-    per_rank: budgets of single ranks, by global rank; they go before per_stage, which goes before budget.
-    per_stage: a budget for each pipeline stage, the first stage first.
-    reserve_fraction: where no budget is given, what the device has free once the first step is over is taken, less
-        this share of it.
-    host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage; in a pipeline
-        those of all microbatches in flight. What DeepSpeed itself has on the host (offload_optimizer, offload_param)
-        is not in it. Without it nothing is offloaded.
-    host_per_rank, host_per_stage: the same of single ranks and stages, as per_rank and per_stage are for budgets.
-    preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
-    costs, on_mismatch, on_oom: as for `memplan.apply`.
+    - enabled: False leaves the engine as it is.
+    - budget: the most bytes that a rank may hold on its device, everything included: parameters, gradients, optimizer
+      state, DeepSpeed's buffers, activations. An int, "70GiB", or a fraction of the unplanned peak.
+    - per_rank: budgets of single ranks, by global rank. They override per_stage, which overrides budget.
+    - per_stage: a budget for each pipeline stage, the first stage first.
+    - reserve_fraction: where no budget is given, the budget is what the device has free once the first step is over,
+      less this share of it.
+    - host_budget: pinned host memory to which activations of a rank may be offloaded, under any ZeRO stage. In a
+      pipeline it is for all microbatches in flight. What DeepSpeed itself has on the host (offload_optimizer,
+      offload_param) is not in it. Without it nothing is offloaded.
+    - host_per_rank, host_per_stage: host budgets of single ranks and stages, as per_rank and per_stage are for budgets.
+    - preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
+    - costs, on_mismatch, on_oom: as for `memplan.apply`.
     """
 
     enabled: bool = True
@@ -53,7 +53,7 @@ class MemplanConfig:
 
     @staticmethod
     def of(source: object) -> MemplanConfig:
-        """The section of a DeepSpeed config: a dict, or a path of a JSON file. Without one it is an empty section.
+        """The section of a DeepSpeed config: a dict, or a path of a JSON file. All keys have defaults.
 
         Raises ValueError for unknown keys and for values that mean nothing.
         """
@@ -65,7 +65,7 @@ class MemplanConfig:
     def budget_of(self, rank: int, ranks: int, stage: int = 0, stages: int = 1) -> RankBudget | None:
         """The budget of a global rank in a pipeline stage; None where it is to be measured.
 
-        Raises ValueError where the section speaks of other ranks, or of another number of stages.
+        Raises ValueError where the section names a rank that is not there, or another number of stages.
         """
         _check_places("per_rank", self.per_rank, ranks, "per_stage", self.per_stage, stages)
         return _closest(rank, self.per_rank, stage, self.per_stage, self.budget)

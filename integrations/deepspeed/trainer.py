@@ -24,9 +24,10 @@ from .watch import Watch
 class MemplanDeepSpeedCallback(TrainerCallback):
     """Plans what a Trainer trains through DeepSpeed, as the `memplan` section of its DeepSpeed config says.
 
-    The plan is on the model while `trainer.train()` runs and is taken off when that ends; `plan` still has it then.
-    trainer: the one that the callback is added to, which makes its engine when training begins. memory: as for
-    `attach`.
+    The plan is on the model while `trainer.train()` runs, and is taken off when that ends; `plan` still has it then.
+
+    - trainer: the Trainer that the callback is added to. It makes its engine when training begins.
+    - memory: as for `attach`.
 
     Raises ValueError when training begins, for what `attach` refuses and for a Trainer without DeepSpeed.
     """
@@ -65,7 +66,7 @@ class MemplanDeepSpeedCallback(TrainerCallback):
         self._finish()
 
     def _finish(self) -> None:
-        """Take the plan off the model; also off one whose training was interrupted."""
+        """Take the plan off the model, also where training was interrupted."""
         if self._engine is not None and self._watch is not None:
             self._plan = self.plan
             self._watch.end()

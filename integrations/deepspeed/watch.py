@@ -1,4 +1,4 @@
-"""Beside the calls of an engine's module: measures a budget that is not given, and tells of plans and of peaks."""
+"""Runs beside the calls of an engine's module: measures a budget that is not given, and reports plans and peaks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .section import MemplanConfig
 class Watch:
     """Plans an engine, at once or once its first step is over, and leaves two lines about the plan for rank 0 to log.
 
-    apply_plan: plans an engine for a sample and a budget. The hooks on the module are gone once all is said.
+    Its hooks on the module are removed once both are logged. apply_plan: plans an engine for a sample and a budget.
     Raises ValueError where the section names no budget for this rank, and the memory is not known.
     """
 
@@ -58,7 +58,8 @@ class Watch:
     def begin(self, sample: Any = None) -> None:
         """Plan now, where the budgets of all ranks that share gradients are known.
 
-        They plan together: a step with a plan hands its gradients over in another order than one without.
+        These ranks plan together, because a step with a plan hands its gradients over in another order than one
+        without.
         """
         if not self._waits:
             self._plan(sample)
@@ -69,7 +70,7 @@ class Watch:
         ]
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
 
@@ -97,9 +98,10 @@ class Watch:
         self._planned = True
 
     def _measured(self, inputs: object) -> int:
-        """A budget from what the device has free: that, less the reserve, and what the engine holds already.
+        """A budget from the device's memory: what is free, less the reserve, and what the engine holds already.
 
-        Ranks that share gradients take the least of theirs, for their plans should be alike, where all of them measure.
+        Where all ranks that share gradients measure, they take the least of their budgets, because their plans should
+        be alike.
         """
         assert self._memory is not None
         free_bytes = int(self._memory.free_bytes() * (1 - self._reserve_fraction))
@@ -111,7 +113,7 @@ class Watch:
     # -- what is told -----------------------------------------------------------------------------------------------
 
     def _tell(self) -> None:
-        """Leave a line once there is a plan, and one once its first step is over; end when both are logged."""
+        """Leave a line once there is a plan, and one once its first step is over. End when both are logged."""
         plan = self._of_blocks or memplan.plan_of(self._engine.module)
         grown_bytes = memplan.grown_bytes(self._engine.module)
         if plan is not None and "plan" not in self._posted:
@@ -131,7 +133,7 @@ class Watch:
 
 
 def promise(plan: Any) -> str:
-    """What a plan, of the whole step or in parts, promises."""
+    """The budget and the predictions of a plan, of the whole step or in parts, as a line of text."""
     if isinstance(plan, memplan.Plan):
         ways = f"recompute {len(plan.recomputed)} ops, offload {memplan.format_bytes(plan.offloaded_bytes)}"
     else:

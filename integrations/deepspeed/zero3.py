@@ -1,8 +1,9 @@
 """ZeRO stage 3: planned steps in which parameters are gathered when the plan says so, instead of by DeepSpeed's hooks.
 
 DeepSpeed's hooks gather the parameters of a module when its forward or backward begins. A planned step runs no module,
-so they rest there; calls that run without a plan (evaluation, `generate`) go through them as ever. Gradients
-are handed over through the hooks that DeepSpeed has on parameters, which reduce them and keep this rank's part.
+so these hooks do nothing in it. Calls that run without a plan (evaluation, `generate`) go through them as before.
+Gradients are handed over through the hooks that DeepSpeed has on parameters, which reduce them and keep this rank's
+part.
 """
 
 from __future__ import annotations
@@ -44,18 +45,20 @@ def apply_sharded(
     gather_speed: memplan.GatherSpeed | None = None,
     **apply_keywords: Any,
 ) -> None:
-    """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. To be called by all of its ranks, in train mode.
+    """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. All of its ranks have to call it, in train mode.
 
-    All ranks run one schedule, for all must gather in one order: one that fits the lowest of their budgets, and where
-    their batches differ in size, the largest of these. In the budget are, beside what `memplan.apply` counts: this
-    rank's part of parameters, gradients and optimizer state, what the optimizer's step takes, the buffer in which
-    gradients are reduced, and one more of its size that reducing takes.
+    All ranks run one schedule, because all must gather in one order. It fits the lowest of their budgets and, where
+    their batches differ in size, the largest batch. Beside what `memplan.apply` counts, the budget is for this rank's
+    part of parameters, gradients and optimizer state, for what the optimizer's step takes, for the buffer in which
+    gradients are reduced, and for one more of its size that reducing takes.
 
-    sample: None plans the first call when it comes. gather_speed: of one parameter after the other; None measures it.
-    apply_keywords: as for `memplan.apply`.
+    - sample: None plans the first call when it comes.
+    - gather_speed: of one parameter after the other; None measures it.
+    - apply_keywords: as for `memplan.apply`.
 
-    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix (a
-    `GathersUnplanned` where DeepSpeed gathers in ways of its own), and on all ranks what `memplan.apply` raises on one.
+    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix. It is a
+    `GathersUnplanned` where DeepSpeed gathers in ways of its own. What `memplan.apply` raises on one rank is raised on
+    all.
     """
     refuse_stage(engine)
     for found, reason, _ in reasons(engine):
@@ -69,7 +72,7 @@ def apply_sharded(
 
 
 class ZeroShards:
-    """`memplan.Shards` of an engine's parameters."""
+    """The `memplan.Shards` of an engine's parameters."""
 
     attributes = _ATTRIBUTES
 
@@ -105,7 +108,7 @@ class ZeroShards:
 
     @property
     def reducing_bytes(self) -> int:
-        """What reducing a bucket of gradients takes for as long."""
+        """Bytes that reducing a bucket of gradients takes for a while."""
         trainable = sum(p.ds_numel for p in self._parameters if p.requires_grad)
         item_bytes = max(dtype.itemsize for dtype in self._optimizer.ipg_buckets)
         return int(min(self._optimizer.reduce_bucket_size, trainable) * item_bytes)
@@ -210,7 +213,7 @@ class ZeroShards:
                 self._marking[id(hook)] = hook
 
     def let_hooks_rest(self) -> None:
-        """DeepSpeed's hooks on the model itself, which run around planned forwards too, do nothing there."""
+        """Let DeepSpeed's hooks on the model itself, which run around planned forwards too, do nothing there."""
         self._forward = vars(self._module).get("forward")
         for table in (self._module._forward_pre_hooks, self._module._forward_hooks):
             for key, hook in list(table.items()):
@@ -220,8 +223,11 @@ class ZeroShards:
                         own[id(resting)] = resting
 
     def rest_within(self, module: nn.Module) -> None:
-        """DeepSpeed's hooks on modules in this one gather nothing any more. Nodes that they put into autograd's graph
-        stay, for autograd adds up gradients in the order that these make."""
+        """Let DeepSpeed's hooks on modules in this one gather nothing any more.
+
+        Nodes that they put into autograd's graph stay, because autograd adds up gradients in another order without
+        them.
+        """
         for inner in module.modules():
             if inner is module:
                 continue
@@ -234,7 +240,7 @@ class ZeroShards:
     # -- speed ------------------------------------------------------------------------------------------------------
 
     def _measured_speed(self) -> memplan.GatherSpeed:
-        """From the best of three gathers each of the largest parameter and of the smallest."""
+        """The speed from the best of three gathers each of the largest parameter and of the smallest."""
         self.begin()
         if not self._passing:
             return memplan.GatherSpeed()
@@ -258,7 +264,7 @@ class ZeroShards:
 
 
 class _Gathering:
-    """A gather. arrive: ends it."""
+    """A gather that has begun. arrive: ends it."""
 
     def __init__(self, arrive: Callable[[], None]) -> None:
         self._arrive: Callable[[], None] | None = arrive
@@ -270,12 +276,12 @@ class _Gathering:
 
 
 def _hook_of(handle: Any) -> Any:
-    """The hook that a handle would remove; None where that is gone."""
+    """The hook that a handle would remove; None where it is gone."""
     return (handle.hooks_dict_ref() or {}).get(handle.id)
 
 
 class _Passing(torch.autograd.Function):
-    """What DeepSpeed puts around modules to see backward come by, without the seeing."""
+    """Takes the place of the autograd functions that DeepSpeed puts around modules, and does nothing in backward."""
 
     @staticmethod
     def forward(tensor: torch.Tensor) -> torch.Tensor:
@@ -306,7 +312,7 @@ class _RestingHook:
 
 
 class GathersUnplanned(ValueError):
-    """DeepSpeed does with gathers what a plan of them can't follow."""
+    """DeepSpeed handles gathers in a way that a plan can't follow."""
 
 
 def refuse_stage(engine: Any) -> None:
@@ -324,8 +330,10 @@ def refuse_stage(engine: Any) -> None:
 
 
 def reasons(engine: Any) -> Iterator[tuple[bool, str, bool]]:
-    """(whether it is so, what it is and what to do, whether blocks can be planned nevertheless) of what DeepSpeed does
-    with gathers and memplan can't follow."""
+    """Ways in which DeepSpeed handles gathers and that memplan can't follow.
+
+    Each is (whether it is so, what it is and what to do, whether blocks can be planned nevertheless).
+    """
     zero, offload = engine.config.get("zero_optimization", {}), engine.optimizer.parameter_offload
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
     yield (
@@ -370,8 +378,10 @@ def reasons(engine: Any) -> Iterator[tuple[bool, str, bool]]:
 
 
 def _look_at_budgets(budget: Any, group: Any) -> None:
-    """Say which of the ranks' budgets is that of all. Raises ValueError where they differ and are not in bytes: which
-    one is the lowest?"""
+    """Log which of the ranks' budgets is the lowest, which all use.
+
+    Raises ValueError where they differ and are not in bytes, because it is not known then which one is the lowest.
+    """
     budgets: list[Any] = [None] * torch.distributed.get_world_size(group)
     torch.distributed.all_gather_object(budgets, budget, group)
     if all(other == budget for other in budgets):

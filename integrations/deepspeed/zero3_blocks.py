@@ -1,14 +1,13 @@
 """ZeRO stage 3 where memplan can't gather itself: blocks of the model are planned, and DeepSpeed gathers around them.
 
-A step that can't be captured whole, or in which DeepSpeed gathers in ways of its own (in another dtype under autocast,
-from a secondary partition), still has blocks that can be planned each by itself. Each becomes a leaf for DeepSpeed's
-hooks, which gather all of its parameters before its forward and before its backward, so that what is recomputed in
-backward finds them there; this stays so when plans are removed. Gradients are reduced by the hooks on parameters as
-ever, when a block's backward is over.
+A step may be impossible to capture whole, or DeepSpeed may gather in ways of its own (in another dtype under autocast,
+from a secondary partition). Blocks of it can still be planned, each by itself. Each block becomes a leaf for
+DeepSpeed's hooks, which gather all of its parameters before its forward and before its backward. So what is recomputed
+in backward finds them there. The blocks stay leaves when plans are removed. Gradients are reduced by the hooks on
+parameters as before, when a block's backward is over.
 
-Registering DeepSpeed's hooks anew, with the blocks as leaves, was tried: without the nodes that its hooks on inner
-modules put into the graph, autograd adds up gradients in another order, and results differ in the last bits. Leaving
-these hooks to gather was tried, too: then ranks that run a block in other ways gather in other orders, and hang.
+Hooks on modules inside of a block stay for the nodes that they put into autograd's graph, which fix the order in which
+gradients are added up. They gather nothing.
 """
 
 from __future__ import annotations
@@ -38,15 +37,16 @@ def apply_sharded_blocks(
 ) -> memplan.PartialPlan:
     """Plan blocks of the model of a DeepSpeed engine of ZeRO stage 3, so that this rank's step fits a budget.
 
-    To be called by all of its ranks, in train mode. Their budgets may differ. Counted is what `apply_sharded` counts,
+    All of its ranks have to call it, in train mode. Their budgets may differ. Counted is what `apply_sharded` counts,
     with the parameters that DeepSpeed has gathered at a time in a rehearsal on the sample. A call of a block unlike its
     sample, on any rank, is recomputed as a whole on all of them, which may hold more.
 
-    blocks: what to plan; None takes the modules that are repeated, as layers of a transformer are. keywords: as for
-    `memplan.apply_blocks`.
+    - sample, budget: as for `memplan.apply`.
+    - blocks: what to plan; None takes the modules that are repeated, as layers of a transformer are.
+    - keywords: as for `memplan.apply_blocks`.
 
-    Gives the plan. Raises BudgetInfeasible, on every rank, where one can't meet its budget; ValueError where there is
-    nothing to plan.
+    Gives the plan. Raises BudgetInfeasible, on every rank, where one can't meet its budget. Raises ValueError where
+    there is nothing to plan.
     """
     model = engine.module
     refuse_stage(engine)
@@ -76,7 +76,7 @@ def apply_sharded_blocks(
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Modules that stand in a list of several of their kind, and are in no other such."""
+    """Modules in a list of several of one kind, where that list is not inside another such list."""
     found: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -96,15 +96,15 @@ class BlockShards(ZeroShards):
         super().__init__(engine, memplan.GatherSpeed())
 
     def begin(self) -> None:
-        """DeepSpeed's hooks have gathered what a block reads."""
+        """Does nothing: DeepSpeed's hooks have gathered what a block reads."""
 
     def let_hooks_rest(self) -> None:
-        """They gather around blocks."""
+        """Does nothing: the hooks have to gather around blocks."""
 
     def gather_around(self, blocks: Sequence[nn.Module]) -> None:
-        """Have DeepSpeed gather all of a block before any of it runs, and nothing for the modules in it.
+        """Let DeepSpeed gather all of a block before any of it runs, and nothing for the modules in it.
 
-        So ranks gather in one order however each of them runs a block.
+        Then ranks gather in one order, however each of them runs a block.
         """
         self._offload.partition_all_parameters()
         for block in blocks:
@@ -114,7 +114,7 @@ class BlockShards(ZeroShards):
 
     @contextlib.contextmanager
     def fresh_forwards(self) -> Iterator[None]:
-        """Each forward begins as after a step, with nothing gathered, and so does what comes next."""
+        """A context in which each forward begins as after a step, with nothing gathered. So does what follows it."""
         hook = self._module.register_forward_pre_hook(lambda *_: self._begin_anew(), prepend=True)
         try:
             yield
@@ -128,7 +128,7 @@ class BlockShards(ZeroShards):
             self._offload.partition_all_parameters()
 
     def _forget_order(self) -> None:
-        """DeepSpeed gathers ahead in the order in which modules ran; now other ones run."""
+        """Let DeepSpeed forget the order in which modules ran, by which it gathers ahead: now other modules run."""
         coordinator = self._offload.get_param_coordinator()
         if not coordinator.is_invalid_trace():
             coordinator._invalidate_trace()

@@ -1,4 +1,4 @@
-"""Capture: from a model and a sample to a `Traced` step and the key that says when it holds."""
+"""Capture: from a model and a sample to a `Traced` step and the key that says which calls it serves."""
 
 from __future__ import annotations
 
@@ -42,13 +42,18 @@ from memplan.problem.data import Role
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """A captured step of one model. reader: takes later calls apart as the sample was.
+    """A captured step of one model.
 
-    expanded: the same step for `out.sum().backward()`, where the loss is not part of it.
-    hooks: those that the first eager forward adds to submodules. backward: the autocast under which backward runs.
-    settled: Python attributes that the first eager forward sets and later ones leave.
-    answers: what forward reads from tensors; of a part, backward too. left: what the first eager forward leaves, and
-    what was there for the capture.
+    - traced: the step.
+    - call: the call that it was captured with.
+    - reader: reads later calls as it read the sample.
+    - key: tells which calls the step serves.
+    - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
+    - settled: Python attributes that the first eager forward sets and later ones leave.
+    - hooks: hooks that the first eager forward adds to submodules.
+    - backward: the autocast under which backward runs; None: without autocast.
+    - answers: what forward reads from tensors; of a part, also what backward reads.
+    - left: what the first eager forward leaves, and what was there for the capture.
     """
 
     traced: Traced
@@ -86,13 +91,16 @@ def capture(
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
-    tangents: the outputs that backward starts from, and the layout of the gradient of each; without it, the loss where
-    there is one, else every output that requires grad. shards: somebody has sharded the parameters. backward: the
-    autocast under which backward runs; None is none. seen: what forward read from tensors when it ran on the sample;
-    the step then has the branches that it took, and the plan checks them.
+    - device: the device to plan for; None is the model's.
+    - tangents: the outputs that backward starts from, and the layout of the gradient of each. With None, backward
+      starts from the loss where there is one, else from every output that requires grad.
+    - shards: whatever has sharded the parameters.
+    - backward: the autocast under which backward runs; None: without autocast.
+    - seen: what forward read from tensors when it ran on the sample. The step then has the branches that forward took,
+      and the plan checks them.
 
-    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel, and of those OpenBranch
-    where there is a step once there is `seen`.
+    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
+    where the step can be captured once `seen` is given.
     """
     with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
         return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward, seen)
@@ -184,7 +192,7 @@ def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
 
 
 def _heard(reads: AttributeReads, request: TraceRequest) -> RawTrace:
-    """A trace, with the attributes noted that it reads."""
+    """A trace. The attributes that it reads are noted."""
     with reads.listening():
         return trace_step(request)
 
@@ -204,11 +212,14 @@ def capture_part(
     shards: Shards | None = None,
     seen: Sequence[Answer] | None = None,
 ) -> Capture:
-    """Capture one call of a submodule, for the step of which it is a part.
+    """Capture one call of a submodule, as a part of a larger step.
 
-    around: what is known of that step; without it, whether the call can be captured at all. Arguments must require
-    grad where they do in the step. shards: who has sharded the parameters, and has them whole around the call. seen: as
-    for `capture`. Raises UnsupportedModel, and of those OpenBranch.
+    - around: what is known of that step. With None, the capture only shows whether the call can be captured at all.
+    - shards: whatever has sharded the parameters, and gathers them around the call.
+    - seen: as for `capture`.
+
+    Arguments must require grad where they do in the step. Raises UnsupportedModel; it is an OpenBranch as for
+    `capture`.
     """
     refuse_wrappers(module)
     _refuse_subclasses(module)
@@ -259,7 +270,7 @@ def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
 
 
 def _refuse_collectors(module: nn.Module) -> None:
-    """A hook that collects outputs for a caller outside would run at capture and never again."""
+    """Refuse hooks that collect outputs for a caller outside: they would run at capture and never again."""
     for name, inner in module.named_modules():
         if inner is not module and inner._forward_hooks:
             raise UnsupportedModel(f"outputs of module {name} are collected by the model around it")
@@ -284,8 +295,10 @@ def model_device(model: nn.Module) -> torch.device:
 
 
 def _check_devices(call: Call, device: torch.device, given: bool) -> None:
-    """What a GPU's model takes from the host (lengths, a number in a tensor) may be there beside what it takes from the
-    GPU."""
+    """Refuse tensors of the sample that are on another device than the model.
+
+    A GPU's model may take some from the host (lengths, a number in a tensor) beside those that it takes from the GPU.
+    """
     refuse_without_data(call, device)
     some_there = any(tensor.device.type == device.type for tensor in call.tensors)
     for name, tensor in zip(call.names, call.tensors, strict=True):
@@ -298,7 +311,7 @@ def _check_devices(call: Call, device: torch.device, given: bool) -> None:
 
 
 def refuse_without_data(call: Call, device: torch.device) -> None:
-    """Refuse tensors on the meta device beside a real one. device: where they should be."""
+    """Refuse tensors on the meta device where the model is on a real one. device: where they should be."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if tensor.is_meta and device.type != "meta":
             raise ValueError(
@@ -308,7 +321,7 @@ def refuse_without_data(call: Call, device: torch.device) -> None:
 
 
 def _refuse_odd_arguments(call: Call) -> None:
-    """An object's attributes would be read at capture and never again."""
+    """Refuse objects as arguments: their attributes would be read at capture and never again."""
     for name, thing in call.others:
         if not is_plain(thing) and not isinstance(thing, Enum):
             raise UnsupportedModel(
@@ -318,7 +331,7 @@ def _refuse_odd_arguments(call: Call) -> None:
 
 
 def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse models that others have wrapped, compiled or told to recompute, with the fix."""
+    """Refuse models that are wrapped, compiled or told to recompute, and say what to do."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     for kind in (
         "DataParallel",
@@ -358,7 +371,7 @@ def refuse_wrappers(model: nn.Module) -> None:
 
 
 def _refuse_subclasses(model: nn.Module) -> None:
-    """Refuse tensors with a say in what ops do. Packed weights are taken as the integers that they are."""
+    """Refuse tensors whose class changes what ops do. Packed weights are taken as the integers that they are."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         packed = not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex())
         if private.changes_ops(tensor) and not packed:
@@ -369,7 +382,7 @@ def _refuse_subclasses(model: nn.Module) -> None:
 
 
 def _refuse_shards(model: nn.Module) -> None:
-    """Refuse what `fully_shard` has in parts elsewhere: a unit of its own can be captured while it runs."""
+    """Refuse parameters that `fully_shard` has sharded. Each of its units can be captured by itself while it runs."""
     for name, module in model.named_modules():
         if module is not model and _is_sharded_unit(module):
             raise UnsupportedModel(
@@ -391,7 +404,7 @@ def _is_sharded_unit(module: nn.Module) -> bool:
 
 
 def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = None) -> None:
-    """A hook on a submodule would run at capture and never again."""
+    """Refuse hooks on submodules: they would run at capture and never again."""
     if any(map(private.foreign_hooks, private.global_hook_tables())):
         raise UnsupportedModel(
             "torch.nn.modules.module has hooks for every module, which a planned step would not run. Remove them"

@@ -1,4 +1,4 @@
-"""What forward read from the data of its inputs ("is the mask all ones?"), computed again before each planned call."""
+"""Numbers that forward read from the data of its inputs ("is the mask all ones?"), computed again before each call."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memplan.capture.ops.dataflow import storage_of, written_nodes
 
 
 class Guards:
-    """One small fx program for all the numbers that forward read, and what they were at capture."""
+    """One small fx program for all numbers that forward read, and their values at capture."""
 
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
@@ -42,14 +42,14 @@ class Guards:
 
     @staticmethod
     def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
-        """The program writes to this input; the caller's tensor stays as it is."""
+        """Let the program copy an input that it writes to, so that the caller's tensor stays as it is."""
         first = next(n for n in graph.nodes if n.op != "placeholder")
         with graph.inserting_before(first):
             copied = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
         placeholder.replace_all_uses_with(copied, lambda user: user is not copied)
 
     def changed(self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]) -> str | None:
-        """What forward would read otherwise than at capture, in words."""
+        """What forward would read now and did not read at capture, in words; None where nothing differs."""
         if self._program is None:
             return None
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]

@@ -1,4 +1,4 @@
-"""The key of a plan: everything that the trace depended on. Nothing is assumed: a stale plan is a silent wrong answer.
+"""The key of a plan: everything that the trace depended on. Without it a stale plan would give wrong results silently.
 
 `StepKey.mismatch` runs before each planned call and says what changed.
 """
@@ -28,7 +28,7 @@ from memplan.errors import PlanMismatch
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a tensor, none where it is sparse."""
+    """The strides of a tensor; empty where it is sparse."""
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
@@ -51,11 +51,14 @@ class _Tensor:
 
 
 class ArgumentsKey:
-    """What the arguments of a call were, all but the data in its tensors, and whether those of another are alike."""
+    """The arguments of a call, except the data in its tensors, to be compared with those of later calls."""
 
     def __init__(self, call: Call, device_type: str | None, traced: bool = True) -> None:
-        """device_type: where all tensors will be in the calls to come; None: each where it is in this one. traced: the
-        call was traced, so that what is in objects among its arguments matters too."""
+        """Note the arguments of a call.
+
+        device_type: where all tensors of later calls will be; None: each where it is in this call. traced: the call was
+        traced, so values of objects among its arguments matter too.
+        """
         self._call = call.without_tensors()
         self._traced = traced
         self._others = tuple(leaf if traced or is_plain(leaf) else type(leaf) for leaf in self._call.leaves)
@@ -113,7 +116,7 @@ class ModesKey:
         self._structure, self._facts = _structure(model), self._now()
 
     def rebound(self, model: nn.Module) -> ModesKey:
-        """This key for a copy of the model. Raises PlanMismatch where that has other modules."""
+        """This key for a copy of the model. Raises PlanMismatch where the copy has other modules."""
         if _structure(model) != self._structure:
             raise PlanMismatch(_OTHER_MODULES)
         other = copy.copy(self)
@@ -129,14 +132,15 @@ class ModesKey:
         return modules, training, hooks, tensors, Autocast.ambient(self._device_type)
 
     def mismatch(self) -> str | None:
-        """That something differs, in words; None where nothing does."""
+        """What kind of thing differs, in words; None where nothing does."""
         return None if self._now() == self._facts else "submodules, parameters, hooks, modes or autocast were changed"
 
 
 class StepKey:
-    """What a capture depended on, and whether a call still matches it. Costs about 3 microseconds for each submodule.
+    """What a capture depended on, to be compared with a call. Costs about 3 microseconds for each submodule.
 
-    arguments: the part of it that is about the call. autocast: the state at capture.
+    - arguments: the part that is about the call.
+    - autocast: the state at capture.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class StepKey:
         shards: Shards | None,
         reads: AttributeReads,
     ) -> None:
-        """reads: attributes that the step reads or sets, the only ones that matter."""
+        """Note what a capture depends on. reads: attributes that the step reads or sets, the only ones that matter."""
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
         self._shards = shards
@@ -164,7 +168,7 @@ class StepKey:
         self._bind(model)
 
     def _bind(self, model: nn.Module) -> None:
-        """Look up the live tables of a model that the snapshots are compared with."""
+        """Look up the live tables of a model, which are compared with the snapshots."""
         self._model = model
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
@@ -187,7 +191,7 @@ class StepKey:
         return other
 
     def moved(self) -> None:
-        """Parameters and buffers were moved to where the plan has them."""
+        """Note where parameters and buffers are now, after the plan has moved them."""
         self._state_facts = _facts_of(self._model, self._shards)
         self._bind(self._model)
 
@@ -196,15 +200,16 @@ class StepKey:
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
 
     def attributes(self, owner: str) -> dict[str, Any]:
-        """Those of the model's part, or object behind it, that has this name."""
+        """The attributes of the module, or of the object behind one, that has this name."""
         table = self._attributes[owner]
         assert isinstance(table, dict)  # of a class there is but a view
         return table
 
     def heed(self, other: StepKey) -> bool:
-        """Depend on those attributes as well that another capture of the same step has read just now.
+        """Depend also on the attributes that another capture of this step has read.
 
-        False where other objects hang on the model by now."""
+        False where other objects hang on the model by now.
+        """
         if len(self._tables) != len(other._tables) or not all(
             name == other_name and (table is other_table or name.startswith("class "))  # of these there are views
             for (name, table), (other_name, other_table) in zip(self._tables, other._tables)
@@ -216,7 +221,7 @@ class StepKey:
     def mismatch(self, call: Call, hooks: bool = True) -> str | None:
         """Why a call of the model now would not run the captured step, in words; None where it would.
 
-        hooks: those of submodules count.
+        hooks: whether hooks of submodules count.
         """
         return (
             self.arguments.mismatch(call)
@@ -283,7 +288,7 @@ class StepKey:
 
 
 def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:
-    """Number of hooks in a module's table whose work is neither part of a trace nor done by the plan instead."""
+    """The number of hooks in a module's table whose work is neither part of a trace nor done by the plan instead."""
     if shards is not None:
         table = {key: hook for key, hook in table.items() if not shards.owns(hook)}
     return private.foreign_hooks(table)
@@ -299,8 +304,10 @@ def _same(a: Any, b: Any) -> bool:
 
 
 def _aliases(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int], ...]:
-    """For each tensor the first one that shares its storage, and how far behind its start the tensor starts. Where in a
-    larger storage they all lie is of no concern: batches may be slices of one tensor."""
+    """For each tensor the first one that shares its storage, and its offset from that one.
+
+    Where they all lie in a larger storage does not matter: batches may be slices of one tensor.
+    """
     first: dict[int, int] = {}
     tensors = [strided_parts(t)[-1] for t in tensors]
     groups = [first.setdefault(storage_key(t), i) for i, t in enumerate(tensors)]
@@ -348,7 +355,7 @@ def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _switches() -> dict[str, Any]:
-    """Global switches that choose kernels."""
+    """Global settings that choose kernels."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return private.float32_precisions() | {
         "cudnn": cudnn.enabled,

@@ -1,8 +1,12 @@
 """Look for the parts of a model that can be planned, where the whole can't be captured.
 
-One forward runs with real data and saves nothing for backward. Each call of a submodule is judged on the spot, from the
-top down: what can be captured is a unit; what can't is looked into; what can't and has no units in it is a unit that
-may run under checkpointing, where nothing would tell a second run of its forward from none.
+One forward runs with real data and saves nothing for backward. Each call of a submodule is judged as it comes, from the
+outside in:
+
+- A module that can be captured is a unit.
+- A module that can't be captured is looked into.
+- If it has no units in it, and a second run of its forward would change nothing, it is a unit that may run under
+  checkpointing.
 """
 
 from __future__ import annotations
@@ -65,7 +69,12 @@ class TensorSeen:
 
 @dataclass(frozen=True, slots=True)
 class UnitCall:
-    """A call of a unit: its arguments without their data, and the autocast in which it came."""
+    """A call of a unit.
+
+    - template: its arguments, without tensors.
+    - tensors: its tensors, without their data.
+    - autocast: the autocast in which it came.
+    """
 
     template: Call
     tensors: tuple[TensorSeen, ...]
@@ -92,10 +101,12 @@ class UnitCall:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A unit that was found, or ("plain") what is none.
+    """A module that was found.
 
-    reason: why what is around it can't be captured, or it itself where it is opaque. answers: what its forward reads
-    from tensors. A block has units in it, and can run again as a whole.
+    - kind: "captured" or "opaque" (a unit), "block" (it has units in it, and can run again as a whole), or "plain"
+      (none of these).
+    - reason: why it can't be captured (an opaque one, a block), or what is around it can't (a captured one).
+    - answers: what its forward reads from tensors.
     """
 
     name: str
@@ -106,7 +117,7 @@ class Site:
 
 @contextlib.contextmanager
 def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
-    """Give modules other forwards for as long (None: that of their class); nothing of it stays on them."""
+    """A context in which modules have other forwards; None is the one of their class. All are put back at the end."""
     kept = [(vars(module), vars(module).get("forward")) for module in forwards]
     try:
         for module, forward in forwards.items():
@@ -127,12 +138,13 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
 def find_sites(
     model: nn.Module, run: Callable[[], Any], reason: str, decides: bool = False
 ) -> tuple[dict[nn.Module, Site], dict[nn.Module, Site]]:
-    """The units, and the blocks, among the submodules that `run` calls. reason: why the model can't be captured.
-    decides: units may branch on what they compute, and are captured with the branches that they take here.
+    """The units, and the blocks, among the submodules that `run` calls.
 
-    A block is as large as can be with no more than half of the units in it.
+    - run: runs the model, under grad mode. The caller has to put back what it changes in the model.
+    - reason: why the model can't be captured.
+    - decides: units may branch on what they compute, and are captured with the branches that they take here.
 
-    `run` must run under grad mode; what it changes in the model is for the caller to put back.
+    A block is as large as possible with no more than half of the units in it.
     """
     search = _PartSearch(model, reason, decides)
     with nothing_saved():
@@ -141,7 +153,7 @@ def find_sites(
 
 
 def nothing_saved() -> contextlib.AbstractContextManager[object]:
-    """Forward under grad mode without what it would hold for backward, which must not come."""
+    """A context in which forward runs under grad mode and saves nothing. No backward may follow."""
     return saved_tensors_hooks(lambda tensor: None, _never_unpacked)
 
 
@@ -150,7 +162,7 @@ def _never_unpacked(packed: Any) -> torch.Tensor:
 
 
 class NotedReads(private.TorchDispatchMode):
-    """Notes what is read from tensors."""
+    """Notes the numbers that are read from tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
@@ -168,7 +180,10 @@ class NotedReads(private.TorchDispatchMode):
 
 
 class DataFollowed(private.TorchDispatchMode):
-    """Follows the data of some tensors, and random numbers. was_read: numbers were read from what they reached."""
+    """Follows the data of some tensors, and random numbers.
+
+    was_read: whether numbers were read from tensors that they reached.
+    """
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
@@ -216,12 +231,12 @@ class _PartSearch:
             run()
 
     def sites(self) -> dict[nn.Module, Site]:
-        """The sites, less those inside of others and those that were not fit for it each time."""
+        """The units, without those inside of others and those that were found unfit at some call."""
         inside = {inner for m in self._sites for inner in m.modules() if inner is not m}
         return {m: site for m, site in self._sites.items() if m not in inside | self._plain}
 
     def blocks(self) -> dict[nn.Module, Site]:
-        """The largest blocks, none in another."""
+        """The largest blocks, none inside another."""
         sites = self.sites().keys()
         in_sites = {inner for m in sites for inner in m.modules()}
         fit = {
@@ -295,7 +310,7 @@ class _PartSearch:
         return self._verdicts[signature]
 
     def _look_into(self, module: nn.Module, original: Forward, args: Any, kwargs: Any, reason: str) -> tuple[Any, Kind]:
-        """The results of a module that is run and looked into, and what it is fit for."""
+        """Run a module and look into it. Gives its results and its kind."""
         trial = _SecondRun(module, args, kwargs)
         self._reasons.append(f"{self._names[module]}: {reason}")
         with _OwnGenerators(self._generators) as watch:
@@ -308,9 +323,9 @@ class _PartSearch:
 
 
 class _SecondRun:
-    """Whether running a forward a second time would change anything but the generator's state.
+    """Tells whether running a forward a second time would change anything but the generator's state.
 
-    What it does to arguments, buffers, Python attributes and Python's generators is looked at; and so are hooks inside.
+    It looks at arguments, buffers, Python attributes, Python's generators, and hooks inside.
     """
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -346,7 +361,7 @@ class _SecondRun:
 
 
 class _OwnGenerators(private.TorchDispatchMode):
-    """Whether an op draws from another generator than the default one, which a second run would find further on.
+    """Tells whether an op draws from another generator than the default one, whose state a second run would not find.
 
     known: generators that are put back. Raises UnsupportedModel before an op draws from any other.
     """
@@ -368,7 +383,7 @@ class _OwnGenerators(private.TorchDispatchMode):
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Another one once the tensor was written to, or its `.data` exchanged."""
+    """A key that changes when the tensor is written to, or its `.data` is exchanged."""
     return tensor._version, storage_key(tensor) if tensor.layout is torch.strided else 0
 
 
@@ -382,7 +397,7 @@ def _trains(module: nn.Module) -> bool:
 
 
 def _signature(module: nn.Module, call: Call) -> Any:
-    """Equal for calls that can, or can't, be captured for the same reason: what differs is found later."""
+    """A key that is equal for calls that can, or can't, be captured for one reason. Differences show later."""
     state = [*module.named_parameters(), *module.named_buffers()]
     return (
         tuple((name, type(m), m.training) for name, m in module.named_modules()),

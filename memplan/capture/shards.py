@@ -1,7 +1,8 @@
-"""Parameters that others have sharded over ranks: what memplan has to know of them, and what it asks for.
+"""Parameters that are sharded over ranks: what memplan has to know of them, and what it asks for.
 
 Between uses each rank holds a part, and the `nn.Parameter` itself is empty. A planned step gathers such a parameter
-when its plan says so, reads it, and lets go of it; whoever sharded it reduces the gradients that are handed over.
+when its plan says so, reads it, and releases it. Whatever sharded it (an engine) reduces the gradients that are handed
+over.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from memplan.problem.data import GatherSpeed
 class Shard:
     """A parameter of which each rank holds a part.
 
-    shape: of the whole, which is contiguous. gathered_bytes: what the whole takes on the device, padding included.
-    stays: it is whole between steps too, and plans never let go of it.
+    - shape: of the whole, which is contiguous.
+    - gathered_bytes: what the whole takes on the device, padding included.
+    - stays: it is whole between steps too, and plans never release it.
     """
 
     shape: torch.Size
@@ -38,11 +40,12 @@ class Handle(Protocol):
 
 
 class Shards(Protocol):
-    """Somebody who has sharded a model's parameters, asked to gather them by `memplan.apply(..., shards=)`.
+    """The interface to whatever has sharded a model's parameters, for `memplan.apply(..., shards=)`.
 
-    resident_bytes: held on the device throughout: this rank's parts of parameters and gradients, and buffers to reduce.
-    speed: of gathers. attributes: names of those attributes of modules that belong to it, which change without changing
-    what forward computes.
+    - resident_bytes: held on the device throughout: this rank's parts of parameters and gradients, and buffers to
+      reduce.
+    - speed: of gathers.
+    - attributes: names of attributes of modules that belong to it, which change without changing what forward computes.
 
     Every rank of the group must call `gather` for the same parameters in the same order.
     """
@@ -61,18 +64,23 @@ class Shards(Protocol):
         """Whether a hook of a module is there to gather for a forward that runs without a plan."""
 
     def tracing(self) -> AbstractContextManager[None]:
-        """Those hooks, and reading a parameter, gather nothing for as long: a rank that looks at the model is alone.
-        What else they do, they do: autograd adds up gradients in another order where they put nodes of their own
-        between modules. May be entered within itself."""
+        """A context in which those hooks, and reading a parameter, gather nothing.
+
+        A rank that runs the model to plan it is alone. Nodes that the hooks put between modules have to stay, because
+        autograd adds up gradients in another order without them. The context may be entered within itself.
+        """
 
     def begin(self) -> None:
-        """A planned forward or backward begins: whole are those that stay, and those that `gather` made whole."""
+        """Prepare for a planned forward or backward.
+
+        From then on only parameters that stay, and those that `gather` made whole, are whole.
+        """
 
     def gather(self, parameter: nn.Parameter) -> Handle:
-        """Begin to make a parameter whole. One that is on its way already is given the same handle."""
+        """Begin to make a parameter whole. A gather that is under way already gives its handle again."""
 
     def release(self, parameter: nn.Parameter) -> None:
-        """Free the whole."""
+        """Free the whole parameter."""
 
     def accepting(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Parameters have their whole shape for as long, at no memory, so that autograd can hand them gradients."""
+        """A context in which parameters have their whole shape, without memory, so that autograd accepts gradients."""

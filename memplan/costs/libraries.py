@@ -1,7 +1,7 @@
-"""What CUDA's libraries keep on the device beside what ops return: cuBLAS a workspace for each thread and stream.
+"""What CUDA's libraries keep on the device beside what ops return: cuBLAS has a workspace for each thread and stream.
 
-The forward pass runs on the thread that calls the model, the backward pass on autograd's own, so there are two. They
-come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper.
+The forward pass runs on the thread that calls the model, the backward pass on autograd's own thread, so there are two.
+They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def library_bytes(traced: Traced) -> int:
 
 
 def most_library_bytes(device: torch.device) -> int:
-    """Bytes that libraries hold once a step has run of which not all is known."""
+    """Bytes that libraries may hold once any step has run."""
     return _THREADS * workspace_bytes(device) if device.type == "cuda" else 0
 
 
@@ -44,7 +44,7 @@ def workspace_bytes(device: torch.device) -> int:
 
 
 def make_workspaces(device: torch.device) -> None:
-    """Have the workspaces made now, on this thread and on autograd's, so that no step is measured to grow by them."""
+    """Make the workspaces now, on this thread and on autograd's, so that they do not count as growth of a step."""
     with private.outside_of_tracing(), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         square = torch.zeros(8, 8, device=device, requires_grad=True)
         torch.autograd.grad((square @ square).sum(), square)

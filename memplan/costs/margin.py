@@ -1,4 +1,4 @@
-"""How much more than predicted a device has been seen to hold: a fraction, remembered from run to run."""
+"""How much more than predicted a device has been seen to hold: a fraction, remembered in later processes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from memplan.costs.measure import cache_dir, device_name
 
 
 def known_margin(model: nn.Module, device: torch.device | None = None) -> float:
-    """The margin of a device, or of that which a model is on: 0.05 keeps 5% of a budget free. 0 where none was needed
-    yet."""
+    """The margin of a device: 0.05 keeps 5% of a budget free. 0 where none was needed yet.
+
+    With device=None it is the device that the model is on.
+    """
     device = device or next((p.device for p in model.parameters()), None)
     if device is None or device.type == "meta":
         return 0.0
@@ -24,7 +26,7 @@ def known_margin(model: nn.Module, device: torch.device | None = None) -> float:
 
 
 def remember_margin(device: torch.device, margin: float) -> None:
-    """Keep a margin for later runs on this device."""
+    """Save a margin for later runs on this device."""
     with contextlib.suppress(OSError):  # a read-only home is no reason to fail
         _path(device).parent.mkdir(parents=True, exist_ok=True)
         _path(device).write_text(json.dumps({"margin": margin}))

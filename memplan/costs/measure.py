@@ -1,21 +1,16 @@
 """Seconds and scratch bytes of every distinct op: measured on the model's device, or estimated by a roofline.
 
-Each distinct op (kind, shapes, strides, dtypes, settings) is run once with made-up data of the right layout:
-parameters, buffers and inputs are read where the op reads them, and never written; the generator is put back. Results
-are kept on disk by device, thread count and torch version. Real results are compared with the trace's, so a fake kernel
-that is wrong about a shape, a dtype or a size is found before anything is planned on it.
+Each distinct op (kind, shapes, strides, dtypes, settings) is run with made-up data of the right layout. Parameters,
+buffers and inputs are read where the op reads them, and never written; the generator is put back. Results are kept on
+disk by device, thread count and torch version. Real results are compared with traced ones, so a fake kernel that is
+wrong about a shape, a dtype or a size is found before anything is planned on it.
 
-Ops are timed with cold caches, for most of what an op of a step reads was made long before. With warm ones elementwise
-ops, which are what is recomputed first, came out a third too fast: for GPT-2 with 6 layers of 256 predicted overheads
-were 54, 16 and 3.4% where 64, 19 and 5.2% were measured; with cold ones they were 65, 20 and 5.5%. Not known here is
-what an op finds in caches because it was recomputed a moment ago. Where a whole step nearly fits in them (the same
-model, 480 MB of last-level cache) that makes steps with recomputation 2% faster than predicted.
+Ops are timed with cold caches, because most of what an op of a step reads was made long before. An op that was
+recomputed a moment ago leaves its results in caches, which these times do not know of. The fastest run counts, because
+page faults come in bursts and slow down others.
 
-The fastest run counts. With the median an op came out ten times too slow now and then, on a machine that did nothing
-else: page faults and the time they take come in bursts. Predicted seconds of a step varied by 9%, now by 5%.
-
-Where other processes keep the machine busy even the fastest run may be slow. Where no second run comes near it, or the
-first step takes much less than predicted, the figure is doubted: the next process measures it again.
+Where other processes keep the machine busy, even the fastest run may be slow. The figure is doubted where no second run
+comes near it, or where the first step takes much less than predicted. The next process then measures it again.
 """
 
 from __future__ import annotations
@@ -66,9 +61,11 @@ StateOf = Callable[[str, str, int], torch.Tensor | None]
 class OpFacts:
     """What runs of an op showed.
 
-    doubts: 0 where repeats agreed. More: the seconds may be those of a busy machine, and are measured again; so often
-    they were. `_SETTLED`: they have been measured again, and count. process: the one that measured what is doubted,
-    which goes on with it, so that its plans are alike.
+    - time_s: seconds of the fastest run.
+    - scratch_bytes: held at its peak beyond its new outputs.
+    - doubts: 0 where repeats agreed. More is how often they did not: the seconds may be those of a busy machine, and
+      are measured again. `_SETTLED`: they have been measured again, and count.
+    - process: the one that measured doubted seconds. It goes on with them, so that its plans are alike.
     """
 
     time_s: float
@@ -85,12 +82,16 @@ def measure(
     use_cache: bool = True,
     quick: bool = False,
 ) -> Costs:
-    """Run each distinct op and time it. `resident` gives the real parameters, buffers and inputs.
+    """Run each distinct op and time it.
 
-    quick: ops that are not in the cache run once, and are not entered: seconds are rough then, scratch is not.
-    budget_bytes: kept, as far as the largest op fits it with everything resident.
+    - resident: gives the real parameters, buffers and inputs.
+    - budget_bytes: kept while ops are timed, as far as the largest op fits it with everything resident.
+    - progress: shows on standard error how far it is.
+    - use_cache: reads known figures from disk, and saves new ones there.
+    - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
+      not.
 
-    Raises BudgetInfeasible where the device has no room for that, OtherResults where real results differ from traced
+    Raises BudgetInfeasible where the device has no room for an op, OtherResults where real results differ from traced
     ones, UnsupportedModel where they could not be traced.
     """
     cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
@@ -124,7 +125,7 @@ def measure(
 
 
 def _cache_bytes(traced: Traced) -> int:
-    """What has to be written so that caches hold nothing of an op's operands. A small step may fit in them whole."""
+    """Bytes to write so that caches hold nothing of an op's operands. A small step may fit in them whole."""
     if traced.device.type == "cuda":
         cache_bytes = int(torch.cuda.get_device_properties(traced.device).L2_cache_size)
     else:
@@ -158,8 +159,10 @@ class _Bench:
         return times
 
     def _room_bytes(self, index: int, scratch_bytes: int) -> int:
-        """What to write between runs of an op: what caches hold, as far as the budget has room; nothing where the op
-        itself goes through more."""
+        """Bytes to write between runs of an op: what caches hold, as far as the budget has room.
+
+        None where the op itself reads and writes more than caches hold.
+        """
         alone_bytes = self.traced.graph.op_bytes(index)
         if alone_bytes > self.cache_bytes:
             return 0
@@ -169,7 +172,7 @@ class _Bench:
         return max(0, min(self.cache_bytes, room_bytes))
 
     def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
-        """Run each op once: its result is compared with the trace's.
+        """Run each op once, and compare its result with the traced one.
 
         Gives what each kernel holds at its peak beyond its new outputs, and the seconds, which count for long ops.
         """
@@ -184,7 +187,7 @@ class _Bench:
         return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
     def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
-        """The result of a run and its seconds, after a look at the result."""
+        """The result of a run and its seconds. The result was compared with the traced one."""
         target = self.traced.kernels[index].target
         start = time.perf_counter()
         try:
@@ -221,8 +224,10 @@ class _Bench:
         return peaks, times
 
     def _first_runs_cuda(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
-        """Peaks from the allocator. Each op has run once before: then libraries take workspaces, which they keep, and
-        look for the fastest algorithm."""
+        """Peaks from the allocator, in the second run of each op.
+
+        In the first one, libraries take workspaces, which they keep, and look for the fastest algorithm.
+        """
         peaks, device = [], self.traced.device
         for done, index in enumerate(indices):
             args, kwargs = self._arguments(index)
@@ -263,7 +268,7 @@ class _Bench:
         return self._made_up(fake, storages)
 
     def _made_up(self, fake: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-        """A tensor with the layout of `fake`; what shares a storage in the trace shares one here.
+        """A tensor with the layout of `fake`. Tensors that share a storage in the trace share one here.
 
         Memory of the op before is used again where the size is the same: touching new memory costs more than most ops.
         """
@@ -279,10 +284,10 @@ class _Bench:
         return storages[key].as_strided(fake.shape, fake.stride(), fake.storage_offset())
 
     def _compare(self, index: int, result: Any, arguments: tuple[Any, ...]) -> None:
-        """The real result against the traced one.
+        """Compare the real result with the traced one.
 
         Where it is an argument, written in place, bytes are not compared. Where no op reads it, as with most gradients
-        of parameters, strides of dimensions of one element are not: nothing depends on them.
+        of parameters, strides of dimensions of one element are not compared, because nothing depends on them.
         """
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
@@ -339,7 +344,7 @@ def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) ->
 
 
 def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
-    """What it takes to make the storage behind a tensor."""
+    """The number of elements and the dtype with which to make a tensor's storage."""
     return fake.untyped_storage().nbytes() // fake.element_size(), fake.dtype
 
 
@@ -396,12 +401,12 @@ class _Cache:
         return _Cache(path, facts)
 
     def wants(self, key: str, quick: bool) -> bool:
-        """Whether an op is to be measured: it is not known, or doubted and there is time."""
+        """Whether an op has to be measured: it is not known, or it is doubted and there is time."""
         known = self.facts.get(key)
         return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
 
     def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
-        """Seconds of all repeats: whatever else the machine does only adds to them, so the fewest count."""
+        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them."""
         before, (time_s, *others) = self.facts.get(key), sorted(times_s)
         if not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s):
             self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
@@ -424,7 +429,7 @@ class _Cache:
 
 
 def doubt(traced: Traced) -> None:
-    """Have the ops of a step measured again for the next plan, once: it takes much less than their costs say."""
+    """Let the next plan measure the ops of a step again, once. The step takes much less than their costs say."""
     cache = _Cache.open(traced.device)
     for key in {op.key for op in traced.graph.ops} & cache.facts.keys():
         if not cache.facts[key].doubts:
@@ -433,7 +438,7 @@ def doubt(traced: Traced) -> None:
 
 
 def clear_costs() -> int:
-    """Forget all measured costs of this user, on any device. Gives the number of files that held them."""
+    """Delete all measured costs of this user, on any device. Gives the number of files that held them."""
     files = list(cache_dir().glob("costs-*.json"))
     for file in files:
         file.unlink(missing_ok=True)
@@ -449,7 +454,7 @@ def cache_dir() -> Path:
 
 
 def device_name(device: torch.device) -> str:
-    """Names the hardware, the thread count and the torch version: what measured figures hold for."""
+    """A name of the hardware, the thread count and the torch version, for which measured figures hold."""
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
     else:
@@ -462,7 +467,7 @@ def device_name(device: torch.device) -> str:
 
 
 def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
-    """The larger of arithmetic and traffic of each op. Nothing is run; scratch counts as 0."""
+    """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0."""
     roofline = roofline or Roofline()
     times = []
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
@@ -473,7 +478,10 @@ def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
 
 
 def _flops(kernel: Kernel) -> float:
-    """Multiply-adds count twice. PyTorch's own table knows matrix products, convolutions and attention."""
+    """Floating-point operations, where a multiply-add is two.
+
+    PyTorch's own table knows matrix products, convolutions and attention.
+    """
     count = flop_registry.get(getattr(kernel.target, "overloadpacket", None))
     if count is None:
         return 0.0

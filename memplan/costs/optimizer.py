@@ -1,4 +1,4 @@
-"""What an optimizer holds and needs: its step is run on fake tensors, at no memory."""
+"""What an optimizer holds and allocates: its step is run on fake tensors, which takes no memory."""
 
 from __future__ import annotations
 
@@ -74,11 +74,10 @@ def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict
 
 
 def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> float:
-    """Seconds that the CPU takes to update parameters, for each byte of their gradients.
+    """Seconds that the CPU takes to update parameters, for each byte of their gradients. 0 where there are none.
 
-    measured: time an update by an optimizer of torch.optim, the best of three; else it is what its ops read and write,
-    at the speed of a laptop's memory. 0 where nothing is to be updated. Raises UnsupportedModel for an optimizer that
-    can't step parameters on the CPU.
+    measured: time an update by an optimizer of torch.optim, the best of three. Else it is what its ops read and write,
+    at the speed of a laptop's memory. Raises UnsupportedModel for an optimizer that can't step parameters on the CPU.
     """
     example = _Example.of(optimizer)
     if example is None:
@@ -89,8 +88,10 @@ def host_update_s_per_byte(optimizer: torch.optim.Optimizer, measured: bool) -> 
 
 
 def fused_host_update_s_per_byte(optimizer: torch.optim.Optimizer) -> float | None:
-    """Seconds that the CPU takes to update a byte, timed, were the optimizer made with `fused=True`. None where it was,
-    or can't be."""
+    """Measured seconds that the CPU would take to update a byte if the optimizer were made with `fused=True`.
+
+    None where it was made so, or can't be.
+    """
     example = _Example.of(optimizer)
     if example is None or not _is_of_torch(optimizer) or example.group.get("fused", True):
         return None
@@ -106,7 +107,10 @@ def _is_of_torch(optimizer: torch.optim.Optimizer) -> bool:
 
 @dataclass(frozen=True)
 class _Example:
-    """An update of 4 million numbers, as that of an optimizer's largest parameter. group: its settings."""
+    """An update of 4 million numbers with the settings and dtype of an optimizer's largest parameter.
+
+    group: these settings.
+    """
 
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
@@ -125,7 +129,7 @@ class _Example:
         return _EXAMPLE[0] * _EXAMPLE[1] * self.dtype.itemsize
 
     def timed_s(self) -> float:
-        """Seconds that it takes."""
+        """Seconds that the update takes."""
         twin, best_s = self._twin(), float("inf")
         try:
             for _ in range(4):  # the first makes the state
@@ -140,7 +144,7 @@ class _Example:
         return best_s
 
     def traffic_bytes(self) -> int:
-        """Bytes that its ops read and write."""
+        """Bytes that the update's ops read and write."""
         cpu = torch.device("cpu")
         with private.FakeTensorMode(allow_non_fake_inputs=True):
             twin = self._twin()
@@ -211,7 +215,7 @@ def _twin(optimizer: torch.optim.Optimizer, memo: dict[int, Any]) -> torch.optim
 
 
 def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """A copy with all attributes; what optimizers copy of themselves leaves out whether they have warned of things."""
+    """A copy with all attributes. Optimizers' own copies leave out whether they have warned of things."""
     twin = copy.copy(optimizer)
     vars(twin).update({name: value for name, value in vars(optimizer).items() if name not in vars(twin)})
     return twin
@@ -225,7 +229,11 @@ def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_ou
 
 
 class _AllocationMeter(private.TorchDispatchMode):
-    """Bytes of new storages that are alive, and the most there were. traffic_bytes: that ops read and write."""
+    """Counts bytes of new storages.
+
+    - peak_bytes: the most that were alive at once.
+    - traffic_bytes: what ops read and wrote.
+    """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations

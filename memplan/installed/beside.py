@@ -1,4 +1,4 @@
-"""What there may be beside a planned step: gradients of earlier ones, and other forwards in the same backward."""
+"""What may be beside a planned step: gradients of earlier steps, and other forwards in one backward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from memplan.units import format_bytes
 
 
 class HeldGradients:
-    """Gradients of earlier steps that are there as a call begins, of parameters that do not live on the host.
+    """Gradients of earlier steps that are there as a call begins, of parameters that are on the device.
 
-    exist: whether there are any. extra_bytes: of them, those that plans for one step alone do not count.
+    - exist: whether there are any.
+    - extra_bytes: of those that plans for one step alone do not count.
     """
 
     def __init__(self, model: nn.Module, host: Collection[str]) -> None:
@@ -25,24 +26,27 @@ class HeldGradients:
         self.belong_to(model, host)
 
     def belong_to(self, model: nn.Module, host: Collection[str]) -> None:
-        """To the parameters of a model that are trained. host: names of those that live there."""
+        """Look at the trained parameters of this model from now on. host: names of those that live on the host."""
         names = model.named_parameters()
         self._owners = [weakref.ref(p) for name, p in names if p.requires_grad and name not in host]
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those that have a gradient now."""
+        """Parameters that have a gradient now."""
         return [p for owner in self._owners if (p := owner()) is not None and p.grad is not None]
 
     def look(self, extra: bool) -> None:
-        """As a call begins. extra: plans for one step alone do not count them, and could."""
+        """Note what there is as a call begins. extra: plans do not count such gradients, and could."""
         gradients = [p.grad for p in self.parameters]
         self.exist = bool(gradients)
         strided = (g for g in gradients if g is not None and g.layout is torch.strided)
         self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
 
     def beyond(self, step: PlannedStep, limit_bytes: int | None) -> str | None:
-        """That they do not fit beside a step whose plan does not count them, in words. limit_bytes: the budget."""
+        """Why the gradients do not fit beside a step whose plan does not count them; None where they do.
+
+        limit_bytes: the budget.
+        """
         plan = step.plan
         if not self.extra_bytes or plan is None or limit_bytes is None or self.are_counted_by(step):
             return None
@@ -60,13 +64,18 @@ class HeldGradients:
         return planned_so or any(step is known for known in self._counting)
 
     def are_counted_from_now_by(self, step: PlannedStep, steps: Iterable[PlannedStep]) -> None:
-        """steps: all that are kept; others are forgotten here."""
+        """Note that a step's plan counts them. steps: all that are kept; notes of other steps are dropped."""
         kept = list(steps)
         self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
 def news_of_flight(step: WholeStep, steps: Sequence[PlannedStep], limit_bytes: int | None) -> dict[str, str]:
-    """By subject, what is to be known when a step begins. steps: all of the model's. limit_bytes: the budget."""
+    """Warnings, by subject, where forwards wait for their backward while another step begins.
+
+    - step: the one that begins.
+    - steps: all of the model's.
+    - limit_bytes: the budget.
+    """
     waiting = [s for known in steps if isinstance(known, WholeStep) for s in known.runner.waiting if s.saved]
     if not waiting:
         return {}
@@ -86,17 +95,17 @@ def news_of_flight(step: WholeStep, steps: Sequence[PlannedStep], limit_bytes: i
 
 
 class SharedBackward:
-    """Notices backward passes that go through several forwards, or through parameters beside the planned forward.
+    """Notices a backward that goes through several forwards, or through parameters beside the planned forward.
 
-    Autograd adds up, one by one, what all uses of a parameter give, and adds that to the gradient that is there. A plan
-    adds up what the uses in its own forward give, and hands that over.
+    Autograd adds what each use of a parameter gives to the gradient that is there, one by one. A plan first adds up
+    what the uses in its own forward give, and hands over the sum.
     """
 
     def __init__(self) -> None:
         self._number, self._held = -1, False
 
     def news(self, step: WholeStep, held: Sequence[nn.Parameter]) -> Mapping[str, str]:
-        """By subject, what is to be known when the backward of a step begins.
+        """Warnings, by subject, as the backward of a step begins.
 
         held: parameters with gradients of an earlier backward.
         """

@@ -1,7 +1,7 @@
 """Plan some blocks of a model, each by itself, so that the whole step fits a budget; the rest runs as it is.
 
-For models that can't be one graph, because something happens between their blocks: `fully_shard` gathers the parameters
-of each block before it runs.
+This is for models that can't be one graph, because something happens between their blocks: `fully_shard` gathers the
+parameters of each block before it runs.
 """
 
 from __future__ import annotations
@@ -61,18 +61,21 @@ def apply_blocks(
 ) -> PartialPlan:
     """Plan blocks of a model in place, so that its whole step fits a budget. Outputs and gradients stay the same bits.
 
-    blocks: submodules of `model`, each called once in a forward, none inside another. sample, budget, optimizer,
-    accumulate, config: as for `apply`. costs: "measure" or "estimate". Kernel scratch outside of blocks is not known.
-    whole: has the parameters of a block there for as long, where they are only while it runs. reserved_bytes: what is
-    held beside all that the step itself makes, and not for blocks to schedule (gathered parameters); asked after a
-    first step. leaves_out: storages that it covers. group: the ranks that rehearse together, where blocks run
-    collectives around them: what can't be met on one is then raised on all. shards: who has sharded the parameters by
-    other means than DTensors, has them whole around each pass of a block, and takes their gradients. Ranks then agree
-    before each call of a block that they hand its gradients over in one order: where one has another batch than its
-    sample, all recompute that call as a whole.
+    - blocks: submodules of `model`, each called once in a forward, none inside another.
+    - sample, budget, optimizer, accumulate, config: as for `apply`.
+    - costs: "measure" or "estimate". Kernel scratch outside of blocks is not known.
+    - whole: a context that gathers the parameters of a block, where they are there only while it runs.
+    - reserved_bytes: gives what is held beside all that the step itself makes, and that blocks do not schedule
+      (gathered parameters). It is called after a first step.
+    - leaves_out: storages that reserved_bytes covers.
+    - group: the ranks that rehearse together, where blocks run collectives around them. A budget that can't be met on
+      one rank is then an error on all.
+    - shards: whatever has sharded the parameters by other means than DTensors, gathers them around each pass of a
+      block, and takes their gradients. Ranks then agree before each call of a block that they hand its gradients over
+      in one order. Where one has a batch unlike its sample, all recompute that call as a whole.
 
-    Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives
-    its plan, `memplan.remove(block)` takes it off. Rehearses on the sample, of which nothing stays.
+    Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives its
+    plan, `memplan.remove(block)` takes it off. Rehearsals run on the sample and leave nothing behind.
 
     Raises BudgetInfeasible, and UnsupportedModel where a block is called other than once.
     """
@@ -137,14 +140,16 @@ def _request(
 def _after(
     meet: Callable[[], None], whole: WholeParameters, block: nn.Module
 ) -> contextlib.AbstractContextManager[Any]:
-    """The parameters of a block, gathered once all ranks are there."""
+    """The parameters of a block, gathered once all ranks have met."""
     meet()
     return whole(block)
 
 
 def _held_beside(model: nn.Module, settings: Settings, device: torch.device | None) -> BesideParts:
-    """Optimizer state and gradients of earlier micro-batches, and what the optimizer's step allocates, where they are
-    on the device that runs the blocks."""
+    """What an optimizer and earlier micro-batches hold on the device that runs the blocks.
+
+    These are optimizer state, gradients, and what the optimizer's step allocates.
+    """
     parts = [part_here(p) for p in model.parameters() if p.requires_grad]
     if device is None or any(part.device.type != device.type for part in parts):
         return BesideParts()
@@ -190,7 +195,7 @@ class _BlockPlanner(Planner):
         return False
 
     def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
-        """Any call can be recomputed as a whole, as ranks do whose batch is unlike their sample."""
+        """A step that recomputes the call as a whole, for when another rank's batch is unlike its sample."""
         if not self._told:
             self._told = True
             log.warning(
@@ -201,12 +206,12 @@ class _BlockPlanner(Planner):
         return (self.step(model, forward, call),)
 
     def for_copy(self) -> Planner:
-        """It knows nothing of the block itself."""
+        """This planner, which serves copies of the block too, because it holds nothing of the block."""
         return self
 
 
 def _planned(planned: PlannedParts, shards: Shards | None, agreement: Agreement | None) -> list[PlannedForward]:
-    """Forwards of the blocks that run otherwise than without a plan, not installed yet.
+    """Forwards of the blocks that do not run as they are, not installed yet.
 
     agreement: between ranks that have to hand gradients over in one order, call by call.
     """

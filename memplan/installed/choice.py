@@ -29,11 +29,11 @@ _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward t
 class StepChoice:
     """The steps of one model, and which of them serves a call.
 
-    - steps: by kind of call, that first which was used last.
+    - steps: one for each kind of call, the last one used first.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
-    - aside: a context in which the model's own forward is in place.
-    - attend: takes every new step before it is used.
+    - aside: gives a context in which the model's own forward is in place.
+    - attend: called with every new step before it is used.
     """
 
     def __init__(
@@ -62,47 +62,50 @@ class StepChoice:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether plans stay as they are, whatever happens: users say so, or other ranks rely on them."""
+        """Whether plans stay as they are, whatever happens, because the user says so or other ranks rely on them."""
         return self.on_mismatch == "raise" or self.agreement is not None or not self.alone
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
-        """While this rank looks at the model by itself to plan it."""
+        """A context for the time in which this rank runs the model by itself to plan it."""
         with self._aside(), self.planner.looking():
             yield
 
     def let_go(self) -> None:
-        """Free what stays on the device between steps: something else runs in between, which may need the room."""
+        """Free copies that stay on the device between steps, because something else runs next and may need the room."""
         for step in self.steps:
             if isinstance(step, WholeStep):
                 step.runner.store.transfers.standing.free()
 
     def forget(self) -> None:
-        """Every step is out of date."""
+        """Drop all steps, because they are out of date."""
         self.let_go()
         self.steps.clear()
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
-        """What a call has declined is of no concern to the next one."""
+        """A context for one call: steps that it declines may serve the next one."""
         try:
             yield
         finally:
             self._declined.clear()
 
     def begin(self, call: Call) -> PlannedStep:
-        """The step that a call runs."""
+        """The step that serves a new call."""
         self._look_for_gradients()
         step = self._step_for(call)
         self._tell_of_flight(step)
         return step
 
     def another(self, call: Call, before: PlannedStep) -> PlannedStep:
-        """The step that this call runs, where it could not go on with one that it began with."""
+        """The step that goes on with this call in the place of `before`."""
         return self.in_place_of(before, self._at_hand(call) or self._planned(call))
 
     def decline(self, step: PlannedStep, why: str) -> None:
-        """This call goes another way than the step; calls that go too many are planned in parts from now on."""
+        """Note that this call takes another branch than the step.
+
+        Once a call has taken too many branches, such calls are planned in parts from then on.
+        """
         self._declined.append((step, why))
         capturing = self.planner.capturing
         if capturing.decides and len(self._declined) >= _MOST_BRANCHES:
@@ -116,7 +119,7 @@ class StepChoice:
         return self._agreed(call, self.agreement, lambda share: self._planned(call, share))
 
     def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], PlannedStep]) -> PlannedStep:
-        """The step that this rank runs, or prepares, while others do. plan: makes one where there is none."""
+        """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""
 
         def planned(share: Share) -> PlannedStep:
             step = self._at_hand(call)
@@ -130,14 +133,17 @@ class StepChoice:
         return self._use(step) if any(step is known for known in self.steps) else step
 
     def _at_hand(self, call: Call) -> PlannedStep | None:
-        """The step that serves a call; where several do, for batches of other ranks, the fastest."""
+        """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self._serving(call)
         step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
         return None if step is None else self._use(step)
 
     def _serving(self, call: Call) -> Iterator[PlannedStep]:
-        """Whole plans first: they know of the data that decides what runs, and others serve it whatever it is. Last
-        those that count gradients, where there are none."""
+        """Steps that serve a call, the most suitable first.
+
+        Whole plans come first: they check the data that decides what runs, while others serve any data. Where no
+        gradients are held, steps that count them come last.
+        """
 
         def rank(step: PlannedStep) -> tuple[bool, bool]:
             return not isinstance(step, WholeStep), not self._held.extra_bytes and self._held.are_counted_by(step)
@@ -146,7 +152,7 @@ class StepChoice:
         return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
 
     def _mismatch(self, step: PlannedStep, call: Call) -> str | None:
-        """What keeps a step from serving a call, in words, as far as that is known before it runs."""
+        """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
         declined = next((why for other, why in self._declined if other is step), None)
         return declined or step.mismatch(call) or self._held.beyond(step, self.planner.limits.budget_bytes)
 
@@ -156,7 +162,7 @@ class StepChoice:
         return step
 
     def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
-        """A step with the schedule of ranks that plan now, in the place of one that is at hand."""
+        """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
         if not isinstance(step, WholeStep):
             return step
         with self.planning():
@@ -166,8 +172,11 @@ class StepChoice:
         return next(same, None) or self.add(other)
 
     def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> PlannedStep:
-        """A new step. share: where ranks of a group have plans from one another. counting: gradients of earlier steps,
-        as the planner is to do already."""
+        """A new step.
+
+        share: exchanges plans with the other ranks of a group. counting: the planner counts gradients of earlier steps
+        now.
+        """
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
         reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
@@ -203,13 +212,16 @@ class StepChoice:
             return self.add(step)
 
     def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
-        """A step that this rank alone runs in the place of the one that ranks had agreed on."""
+        """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
+
+        Raises PlanMismatch where other ranks would notice.
+        """
         if self.agreement is not None:
             self.agreement.keep(before, after)
         return after
 
     def add(self, step: PlannedStep) -> PlannedStep:
-        """Take a step in, as the one that was used last."""
+        """Take in a new step, as the one that was used last."""
         step.settle(self.model)
         host = self.planner.placement.host
         if self._host is not None and host != self._host:
@@ -238,8 +250,10 @@ class StepChoice:
         return self._agreed(call, self.agreement, planned).plan
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
-        """The smallest budget for such a call where backward has started from fewer outputs than were planned for;
-        None where it has not."""
+        """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
+
+        None where no backward has.
+        """
         call = self.reader.read_sample(sample)
         plans = [s.plan for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
         counts = [len(plan.problem.graph.tangents) for plan in plans]
@@ -247,8 +261,10 @@ class StepChoice:
         return min(fewer, default=None)
 
     def _look_for_gradients(self) -> None:
-        """Note what gradients of an earlier step are there, as in loops that zero them between forward and backward, or
-        add up those of several batches."""
+        """Note which gradients of an earlier step are there.
+
+        They are in loops that zero them between forward and backward, or that add up those of several batches.
+        """
         uncounted = "gradients" not in self._told and self.planner.limits.may_hold_gradients
         self._held.look(uncounted)
         if self.is_fixed:
@@ -258,12 +274,12 @@ class StepChoice:
                 self._tell_of_gradients(why)
 
     def _why_no_room(self) -> str | None:
-        """That gradients of an earlier step do not fit beside one of the plans, in words."""
+        """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""
         limit_bytes = self.planner.limits.budget_bytes
         return next((why for step in self.steps if (why := self._held.beyond(step, limit_bytes)) is not None), None)
 
     def _planned_with_gradients(self, call: Call) -> PlannedStep:
-        """A new step whose plan counts them; where there is none, one that does not."""
+        """A new step whose plan counts gradients of earlier steps; where none fits, one that does not count them."""
         why = self._why_no_room()
         try:
             with self.planner.limits.counting_held_gradients():
@@ -277,33 +293,33 @@ class StepChoice:
         return step
 
     def _tell_of_gradients(self, why: str) -> None:
-        """No plan counts them; those that there are go on."""
+        """Warn that no plan counts the gradients, and go on with the plans that there are."""
         self._tell({"gradients": why})
         self._held.extra_bytes = 0
 
     def _tell_of_passing(self, call: Call, known: Sequence[PlannedStep]) -> None:
-        """Say once where all that is new is that arguments are passed by name instead of by position, or so."""
+        """Warn once where a call is new only in how it passes arguments, as by name instead of by position."""
         if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
             now = ", ".join(call.paths)
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
             self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
 
     def _tell_of_flight(self, step: PlannedStep) -> None:
-        """Say once what is to be known of forwards that wait for their backward while this one begins."""
+        """Warn once where forwards wait for their backward while another begins."""
         if self.planner.settings.in_flight > 1 or not isinstance(step, WholeStep):
             return
         self._tell(news_of_flight(step, self.steps, self.planner.limits.budget_bytes))
 
     def tell_of_shared_backward(self, step: WholeStep) -> None:
-        """Say once where one backward through more than this forward adds gradients up otherwise than eager does."""
+        """Warn once where one backward through more than this forward adds up gradients in an order unlike eager's."""
         self._tell(self._shared.news(step, self._held.parameters if self._held.exist else ()))
 
     def tell_of_tracers(self) -> None:
-        """Say once that somebody traces."""
+        """Warn once that the model runs unplanned while it is traced."""
         self._tell({"tracers": "the model runs unplanned under torch.func, forward-mode differentiation and tracers"})
 
     def _tell(self, news: Mapping[str, str]) -> None:
-        """Each subject once."""
+        """Warn of each subject once."""
         for subject, text in news.items():
             if subject not in self._told:
                 self._told.add(subject)
@@ -311,5 +327,5 @@ class StepChoice:
 
 
 def _seconds(step: PlannedStep) -> float:
-    """What a step is predicted to take; nothing is known of one that runs unplanned."""
+    """The predicted time of a step; 0 for one that runs unplanned, of which nothing is known."""
     return 0.0 if step.plan is None else step.plan.time_s

@@ -1,4 +1,4 @@
-"""The first step that was planned in full, as it really ran, against its prediction."""
+"""Compares a real run of the first step that was planned in full with its prediction."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SLOW, _MUCH_S = 2, 0.05  # more than so many times as long as measured, and by 
 
 
 class Comparison:
-    """Has a step watched when it runs, and says in one line of the log how that compares.
+    """Watches a step when it runs, and logs in one line how that compares with the prediction.
 
-    done: takes the bytes that were measured, and how much that is beyond the prediction (0.01 is 1%). It is not called
-    where an optimizer that steps in backward, or an engine's hook, holds what no plan knows of.
+    done: called with the bytes that were measured, and by how much they exceed the prediction (0.01 is 1%). It is not
+    called where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows of.
     """
 
     def __init__(self, model: nn.Module, step: WholeStep, done: Callable[[int, float], None]) -> None:
@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def grown_bytes(self) -> int | None:
-        """The most that the step held beyond what was there before it; None before it is over."""
+        """The most that the step held beyond what was there before it. None until that step is over."""
         return self._observer.grown_bytes
 
     def _held(self) -> list[Any]:

@@ -33,11 +33,12 @@ from memplan.runtime.ranks.agreement import Agreement
 class PlannedForward:
     """Stands in for `model.forward`: runs plans in training, the original in eval mode, under no_grad and for tracers.
 
-    - original: the forward that was there before. reader: takes calls apart.
+    - original: the forward that was there before.
+    - reader: reads the arguments of calls.
     - on_mismatch, on_oom: as for `memplan.apply`.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
-    - undo: what else there is to take off with the plan.
+    - undo: what else to call when the plan is taken off.
     """
 
     def __init__(
@@ -65,17 +66,17 @@ class PlannedForward:
 
     @property
     def steps(self) -> list[PlannedStep]:
-        """By kind of call, that first which was used last."""
+        """One step for each kind of call, the last one used first."""
         return self.choice.steps
 
     @property
     def plan(self) -> Plan | PartialPlan | None:
-        """The plan that ran last, or will run first; None before there is one."""
+        """The plan that ran last, or will run first. None before there is one."""
         return self.steps[0].plan if self.steps else None
 
     @property
     def grown_bytes(self) -> int | None:
-        """The most that the first step held beyond what was there before it; None before it is over."""
+        """The most that the first step held beyond what was there before it. None until that step is over."""
         return self.recovery.grown_bytes
 
     @private.uncompiled
@@ -105,7 +106,7 @@ class PlannedForward:
             step = self.choice.another(call, step)
 
     def _is_aside(self) -> bool:
-        """Whether this call is for the model's own forward."""
+        """Whether this call runs the model's own forward."""
         on_host = self._planner.placement.host  # where gradients go, so such parameters need a plan in eval mode too
         evaluates = self._training and not self.model.training and not on_host
         if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
@@ -122,13 +123,13 @@ class PlannedForward:
             return step.run(call)
 
     def fetching(self) -> contextlib.AbstractContextManager[object]:
-        """Where the model's own forward finds parameters that live on the host, and parts of it do."""
+        """A context in which the model's own forward, and parts of it, find parameters that live on the host."""
         away, device = self._planner.placement.away(self.model), self._planner.placement.device
         return FetchedWhereUsed(away, device, self.model) if away and device is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def stepping_aside(self) -> Iterator[Forward]:
-        """The model's own forward is in place for as long."""
+        """A context in which calls of the model run its own forward."""
         before, self._is_set_aside = self._is_set_aside, True
         self.choice.let_go()
         try:
@@ -137,7 +138,7 @@ class PlannedForward:
             self._is_set_aside = before
 
     def add(self, step: PlannedStep) -> None:
-        """Take a step in, as the one that was used last."""
+        """Take in a new step, as the one that was used last."""
         self.choice.add(step)
 
     def _attend(self, step: PlannedStep) -> None:
@@ -151,8 +152,10 @@ class PlannedForward:
         return self.choice.prepare(sample)
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
-        """The smallest budget for such a call where backward has started from fewer outputs than were planned for;
-        None where it has not."""
+        """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
+
+        None where no backward has.
+        """
         return self.choice.floor_of_fewer_outputs(sample)
 
     # -- in and out of the model ------------------------------------------------------------------------------------
@@ -194,7 +197,7 @@ class PlannedForward:
             del self.model.forward
 
     def warn_of_host(self) -> None:
-        """Say that the model's own forward does not find its parameters on the device any more."""
+        """Warn that parameters live on the host, where the model's own forward does not find them."""
         device = self._planner.placement.device
         if self._planner.placement.host and device is not None and device.type != "cpu":
             log.warning(
@@ -216,7 +219,7 @@ class PlannedForward:
     def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
         """These plans for a copy of the model, which has this forward of its own.
 
-        Those that do not serve it, because its modules were changed before it was first used, are left out.
+        Plans that do not serve the copy, because its modules were changed before it was first used, are left out.
         """
         planner, choice = self._planner.for_copy(), self.choice
         other = PlannedForward(
@@ -259,7 +262,7 @@ class _Unbound:
 
 
 def planned_forward(model: nn.Module) -> PlannedForward | None:
-    """The model's planned forward, None where it has none."""
+    """The model's planned forward; None where it has none."""
     forward = vars(model).get("forward")
     if isinstance(forward, _Unbound):
         forward = forward.bind()

@@ -1,4 +1,4 @@
-"""What goes on where a step can't: it ran out of memory, ops gave other results, gradients arrive elsewhere."""
+"""How a call goes on where its step can't: out of memory, ops gave other results, gradients arrive elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OnOutOfMemory = Literal["raise", "replan"]
 
 
 class Recovery:
-    """Looks after the steps of one model while they run. choice: has them, and gets new ones."""
+    """Looks after the steps of one model while they run. choice: has these steps, and makes new ones."""
 
     def __init__(self, choice: StepChoice, on_oom: OnOutOfMemory) -> None:
         self._choice, self.on_oom = choice, on_oom
@@ -34,18 +34,18 @@ class Recovery:
 
     @property
     def grown_bytes(self) -> int | None:
-        """The most that the first step held beyond what was there before it; None before it is over."""
+        """The most that the first step held beyond what was there before it. None until that step is over."""
         return None if self._comparison is None else self._comparison.grown_bytes
 
     def attend(self, step: WholeStep) -> None:
-        """Be asked where the step can't go on, and watch it where it is the first that was planned in full."""
+        """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
         shared = functools.partial(self._choice.tell_of_shared_backward, step)
         step.runner.attend(functools.partial(self._rescue, step), shared, keeps_buffers=self.on_oom == "replan")
         if self._comparison is None and not step.provisional:
             self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
 
     def mends(self, error: Exception) -> bool:
-        """Whether `after` may know what to do."""
+        """Whether `after` may be able to recover from an error."""
         return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch))
 
     def _rescue(
@@ -138,8 +138,11 @@ class Recovery:
         return other
 
     def after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:
-        """Get ready to plan again: after running out of memory, for what ops were found to give, or for another branch.
-        Raises what can't be mended. repeats: the step can run once more."""
+        """Get ready to plan again after an error of a step. Raises the error where planning again does not help.
+
+        It helps after running out of memory, after ops gave other results than were traced, and where forward takes
+        another branch. repeats: the step can run once more.
+        """
         if isinstance(problem, OtherBranch) and not self._choice.is_fixed:
             self._choice.decline(step, str(problem))
             return
@@ -158,9 +161,9 @@ class Recovery:
         self._choice.forget()
 
     def _after_out_of_memory(self, step: PlannedStep, problem: Exception, repeats: bool) -> None:
-        """Plan with a larger margin from now on, or say what could be done. Raises what can't be mended.
+        """Plan with a larger margin from now on, or raise the error with advice.
 
-        repeats: the step can run once more.
+        It is raised where planning again is not wanted or does not help. repeats: the step can run once more.
         """
         plan = step.plan
         told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
@@ -183,7 +186,7 @@ class Recovery:
         self._choice.forget()
 
     def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
-        """A step was measured: where it held more than predicted, plans keep a margin from now on."""
+        """Keep a margin from now on where a step held more than predicted."""
         margin, limits, problem = min(0.25, excess), self._choice.planner.limits, step.plan.problem
         if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source == "measured":
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)

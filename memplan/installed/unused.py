@@ -1,4 +1,4 @@
-"""Notices a planned model that is trained without its plan: somebody calls a part of it, or a method, instead of it."""
+"""Notices a planned model that trains without its plan, because a part or a method of it is called instead of it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from memplan.logs import log
 
 
 class UnusedPlan:
-    """Tells, once, where an optimizer steps with gradients of a model whose plan has not run since `watch`."""
+    """Warns once where an optimizer steps with gradients of a model whose plan has not run since `watch`."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
 
     def watch(self) -> None:
-        """From now on, until `end`."""
+        """Watch optimizers until `end`."""
         _hear_of_steps()
         _watching.add(self)
 
     def end(self) -> None:
-        """The plan runs, or is off."""
+        """Stop watching, because the plan runs or is taken off."""
         _watching.discard(self)
 
     def _look(self, optimizer: torch.optim.Optimizer) -> None:
@@ -53,7 +53,10 @@ _watching: weakref.WeakSet[UnusedPlan] = weakref.WeakSet()
 
 @functools.cache
 def _hear_of_steps() -> None:
-    """One hook, which stays: optimizers may be iterating over the hooks when a plan ends or its model is collected."""
+    """Register one hook, which stays.
+
+    Optimizers may be iterating over their hooks when a plan ends or its model is collected.
+    """
     register_optimizer_step_post_hook(_stepped)
 
 
@@ -63,7 +66,7 @@ def _stepped(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def is_lightning(model: nn.Module) -> bool:
-    """Whether the model is a LightningModule, of which the trainer calls `training_step`."""
+    """Whether the model is a LightningModule, whose trainer calls `training_step` and not forward."""
     return any(kind.__name__ == "LightningModule" for kind in type(model).__mro__)
 
 

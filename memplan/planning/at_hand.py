@@ -1,4 +1,4 @@
-"""Plans that can be had without a search: of an equal step, of other calls, from the textbook."""
+"""Plans that can be had without a search: of an equal step, of other calls, of the textbook methods."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from memplan.solvers.bounds.offload_bound import gather_bound_s
 
 
 class AtHand:
-    """Looks among `known`, the steps of one model that there are."""
+    """Finds plans without a search. `known`, in its methods, are the steps of one model that there are."""
 
     def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._limits, self._placement, self._problems = limits, placement, problems
 
     def equal_step(self, captured: Capture, known: Sequence[PlannedStep]) -> tuple[WholeStep, Plan] | None:
-        """A step whose ops, values and sizes are the captured one's, be the arguments called otherwise, and its plan
-        for the captured one. captured: with the parameters where they live."""
+        """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
+
+        Names of arguments may differ. captured: with its parameters where they live.
+        """
         graph = captured.traced.graph
         for step in known:
             if isinstance(step, WholeStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
@@ -41,7 +43,7 @@ class AtHand:
         return None
 
     def hurried(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
-        """The fastest in the budget of: no plan at all, the schedules of other calls, the textbook's."""
+        """The fastest schedule in the budget among no plan at all, those of other calls, and the textbook methods'."""
         limit = self._limits.budget_bytes
         if limit is None or self._placement.host_budget is not None or self._placement.gathers is not None:
             return None
@@ -60,8 +62,10 @@ class AtHand:
         )
 
     def in_known_order(self, problem: Problem, known: Sequence[PlannedStep]) -> Plan | None:
-        """The fastest schedule of other steps that serves this one and fits: all ranks gather in the order of the steps
-        that they have."""
+        """The fastest schedule of known steps that serves this problem and fits the budget.
+
+        With it, all ranks gather in the order of the steps that they have.
+        """
         limit = self._limits.budget_bytes
         if limit is None:
             return None
@@ -71,8 +75,13 @@ class AtHand:
         return min((plan for plan in fitting if plan is not None), key=lambda plan: plan.time_s, default=None)
 
     def with_schedule(self, problem: Problem, plan: Plan, limit: int, most_bytes: int | None = None) -> Plan | None:
-        """The schedule of a plan for another step, where it serves this one within the limit, and peaks at
-        `most_bytes`."""
+        """A plan for this problem with the schedule of another step's plan.
+
+        None where that schedule does not serve the problem, or peaks too high.
+
+        - limit: the budget in bytes, which the plan is to name.
+        - most_bytes: what the schedule may peak at; None is `limit`.
+        """
         graph, planned = problem.graph, plan.problem.graph
         problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
         alike = kind_of(graph) == kind_of(planned)
@@ -92,7 +101,7 @@ class AtHand:
 
 
 def unplanned_bytes(call: Call, known: Sequence[PlannedStep]) -> int | None:
-    """What such a call holds unplanned, as far as the plan of an equal one tells."""
+    """Peak bytes of such a call without a plan, as far as the plan of an equal one tells."""
     for step in known:
         if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
             return int(step.plan.baseline_peak_bytes)

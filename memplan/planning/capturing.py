@@ -27,15 +27,15 @@ from memplan.runtime.program.execute import TangentLayout
 class Capturing:
     """Captures the steps of one model.
 
-    decides: where forward branches on what it computes, or fills caches, it is run once on the sample, and captured
-    with the branches that it takes and the caches.
+    decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is then
+    captured with the branches that it took and the caches that it left.
     """
 
     def __init__(self, settings: Settings, placement: Placement, decides: bool) -> None:
         self._settings, self._placement, self.decides = settings, placement, decides
 
     def stop_deciding(self) -> None:
-        """Forward takes too many ways: steps are captured as if nobody could tell which."""
+        """Capture from now on without running forward to see its branches: it takes too many ways."""
         self.decides = False
 
     @private.without_saved_tensor_hooks()
@@ -50,8 +50,9 @@ class Capturing:
     ) -> Capture:
         """The captured step.
 
-        tangents, backward: outputs at which gradients arrive, their layouts, and the autocast that backward runs
-        under. seen: what forward read from tensors on this very call, where an earlier capture tells.
+        - tangents: outputs at which gradients arrive, with their layouts.
+        - backward: the autocast that backward runs under.
+        - seen: what forward read from tensors on this very call, where an earlier capture tells.
         """
         settings = self._settings
         trace = functools.partial(
@@ -104,8 +105,10 @@ class Capturing:
 
 
 def _with_caches(model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute) -> Capture:
-    """The step as it is once a first forward has left its caches. Raises the refusal where it leaves more that each run
-    does not set anew."""
+    """The step as it is once a first forward has left its caches.
+
+    Raises the refusal where that forward leaves more, and later runs do not set it anew.
+    """
     left, caches = first.left, first.caches
     if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
         raise refusal

@@ -1,4 +1,4 @@
-"""From the fronts of a step to its plan: what is taken within the limits, or what is said where nothing fits."""
+"""From the fronts of a step to its plan: what is taken within the limits, or the refusal where nothing fits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,11 @@ def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_byte
 
 
 def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: int, least_bytes: int) -> Plan:
-    """A plan that may offload. fronts: what it was made from. least_bytes: the smallest peak that copies reach."""
+    """A plan that may offload.
+
+    - fronts: the fronts that it was made from.
+    - least_bytes: the smallest peak that copies reach.
+    """
     found = chosen.found
     bound_s = min(offload_bound_s(chosen.problem, budget_bytes), found.timeline.time_s)
     return Plan(
@@ -39,7 +43,11 @@ def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: 
 
 
 def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_bytes: int) -> Plan:
-    """A plan that gathers sharded parameters. front: of the step without what is gathered."""
+    """A plan that gathers sharded parameters.
+
+    - front: of the step without its sharded parameters.
+    - least_bytes: the smallest peak that gathers and copies reach.
+    """
     problem, found = chosen.problem, chosen.found
     bound_s = max(front.bound.time_s(budget_bytes) if problem.link is None else 0.0, gather_bound_s(problem))
     if problem.link is not None:
@@ -52,7 +60,7 @@ def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_
 
 
 def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
-    """floor: the schedule with the smallest peak that was found."""
+    """The refusal where no schedule without copies fits. floor: the schedule with the smallest peak that was found."""
     overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
@@ -65,7 +73,7 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
 
 
 def _too_large(problem: Problem, limit: int) -> str:
-    """That one op does not fit, in words."""
+    """A sentence that one op does not fit even alone; empty where all do."""
     graph = problem.graph
     needed_bytes, index = max((graph.op_bytes(i), i) for i in range(len(graph.ops)))
     needed_bytes, op = needed_bytes + problem.resident_bytes, graph.ops[index]
@@ -76,7 +84,7 @@ def _too_large(problem: Problem, limit: int) -> str:
 
 
 def _fewer_outputs(problem: Problem) -> str:
-    """That a plan for one loss may take less, where there is none in the step."""
+    """A sentence that a plan for the loss alone may take less, where backward starts from several outputs."""
     count = len(problem.graph.tangents)
     if count < 2:
         return ""

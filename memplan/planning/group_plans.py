@@ -1,4 +1,4 @@
-"""Plans that ranks of a group have from one another: one searches, and all of them run what it found."""
+"""Plans that ranks of a group share: one rank searches, and all of them run what it found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from memplan.runtime.ranks.agreement import Share
 
 
 class GroupPlans:
-    """Plans of one model's steps, by way of the ranks that train it together."""
+    """Gets plans of one model's steps together with the other ranks that train it."""
 
     def __init__(
         self, settings: Settings, limits: Limits, placement: Placement, plans: WholePlans, at_hand: AtHand
@@ -36,8 +36,12 @@ class GroupPlans:
     def shared(
         self, captured: Capture, provisional: bool, share: Share, make: Callable[[], tuple[Plan, bool]]
     ) -> tuple[Plan, bool]:
-        """A plan, and whether it is provisional, from the rank that plans for those with this very step, device and
-        settings. provisional: it may be."""
+        """A plan, and whether it is provisional. One rank makes it for all with equal steps, devices and settings.
+
+        - provisional: whether this rank would take a provisional plan.
+        - share: exchanges plans with the other ranks.
+        - make: makes the plan, on the rank that plans.
+        """
         own: list[tuple[Plan, bool]] = []
 
         def packed(figures: Sequence[Any]) -> bytes:
@@ -56,10 +60,15 @@ class GroupPlans:
     def for_all(
         self, captured: Capture, known: Sequence[PlannedStep], share: Share, problem: Callable[[], Problem]
     ) -> Plan:
-        """A plan with the schedule that all ranks have, for all must gather in one order.
+        """A plan with the schedule that all ranks run, because all must gather in one order.
 
-        It fits the lowest budget of those whose steps differ by sizes alone. Where there are others, they take the
-        schedule of those whose steps are the largest. captured: with the parameters where they live. problem: of it.
+        It fits the lowest budget of the ranks whose steps differ by sizes alone. Where other ranks have steps of
+        another structure, all take the schedule of those whose steps are the largest.
+
+        - captured: with its parameters where they live.
+        - known: steps that there are.
+        - share: exchanges plans with the other ranks.
+        - problem: gives the problem of the captured step.
         """
         assert self._settings.shards is not None
         limits, uneven = self._limits, False
@@ -101,7 +110,7 @@ class GroupPlans:
         return found
 
     def take_over(self, plan: Plan) -> None:
-        """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
+        """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
         self._placement.take_over(plan)
         self._limits.take_over(plan.problem.budget_bytes)
 
@@ -117,7 +126,7 @@ class GroupPlans:
 
 
 def _need(plan: Plan) -> tuple[int, str]:
-    """How large a step is, and something that tells equally large ones apart."""
+    """A key to sort steps by size, with something that tells equally large ones apart."""
     return plan.baseline_peak_bytes, _digest(kind_of(plan.problem.graph))
 
 

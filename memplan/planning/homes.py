@@ -15,9 +15,11 @@ from memplan.problem.data import Value
 
 @dataclass(frozen=True, slots=True)
 class Movable:
-    """A parameter that may live on the host. value, gradient: in the graph; it need not have the latter.
+    """A parameter that may live on the host.
 
-    names: by which the model knows it (the first is the one that the step looks it up by). used: by the step.
+    - value, gradient: their indices in the graph; gradient is None where there is none.
+    - names: those that the model knows it by, first the one by which the step looks it up.
+    - used: the step reads it.
     """
 
     value: int
@@ -28,10 +30,10 @@ class Movable:
 
 
 def movables(traced: Traced) -> tuple[Movable, ...]:
-    """Parameters that a step only reads and whose gradients belong to nothing else, in the order of their first use;
-    then those that it does not use.
+    """Parameters that may live on the host, in the order of their first use; then those that the step does not use.
 
-    Only those with memory of their own: parameters that share it, or are parts of something larger, stay together.
+    The step must only read them, and their gradients must belong to nothing else. They must have memory of their own:
+    parameters that share it, or are parts of something larger, stay together.
     """
     graph = traced.graph
     taken = {v.reuses for v in graph.values if v.reuses is not None}
@@ -70,7 +72,7 @@ def _in_order_of_use(traced: Traced) -> list[int]:
 
 
 def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] = ()) -> Traced:
-    """The step where the movable parameters of these names, and their gradients, live on the host.
+    """The step with the movable parameters of these names, and their gradients, on the host.
 
     lasting: names of parameters to which nothing writes between steps.
     """
@@ -87,7 +89,7 @@ def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] =
 
 
 def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
-    """The step where parameters of these names are gathered, and their gradients are sharded.
+    """The step with the parameters of these names gathered, and their gradients sharded.
 
     Raises UnsupportedModel where such a parameter is written to or returned, which would outlive what was gathered.
     """

@@ -16,7 +16,7 @@ from memplan.problem.budgets import budget_bytes_of, device_bytes
 class Limits:
     """The budget of all steps of one model.
 
-    - budget_bytes: in bytes, once the first plan has told what a fraction is one of; None before.
+    - budget_bytes: the budget in bytes. None until the first plan has told what a budget that is a fraction comes to.
     - margin: how much more than predicted the device has been seen to hold, as a fraction.
     - accumulate: plans count gradients of earlier backward passes.
     """
@@ -30,47 +30,52 @@ class Limits:
 
     @property
     def known_bytes(self) -> int | None:
-        """The budget, where that is known before there is a plan."""
+        """The budget in bytes; None where it is a fraction and there is no plan yet."""
         budget = self._settings.budget
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 
     def settle(self, unplanned_bytes: int, resident_bytes: int) -> int:
-        """The budget, which is known from now on. Both: of the step that is being planned."""
+        """The budget in bytes, which is fixed from now on. Both figures are of the step that is being planned."""
         if self.budget_bytes is None:
             assert self._settings.budget is not None
             self.budget_bytes = budget_bytes_of(self._settings.budget, unplanned_bytes, resident_bytes)
         return self.budget_bytes
 
     def reset(self, budget_bytes: int | None) -> None:
-        """Have this budget, or none that is known, whatever was settled before."""
+        """Set the budget to this, whatever it was before; None where it is not known."""
         self.budget_bytes = budget_bytes
 
     def take_over(self, budget_bytes: int | None) -> None:
-        """Have the budget of a plan that was made elsewhere, where none is known yet."""
+        """Take the budget of a plan that was made elsewhere, where none is known yet."""
         self.budget_bytes = self.budget_bytes or budget_bytes
 
     def less_margin(self, limit_bytes: int) -> int:
-        """What a plan should peak at, for a step to stay within a limit."""
+        """What a plan may peak at, so that a step stays within the limit with the margin added."""
         return int(limit_bytes / (1 + self.margin))
 
     def recall(self, model: nn.Module, device: torch.device | None) -> None:
-        """Have the margin that earlier processes have learnt for a model's device, or the one to plan for."""
+        """Take the margin that earlier processes have learnt for a device.
+
+        The device is the one to plan for, else the one that the model is on.
+        """
         self.margin = known_margin(model, device)
 
     def learn(self, device: torch.device, margin: float) -> None:
-        """Keep this much of the budget free from now on, in later processes too."""
+        """Use this margin from now on, in later processes too."""
         self.margin = margin
         remember_margin(device, margin)
 
     @property
     def may_hold_gradients(self) -> bool:
-        """Whether gradients that are there when forward begins are some that plans do not count, and could."""
+        """Whether there may be gradients when forward begins that plans do not count yet, and could count."""
         return not (self.accumulate or self._settings.theirs or self._settings.update == "backward")
 
     @contextlib.contextmanager
     def counting_held_gradients(self) -> Iterator[None]:
-        """Plans that are made in here count gradients of earlier steps. A fraction is one of what is held unplanned
-        with them."""
+        """Within this context, plans count gradients of earlier steps.
+
+        A budget that is a fraction is then one of the unplanned peak with these gradients.
+        """
         budget, before = self._settings.budget, self.budget_bytes
         known = budget is None or device_bytes(budget) is not None
         self.accumulate, self.budget_bytes = True, before if known else self._with_gradients

@@ -1,4 +1,4 @@
-"""Where the parameters of one model live, as the first plan with a host budget decides, and what that takes."""
+"""Where the parameters of one model live: decided by the first plan with a host budget, and carried out here."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Placement:
     """What all steps of one model share, beside its parameters: their homes, copies, gathers and updates.
 
     - host: names of the parameters that live on the host; None until a plan with a host budget has decided that.
-    - host_budget: what may be there; None where nothing is offloaded.
-    - device: that of the steps; None is that of the sample.
-    - gathers: of sharded parameters, by all steps; all ranks then run the plan that the lowest of their budgets allows.
-    - known_link: the speed of copies, where somebody has said it.
+    - host_budget: the most host memory that a step may use; None where nothing is offloaded.
+    - device: where steps run; None is the sample's device.
+    - gathers: of sharded parameters, shared by all steps. All ranks run the plan that fits the lowest of their budgets.
+    - known_link: the speed of copies, where it was given or comes with a plan.
     - updates: what updates parameters in the middle of backward.
     """
 
@@ -50,7 +50,7 @@ class Placement:
         self._transfers: Transfers | None = None  # of all steps, which share host memory
 
     def for_copy(self, settings: Settings) -> Placement:
-        """Of a copy of the model. What updates the original in backward knows nothing of its parameters."""
+        """The placement of a copy of the model. Updates in backward stay with the original."""
         other = copy.copy(self)
         other._settings, other.updates = settings, None
         return other
@@ -66,11 +66,11 @@ class Placement:
         return 0 if self.host_budget is None else limit_bytes(self.host_budget, 0)
 
     def link(self, device: torch.device) -> Link:
-        """The speed of the connection to host memory, measured where nobody has said it."""
+        """The speed of the connection to host memory, measured where it is not known."""
         return self.known_link or measure_link(device)
 
     def take_over(self, plan: Plan) -> None:
-        """Settle what the first plan decides for the later ones, from a plan that was made elsewhere."""
+        """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""
         if plan.problem.link is None:
             return
         if self._settings.shards is None:
@@ -80,7 +80,7 @@ class Placement:
             self.host_budget = plan.host_bytes
 
     def decide(self, host: frozenset[str]) -> None:
-        """Have these parameters live on the host from now on."""
+        """Let these parameters live on the host from now on."""
         self.host = host
 
     # -- which parameters -------------------------------------------------------------------------------------------
@@ -93,12 +93,15 @@ class Placement:
         return tuple(m for m in movables(traced) if odd.isdisjoint(m.names))
 
     def counted(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Parameters that the optimizer knows, by name: those that there were when it was first asked about."""
+        """Parameters that the optimizer knows, by name: those that the model had when this was first called."""
         self._counted = self._counted or dict(model.named_parameters())
         return self._counted
 
     def lasting(self, model: nn.Module) -> frozenset[str]:
-        """Names of parameters of which copies may stay on the device between steps: nothing trains their memory."""
+        """Names of frozen parameters whose copies may stay on the device between steps.
+
+        They share no memory with parameters that are trained. Empty without keep_frozen.
+        """
         if not self._settings.keep_frozen:
             return frozenset()
         parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -106,22 +109,25 @@ class Placement:
         return frozenset(n for n, p in parameters.items() if not p.requires_grad and storage_key(p) not in trained)
 
     def sharded(self, model: nn.Module) -> dict[str, Shard]:
-        """What is known of sharded parameters, by name."""
+        """The shard of each sharded parameter, by its name."""
         shards = self._settings.shards
         if shards is None:
             return {}
         return {n: shard for n, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
 
     def away(self, model: nn.Module) -> list[torch.Tensor]:
-        """What the model's own forward does not find on the device: parameters that live on the host, and before there
-        is a plan all that is not there."""
+        """Tensors that the model's own forward needs, and that are not on the device.
+
+        These are parameters that live on the host. Before a plan has decided that, they are all parameters and buffers
+        that are elsewhere.
+        """
         if self.host is None and self.device is not None and self.is_to_be_decided:
             everything = (*model.parameters(), *model.buffers())
             return [t for t in everything if t.device.type != self.device.type]
         return [p for name, p in model.named_parameters() if name in (self.host or ())]
 
     def homed(self, captured: Capture, model: nn.Module) -> Capture:
-        """The capture with the parameters where they live."""
+        """The capture, with each parameter's home in its graph."""
         if not self.host and self._settings.shards is None:
             return captured
         sharded, lasting = self.sharded(model), self.lasting(model)
@@ -139,7 +145,7 @@ class Placement:
     # -- moving them ------------------------------------------------------------------------------------------------
 
     def move(self, model: nn.Module, captured: Capture) -> None:
-        """Put all parameters where they live from now on, and make those that are on the meta device."""
+        """Move all parameters to their homes, and make those that are on the meta device."""
         settings = self._settings
         if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
             if settings.init is None:
@@ -159,7 +165,7 @@ class Placement:
             captured.key.moved()
 
     def serve(self, step: WholeStep, model: nn.Module) -> None:
-        """Have a new step share copies and updates with the earlier ones."""
+        """Let a new step share copies and updates with the earlier ones."""
         transfers = self._transfers or step.runner.store.transfers
         if self.updates is not None:
             self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}

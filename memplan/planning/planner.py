@@ -1,4 +1,4 @@
-"""From a call to a step that can run: captured, given a plan, lowered. Or a step of which parts are planned."""
+"""From a call to a step that can run: captured, given a plan, lowered. Or a step of which only parts are planned."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from memplan.runtime.ranks.agreement import Share
 class Planner:
     """Steps of one model, one for each kind of call, with a plan each.
 
-    Each subject has one owner, which alone changes what belongs to it: `limits` the budget, `placement` where
-    parameters live, `capturing` what forward is run for. decides: see `Capturing`.
+    Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
+    live, `capturing` knows when forward is run on the sample. decides: see `Capturing`.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Planner:
         )  # fmt: skip
 
     def check_optimizer(self, model: nn.Module) -> None:
-        """Say so where the optimizer belongs to another model. Raises ValueError where it is to update this one."""
+        """Warn where the optimizer has none of the model's parameters. With update="backward", raise ValueError."""
         optimizer, parameters = self.settings.optimizer, {id(p) for p in model.parameters()}
         groups = [] if optimizer is None else optimizer.param_groups
         if optimizer is None or any(id(p) in parameters for group in groups for p in group["params"]):
@@ -88,7 +88,7 @@ class Planner:
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
-        """Plans from the smallest peak to the unplanned step."""
+        """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
         return self._plans.curve(model, self.capturing.capture(model, forward, sample))
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -103,8 +103,8 @@ class Planner:
     ) -> PlannedStep:
         """A step that serves such calls.
 
-        known: steps of other calls. With them a call that is new gets what can be had without a search, provisionally.
-        share: where ranks of a group get plans from one another.
+        known: steps of other calls. With them a new call gets a plan that needs no search, provisionally. share:
+        exchanges plans with the other ranks of a group.
         """
         if share is not None:  # others would not go along with a second try
             return self._step(model, forward, sample, known, share)
@@ -118,7 +118,7 @@ class Planner:
         known: Sequence[PlannedStep],
         share: Share | None,
     ) -> PlannedStep:
-        """One try. Raises OtherResults where the trace turns out to be wrong about what ops give."""
+        """One try of `step`. Raises OtherResults where the trace turns out to be wrong about results of ops."""
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
@@ -142,7 +142,7 @@ class Planner:
     def _unsearched(
         self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool
     ) -> WholeStep | None:
-        """A step whose plan is at hand, or what can be had without a search."""
+        """A step whose plan needs no search; None where there is none."""
         in_one_order = in_group and self.settings.shards is not None  # others may have another schedule at hand
         same = None if in_one_order else self._equal_step(model, captured, known)
         if same is not None:  # what changed is of no concern to the step
@@ -161,13 +161,13 @@ class Planner:
         return plan or self._plans.plan(model, captured), plan is not None and plan.overhead > 0
 
     def join(self, model: nn.Module, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
-        """A step in the place of one that is at hand, with the schedule that ranks which plan now have as well."""
+        """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
         homed = self.placement.homed(step.capture, model)
         plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
         return self._whole(model, step.capture, plan)
 
     def _for_all(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], share: Share) -> Plan:
-        """The plan that all ranks have."""
+        """A plan with the schedule that all ranks run."""
         homed = self.placement.homed(captured, model)
         return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(model, homed))
 
@@ -184,7 +184,11 @@ class Planner:
     ) -> WholeStep:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
-        seen: what forward read from tensors on this call. known: steps of other calls."""
+        - tangents: outputs at which gradients arrive, with their layouts.
+        - backward: the autocast that backward runs under.
+        - seen: what forward read from tensors on this call.
+        - known: steps of other calls.
+        """
         captured = self.capturing.capture(model, forward, call, tangents, backward, seen)
         same = None if self.settings.shards is not None else self._equal_step(model, captured, known)
         return same or self._whole(model, captured, self._plans.plan(model, captured))
@@ -198,7 +202,7 @@ class Planner:
         tangents: dict[int, TangentLayout],
         backward: Autocast,
     ) -> bool:
-        """Whether a step has the same ops where backward runs under this autocast."""
+        """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
         captured = self.capturing.capture(model, forward, call, tangents, backward, seen)
         captured = self.placement.homed(captured, model)
@@ -228,16 +232,16 @@ class Planner:
         return step
 
     def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
-        """Steps that can be had at once for a call that a step at hand serves, where other ranks can't run that one."""
+        """Other steps that could serve a call at once, for when other ranks can't run the step at hand."""
         return ()
 
     def looking(self) -> contextlib.AbstractContextManager[None]:
-        """To be held while this rank looks at the model by itself: nothing gathers sharded parameters for as long."""
+        """A context for the time in which this rank runs the model to plan it: sharded parameters are not gathered."""
         shards = self.settings.shards
         return contextlib.nullcontext() if shards is None else shards.tracing()
 
     def for_copy(self) -> Planner:
-        """Plans for a copy of the model. What updates the original in backward knows nothing of its parameters."""
+        """The planner of a copy of the model. Updates in backward stay with the original."""
         if self.settings.update == "step":
             return self
         settings = dataclasses.replace(self.settings, update="step", optimizer=None)
@@ -245,7 +249,7 @@ class Planner:
         return Planner(settings, decides=self.capturing.decides, limits=limits, placement=placement)
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
-        """The plan lowered to programs, with the parameters where it has them live."""
+        """The plan lowered to programs, with the parameters moved to where the plan has them."""
         captured = self.placement.homed(captured, model)
         self.placement.move(model, captured)
         if multiplies_matrices(captured.traced):
@@ -257,7 +261,7 @@ class Planner:
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:
-    """The plan as a program, and once more for `out.sum().backward()` where the same schedule serves it."""
+    """The plan as a program, and a second one for `out.sum().backward()` where the schedule fits that too."""
     program = lower(plan.schedule, captured.traced, grads)
     if captured.expanded is None or not same_structure(captured.expanded.graph, captured.traced.graph):
         return (program,)

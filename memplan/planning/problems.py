@@ -27,13 +27,16 @@ from memplan.problem.data import Buffers, Costs, Problem
 
 
 class Problems:
-    """Problems of one model's steps."""
+    """Makes the problems of one model's steps."""
 
     def __init__(self, settings: Settings, limits: Limits, placement: Placement) -> None:
         self._settings, self._limits, self._placement = settings, limits, placement
 
     def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
-        """The captured step with its costs. The budget, where it is known in bytes, is kept while ops are timed."""
+        """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
+
+        quick: as for `costs`.
+        """
         settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
         needs = (0, 0)  # with a host budget it depends on where parameters live, unless they are sharded
         if self._placement.host_budget is None or settings.shards is not None:
@@ -52,7 +55,7 @@ class Problems:
         return problem
 
     def with_shards(self, model: nn.Module, captured: Capture) -> Problem:
-        """The problem of a step that gathers sharded parameters. captured: with them where they live."""
+        """The problem of a step that gathers sharded parameters. captured: with its parameters where they live."""
         shards, problem = self._settings.shards, self.problem(model, captured)
         assert shards is not None
         offloads = self._placement.host_budget is not None
@@ -65,7 +68,7 @@ class Problems:
     def by_homes(
         self, model: nn.Module, captured: Capture, problem: Problem
     ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
-        """Parameters that may live on the host, and the step's problem where those of these names do."""
+        """Parameters that may live on the host, and a function from names of those that do to the step's problem."""
         settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
         problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
         parts = placement.movable(model, captured.traced)
@@ -98,15 +101,20 @@ class Problems:
         return parts, problem_of
 
     def optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:
-        """Bytes of the optimizer's state there, and what its step allocates after backward. without: parameters that
-        it does not count."""
+        """Bytes of the optimizer's state on a device, and what its step allocates there after backward.
+
+        without: parameters that are not counted.
+        """
         if self._settings.optimizer is None:
             return 0, 0
         state_bytes, step_bytes = optimizer_needs(self._settings.optimizer, device, without)
         return state_bytes, step_bytes if self._settings.update == "step" else 0
 
     def costs(self, model: nn.Module, captured: Capture, quick: bool) -> Costs:
-        """What ops of a captured step take. quick: what is not known yet is estimated, or measured once."""
+        """Costs of the ops of a captured step.
+
+        quick: costs that are not known yet are estimated, or measured only once.
+        """
         init, source = self._settings.init, self._settings.costs
         if source != "measure":
             return estimate(captured.traced) if source == "estimate" else estimate(captured.traced, source)
@@ -143,8 +151,10 @@ class Problems:
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:
-    """Bytes that an engine's copies of inputs and outputs take beyond what the steps hold by themselves: throughout,
-    and once nothing is in flight."""
+    """Bytes of an engine's copies of inputs and outputs, beyond those that the steps hold by themselves.
+
+    The first is held throughout, the second once nothing is in flight.
+    """
     values = traced.graph.values
     output_bytes = sum(values[v].size_bytes for v in traced.graph.outputs)
     ends = [g.value for g in traced.gradients if any(name.startswith("input ") for name, _ in g.nodes)]

@@ -14,7 +14,7 @@ _EVERY_S = 0.2
 
 
 class ProgressLine:
-    """Shows progress in place, and takes itself away at the end. Silent where the stream is no terminal."""
+    """Shows progress in place, and clears the line at the end. Silent where the stream is no terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

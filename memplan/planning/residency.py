@@ -1,13 +1,12 @@
 """Which parameters live on the host, and a plan for a step that may offload.
 
-Every parameter that lives there has to be fetched for the forward and for the backward pass, and its gradient sent
-back; what that frees on the device (the parameter, its gradient, its optimizer state) is free all the time. So a few
-shares are tried, from none to all of them, each with orders of one front of recomputations, then shares around the
-best, and the fastest is taken. A share is spread evenly over the step, so that copies of what lives on the host have
-computing to hide behind.
+Every parameter that lives on the host has to be fetched for the forward and for the backward pass, and its gradient
+sent back. In return, the memory of the parameter, its gradient and its optimizer state is free on the device all the
+time. So a few shares of the parameters are tried, from none to all of them, then shares around the best one, and the
+fastest step is taken. A share is spread evenly over the step, so that its copies can overlap with compute.
 
-The best schedule without any copies is the one to beat, so a host budget never makes a step slower. Where copies of
-frozen parameters may stay on the device between steps, the best without that is the one to beat next.
+The best schedule without any copies is the first to beat, so a host budget never makes a step slower. Where copies of
+frozen parameters may stay on the device between steps, the best schedule without that is the next to beat.
 """
 
 from __future__ import annotations
@@ -34,7 +33,12 @@ ProblemOf = Callable[[frozenset[str]], Problem]  # the step's problem where thes
 
 @dataclass(frozen=True, slots=True)
 class Residency:
-    """host: names of the parameters that live there. problem: the step with those homes."""
+    """A choice of the parameters that live on the host, with a schedule.
+
+    - host: names of the parameters that live there.
+    - problem: the step with those homes.
+    - found: the schedule and its timeline.
+    """
 
     host: frozenset[str]
     problem: Problem
@@ -42,13 +46,15 @@ class Residency:
 
 
 def all_names(movables: Sequence[Movable]) -> frozenset[str]:
-    """Every name of every parameter that can live on the host."""
+    """All names of all parameters that can live on the host."""
     return frozenset(name for movable in movables for name in movable.names)
 
 
 def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
-    """Names of about this share of the bytes, spread evenly over the order of first use, once all are there that the
-    step does not use: those cost it nothing."""
+    """Names of parameters with about this share of the bytes, spread evenly over the order of first use.
+
+    Parameters that the step does not use come first, all of them, because fetching them costs the step nothing.
+    """
     chosen = [name for movable in movables if share and not movable.used for name in movable.names]
     owed_bytes = 0.0
     for movable in movables:
@@ -74,10 +80,14 @@ def choose_homes(
 ) -> Residency | None:
     """The fastest step that keeps both budgets; None where there is none.
 
-    front: of the step without its movable parameters. alone: of the step with all of them on the device, as it would be
-    planned without a host budget; None where that is known to be too large. fixed: parameters that live on the host
-    because of another call; more go there only where nothing fits without. stays: copies of lasting parameters may stay
-    on the device between steps.
+    - movables: parameters that may live on the host.
+    - front: of the step without its movable parameters.
+    - alone: of the step with all of them on the device, as it is planned without a host budget; None where that is
+      known to be too large.
+    - problem_of: gives the step's problem where parameters of these names live on the host.
+    - host_budget_bytes, budget_bytes: the budgets on the host and on the device.
+    - fixed: parameters that live on the host because of another call; more go there only where nothing fits without.
+    - stays: copies of lasting parameters may stay on the device between steps.
     """
     best = None if alone is None else _without_copies(alone, problem_of, budget_bytes)
     search = _HomeSearch(front, alone, problem_of, host_budget_bytes, budget_bytes, best, stays)
@@ -100,7 +110,7 @@ def choose_homes(
 
 
 class _HomeSearch:
-    """The best residency so far."""
+    """A search for the fastest residency. best: the fastest so far."""
 
     def __init__(
         self,
@@ -118,7 +128,7 @@ class _HomeSearch:
         self.seen: set[frozenset[str]] = set()
 
     def tries(self, host: frozenset[str]) -> bool:
-        """Whether the step is the fastest so far with these parameters on the host."""
+        """Look for a schedule with these parameters on the host. Whether it is the fastest so far."""
         best = self.best
         if host in self.seen or (best is not None and best.found.timeline.time_s <= best.problem.baseline_time_s):
             return False  # nothing can be faster
@@ -147,12 +157,15 @@ def _without_copies(alone: Front, problem_of: ProblemOf, budget_bytes: int) -> R
 
 
 def least_resident_bytes(problem: Problem) -> int:
-    """No schedule without copies holds less at its end: what is resident, and every gradient."""
+    """The bytes that any schedule without copies holds at its end: what is resident, and every gradient."""
     values = problem.graph.values
     held = sum(v.size_bytes for v in values if v.role == "gradient" and v.held and v.reuses is None)
     return problem.resident_bytes + (0 if problem.frees_gradients else held)
 
 
 def least_peak_bytes(host: frozenset[str], front: Front, problem_of: ProblemOf) -> int:
-    """The smallest budget on the device that copies can reach from these orders, with these parameters on the host."""
+    """The smallest budget on the device that copies can reach with these parameters on the host.
+
+    front: has the orders of ops that are tried.
+    """
     return least_bytes(problem_of(host), *(c.order for c in front.spread(_ORDERS)))

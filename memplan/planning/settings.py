@@ -1,4 +1,4 @@
-"""What a user says of a training step: checked once, the same from then on."""
+"""What a user says of a training step: checked once, constant from then on."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ CostSource = Literal["measure", "estimate"] | Roofline
 class Settings:
     """The arguments of `memplan.apply` that say what to plan; its docstring says what each of them means.
 
-    As given; what follows from several of them are the properties. budget: None is none, as for `explore`. Raises
-    ValueError or TypeError for those that are wrong, or do not go together.
+    Fields are as given; properties are what follows from several of them. A budget of None is no limit, as for
+    `explore`. Raises ValueError or TypeError for arguments that are wrong, or do not go together.
     """
 
     budget: BudgetLike | None = None
@@ -76,7 +76,7 @@ class Settings:
 
     @cached_property
     def target_device(self) -> torch.device | None:
-        """The device to plan for, by its number: generators and allocators are those of one. None: the sample's."""
+        """The device to plan for; None is the sample's. A CUDA device without a number is the current one."""
         found = None if self.device is None else torch.device(self.device)
         if found is None or found.type != "cuda":
             return found
@@ -89,20 +89,20 @@ class Settings:
 
     @property
     def most_on_host(self) -> int | str | None:
-        """The host budget, which may also be part of the budget. None: nothing is offloaded."""
+        """The host budget, which may also be given within the budget. None: nothing is offloaded."""
         within = self.budget.host if isinstance(self.budget, Budget) else None
         return within if self.host_budget is None else self.host_budget
 
     @property
     def adds_up(self) -> bool:
-        """Whether gradients of earlier backward passes are there while a step runs."""
+        """Whether gradients of earlier backward passes are held while a step runs."""
         if self.in_flight > 1:  # the first backward's gradients are there while the others run
             return not self.surroundings.takes_gradients
         return self.accumulate
 
     @property
     def theirs(self) -> bool:
-        """Whether others than the step and the optimizer hold gradients, or take them away."""
+        """Whether an engine holds the gradients, or takes them away."""
         return self.shards is not None or self.surroundings.takes_gradients
 
     def _check_flight(self) -> None:

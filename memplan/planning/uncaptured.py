@@ -28,7 +28,7 @@ from memplan.units import format_bytes
 
 
 class UncapturedSteps:
-    """Steps of one model that are not one graph. The model has to run, so it is where its parameters are."""
+    """Steps of one model that are not one graph. They run the model, so it is on the device with all its parameters."""
 
     def __init__(
         self,
@@ -50,8 +50,13 @@ class UncapturedSteps:
         in_group: bool,
         decides: bool,
     ) -> PlannedStep:
-        """error: why it can't be captured; raised where such a step can't be planned in parts either. in_group: other
-        ranks rely on what the step runs. decides: forward is run on the sample."""
+        """A step for a call that can't be captured: unplanned where that is known to fit, else planned in parts.
+
+        - known: steps that there are; the plan of an equal call tells what this one holds unplanned.
+        - error: why the call can't be captured; raised where it can't be planned in parts either.
+        - in_group: other ranks rely on what the step runs.
+        - decides: forward is run on the sample.
+        """
         device = self._device(model, error)
         self._refuse(model, error)
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)

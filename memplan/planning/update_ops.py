@@ -11,9 +11,9 @@ from memplan.problem.data import Value
 
 
 def with_updates(traced: Traced, update_bytes: Mapping[str, int]) -> Traced:
-    """The step where parameters of these names are updated as soon as their gradients are handed over.
+    """The step with parameters of these names updated as soon as their gradients are handed over.
 
-    update_bytes: what the update of each takes for a while on the device.
+    update_bytes: by name, what the update allocates for a while on the device.
     """
     values: list[Value] = list(traced.graph.values)
     memory = _memory_of_parameters(traced)
@@ -35,7 +35,10 @@ def _parameters(gradient: Gradient) -> list[str]:
 
 
 def _memory_of_parameters(traced: Traced) -> dict[str, list[int]]:
-    """The values that each parameter is, by name: parameters may share memory, and ops may write to it."""
+    """By name of a parameter, the values in the graph that hold it.
+
+    They may be several, because parameters may share memory, and ops may write to it.
+    """
     found: dict[str, list[int]] = defaultdict(list)
     for value in range(len(traced.graph.values)):
         for node in traced.roots.get(value, ()):

@@ -28,7 +28,7 @@ _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
 class WholePlans:
-    """Plans of one model's steps, from problems."""
+    """Searches for plans of one model's steps."""
 
     def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
@@ -48,7 +48,7 @@ class WholePlans:
         return plan_of_front(problem, front, chosen, limit)
 
     def curve(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
-        """Plans from the smallest peak to the unplanned step."""
+        """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
         problem = self._problems.problem(model, captured)
         if self._placement.host_budget is not None:
             return self._curve_with_host(model, captured, problem)
@@ -57,7 +57,7 @@ class WholePlans:
         return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
 
     def with_gathers(self, problem: Problem) -> Plan:
-        """The plan where sharded parameters are gathered to be read, and values may be offloaded."""
+        """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
         front = self._front(problem)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes)
@@ -71,7 +71,7 @@ class WholePlans:
         return plan_with_gathers(chosen, front, limit, least)
 
     def _with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
-        """The plan where values may be offloaded, and parameters may live on the host."""
+        """A plan that may offload values, and may have parameters live on the host."""
         parts, problem_of = self._problems.by_homes(model, captured, problem)
         plain, placement = problem_of(frozenset()), self._placement
         limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes)
@@ -96,7 +96,7 @@ class WholePlans:
         return plan_of_residency(chosen, (front,) if alone is None else (front, alone), limit, least)
 
     def _tell_of_slow_updates(self, problem: Problem, time_s: float) -> None:
-        """Say so where the CPU takes much longer to update what lives on the host than it has to."""
+        """Warn where a fused optimizer would update what lives on the host in much less time."""
         slow_s, optimizer = problem.host_update_s, self._settings.optimizer
         if optimizer is None or self._settings.costs != "measure" or slow_s <= _MUCH * time_s:
             return
@@ -130,7 +130,7 @@ class WholePlans:
         return tuple(found)
 
     def _front(self, problem: Problem) -> Front:
-        """The best schedules that the configured search finds, told about on a terminal where that takes long."""
+        """The best schedules that the configured search finds. A terminal shows progress where that takes long."""
         problem = dataclasses.replace(problem, budget_bytes=self._limits.budget_bytes)
         with ProgressLine(sys.stderr) as line:
             front = solve_front(problem, self._settings.search, line.show)

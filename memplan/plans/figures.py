@@ -1,4 +1,4 @@
-"""What a plan promises: a problem, the schedule chosen for it, and what the accountant says of both."""
+"""What a plan promises: a problem, the schedule chosen for it, and what `simulate` says of that schedule."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ from memplan.problem.simulate import unplanned
 class PlanFigures:
     """What one training step will do, hold and cost.
 
-    problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
-    timeline: what `simulate` says of `schedule`. solver: where the schedule came from.
-    lower_bound_s: no schedule within the budget takes less that runs backward ops in the traced order. floor_bytes: the
-    smallest budget that could have been met.
-    floor_time_s: the seconds of a step there. truncated: the search for the schedule was stopped before it was done.
+    - problem: the captured step with its costs; its `budget_bytes` is the budget asked for.
+    - schedule: what the step runs, in order.
+    - timeline: what `simulate` says of `schedule`.
+    - solver: which method found the schedule.
+    - lower_bound_s: no schedule within the budget that runs backward ops in the traced order takes less.
+    - floor_bytes: the smallest budget that could have been met.
+    - floor_time_s: predicted seconds of a step at that budget.
+    - truncated: the search for the schedule was stopped before it was done.
     """
 
     problem: Problem
@@ -82,8 +85,11 @@ class PlanFigures:
 
     @property
     def overhead_gap(self) -> float | None:
-        """`gap` of the extra time alone: extra time / least extra time - 1, which is (time - lower bound) / (lower
-        bound - baseline time). None where the lower bound knows of no extra time."""
+        """`gap` of the extra time alone: extra time / least extra time - 1.
+
+        That is (time - lower bound) / (lower bound - baseline time). None where the lower bound is no more than the
+        baseline time.
+        """
         least_s = self.lower_bound_s - self.baseline_time_s
         return (self.time_s - self.lower_bound_s) / least_s if least_s > 0 else None
 
@@ -101,14 +107,17 @@ class PlanFigures:
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that the step needs: the slab for offloaded values, and parameters that live there with their
-        gradients and the declared optimizer's state. Pinned blocks count as the powers of two that they take."""
+        """Host memory that the step needs, with pinned blocks rounded up to powers of two, as they are allocated.
+
+        It is the memory for offloaded values, and for parameters that live on the host with their gradients and the
+        declared optimizer's state.
+        """
         slab = place_host_copies(self.problem.graph, self.schedule)
         return slab.pinned_bytes * self.problem.in_flight + host_bytes_beside(self.problem)
 
     @property
     def recomputed(self) -> tuple[int, ...]:
-        """Ops that run more than once, each as often as it runs again."""
+        """Ops that run more than once. An op that runs three times is listed twice."""
         seen: set[int] = set()
         again = []
         for step in self.schedule:

@@ -1,4 +1,4 @@
-"""A plan of parts: what it will hold and cost, and that as a page of text."""
+"""A plan of parts: what the step will hold and cost, also as a page of text."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _MOST_REASONS = 8
 class UnitRow:
     """What one call of a unit does.
 
-    kind: "captured", "opaque" or "block" (units and what is between them). way: "keep" (it runs as it is), "recompute"
-    (all of it runs again in backward) or "planned". saved_bytes: held for its backward, beyond what it saves at the
-    least memory. recompute_s: seconds more than kept. reason: why what is around it (of an opaque unit or a block: it
-    itself) can't be captured.
+    - kind: "captured", "opaque", or "block" (units and what is between them).
+    - way: "keep" (it runs as it is), "recompute" (all of it runs again in backward) or "planned".
+    - saved_bytes: held for its backward, beyond what it saves at the least memory.
+    - recompute_s: seconds more than where it runs as it is.
+    - reason: why it can't be captured (an opaque unit, a block), or what is around it can't (a captured unit).
     """
 
     name: str
@@ -31,8 +32,10 @@ class UnitRow:
 class PartialPlan:
     """What a step of a model that is planned in parts will hold and cost.
 
-    peak_bytes: the larger of what was worked out and what a run on the sample held. baseline_peak_bytes: worked out
-    for the unplanned step. floor_bytes: the smallest budget that could have been met. time_s: measured on the sample.
+    - peak_bytes: the larger of what was worked out and what a run on the sample held.
+    - baseline_peak_bytes: worked out for the unplanned step.
+    - floor_bytes: the smallest budget that could have been met.
+    - time_s: measured on the sample.
     """
 
     peak_bytes: int

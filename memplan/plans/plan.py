@@ -1,4 +1,4 @@
-"""A plan and its doors: a page of text, a networkx graph, and JSON in and out, never pickle."""
+"""A plan, and its forms: a page of text, a networkx graph, and JSON to save and load, never pickle."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 
 @dataclass(frozen=True)
 class Plan(PlanFigures):
-    """What one training step will do, hold and cost: `PlanFigures` with what can be done with them."""
+    """What one training step will do, hold and cost: `PlanFigures`, and what can be done with them."""
 
     def report(self) -> str:
         """A page of text: budget, peaks, overhead, bound, what is recomputed and what the peak consists of."""
@@ -62,9 +62,10 @@ class Plan(PlanFigures):
             kept = [v for v, facts in plan.graph().nodes(data=True) if facts.get("decision") == "keep"]
 
         Nodes are ("op", i) and ("value", i). An op has name, kind, phase, layer, random, time_s, scratch_bytes and runs
-        (how often a step runs it); a value has name, size_bytes, role, held, and the decision "keep", "recompute" or
-        "offload" where it is there for backward, else None. Edges run from a value to the ops that read it and from an
-        op to the values that it writes; one with reuses=True runs from a value to that which takes over its memory.
+        (how often a step runs it). A value has name, size_bytes, role, held and decision. The decision is "keep",
+        "recompute" or "offload" where the value is there for backward, else None. Edges run from a value to the ops
+        that read it and from an op to the values that it writes. An edge with reuses=True runs from a value to the one
+        that takes over its memory.
         """
         return step_graph(self)
 

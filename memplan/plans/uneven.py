@@ -1,9 +1,9 @@
-"""Steps of several ranks that differ, for their batches do, and what it takes to run one schedule on all of them.
+"""Steps of ranks whose batches differ, and what it takes to run one schedule on all of them.
 
 Most often they differ by sizes alone. A schedule means the same for steps of equal structure, and what it holds at each
-moment is a sum of sizes, so it peaks nowhere higher than for a step that is, value by value, as large as the largest of
-them. Steps that run a few other ops (a model leaves its mask out where nothing is padded) are given the same schedule
-with their own ops in it, so that they gather in the same order.
+moment is a sum of sizes. So it peaks no higher than for a step in which every value is as large as the largest of all
+ranks. Steps that run a few other ops (a model leaves its mask out where nothing is padded) get the schedule with their
+own ops put in, so that all ranks gather in one order.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from memplan.problem.structure import structure
 
 
 def kind_of(graph: Graph) -> tuple[object, ...]:
-    """Equal for steps that differ by sizes alone, and read the same parameters from the same homes."""
+    """A key that is equal for steps that differ by sizes alone, and read equal parameters from equal homes."""
     return structure(graph), tuple((v.name, v.home) for v in graph.values)
 
 
 def sizes_of(problem: Problem) -> dict[str, Any]:
-    """What `widest` has to know of a step, as anything that JSON can hold."""
+    """The figures of a step that `widest` needs, in a form that JSON can hold."""
     return {
         "sizes_bytes": [v.size_bytes for v in problem.graph.values],
         "rng_state_bytes": problem.graph.rng_state_bytes,
@@ -48,7 +48,10 @@ def sizes_of(problem: Problem) -> dict[str, Any]:
 
 
 def widest(problem: Problem, figures: Sequence[dict[str, Any]]) -> Problem:
-    """The step with the largest of each size, and the longest of each time, that steps of its kind have."""
+    """The step with the largest of each size, and the longest of each time, among steps of its kind.
+
+    figures: `sizes_of` each of them.
+    """
 
     def most(key: str) -> Any:
         return max(of_rank[key] for of_rank in figures)
@@ -73,11 +76,12 @@ def widest(problem: Problem, figures: Sequence[dict[str, Any]]) -> Problem:
 
 
 def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | None:
-    """The schedule of the step `planned` for another step of the model, which may run other ops here and there.
+    """The schedule of the step `planned`, for another step of the model, which may run a few other ops.
 
-    What both run, it runs in the same order and as often; what only this step runs, once, where it does without a plan.
-    Parameters are gathered and freed in the same order and between the same ops. None where a copy to the host is in
-    the schedule, or where the steps do not read the same sharded parameters. `simulate` judges whether it is legal.
+    Ops that both steps have run in the planned order and as often. An op that only this step has runs once, where it
+    runs without a plan. Parameters are gathered and freed in the planned order and between the same ops. `simulate`
+    judges whether the result is legal. None where the schedule copies to the host, or where the steps do not read the
+    same sharded parameters.
     """
     own_values = {v.name: i for i, v in enumerate(graph.values) if v.resident and v.home == "sharded"}
     names = {i: v.name for i, v in enumerate(planned.values) if v.resident and v.home == "sharded"}
@@ -102,7 +106,10 @@ def translated(schedule: Schedule, planned: Graph, graph: Graph) -> Schedule | N
 
 
 def _translated_order(order: Sequence[int], planned: Graph, graph: Graph) -> tuple[list[int], list[int]]:
-    """An order of this step's ops, and where each position of the planned order, and its end, comes to lie in it."""
+    """The planned order with this step's ops, and where each position of the planned order lies in it.
+
+    The places have one entry more, for the end.
+    """
     counterparts = dict(zip(_marks(planned), range(len(planned.ops)), strict=True))
     own_of = {counterparts[mark]: op for op, mark in enumerate(_marks(graph)) if mark in counterparts}
     left = dict.fromkeys(op for op in range(len(graph.ops)) if op not in set(own_of.values()))
@@ -110,7 +117,7 @@ def _translated_order(order: Sequence[int], planned: Graph, graph: Graph) -> tup
     places: list[int] = []
 
     def run_before(end: int) -> None:
-        """What only this step runs, as far as it comes before this op."""
+        """Run the ops that only this step has and that come before this op."""
         for op in [op for op in left if op < end]:
             del left[op]
             found.append(op)
@@ -128,8 +135,10 @@ def _translated_order(order: Sequence[int], planned: Graph, graph: Graph) -> tup
 
 
 def _marks(graph: Graph) -> Iterator[Hashable]:
-    """What tells each op from others, and is the same in another trace of the model: the kind of it, where in the model
-    it is, and which of those there."""
+    """A key for each op, which is equal in another trace of the model.
+
+    It is the op's kind, its place in the model, and its number among ops of that kind there.
+    """
     seen: Counter[Hashable] = Counter()
     for op in graph.ops:
         mark = op.phase, op.layer, op.kind

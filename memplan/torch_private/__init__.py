@@ -1,6 +1,6 @@
-"""Every use of a private PyTorch or transformers name, by subject, each with what it is for.
+"""Every use of a private PyTorch or transformers name, by subject, each with its purpose.
 
-When a new release moves something, this is the folder to mend. Others write `private.NAME`.
+When a new release moves something, this is the folder to mend. Other folders write `private.NAME`.
 """
 
 from memplan.torch_private.autograd import also_arrives_otherwise as also_arrives_otherwise

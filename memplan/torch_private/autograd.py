@@ -1,4 +1,4 @@
-"""What the autograd engine knows and does not say."""
+"""Facts about the autograd engine that have no public functions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 
 def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """`torch.autograd.backward` less its checks of shapes, which take as long as the rest."""
+    """`torch.autograd.backward` without its checks of shapes, which take as long as the rest."""
     _engine_run_backward(
         tuple(tensors), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
@@ -25,12 +25,12 @@ def engine_reaches(node: Any) -> bool:
 
 
 def backward_in_progress() -> int:
-    """A number of its own for each backward pass, -1 outside of any."""
+    """The number of the backward pass in progress, which no other pass has; -1 outside of any."""
     return int(torch._C._current_graph_task_id())
 
 
 def also_arrives_otherwise(parameter: torch.Tensor) -> bool:
-    """Whether the backward pass in progress goes through a parameter itself."""
+    """Whether the backward pass in progress also hands a gradient to this parameter by autograd itself."""
     return parameter.requires_grad and engine_reaches(get_gradient_edge(parameter).node)
 
 

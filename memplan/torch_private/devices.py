@@ -1,4 +1,4 @@
-"""Devices, their kernels' settings, libraries and profiler."""
+"""Devices: settings of their kernels, their libraries, the profiler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
-    """Keep the profiler's start and stop lines, which its C++ part writes to standard error, off the terminal."""
+    """A context that hides the start and stop lines that the profiler's C++ part writes to standard error."""
     sys.stderr.flush()
     kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -31,9 +31,9 @@ _PRECISIONS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("
 
 
 def float32_precisions() -> dict[str, str]:
-    """How precisely kernels multiply in float32, by what has a setting of its own.
+    """How precisely kernels multiply in float32, by backend and kind of op.
 
-    `torch.get_float32_matmul_precision` raises where somebody has used the settings that PyTorch recommends instead
+    `torch.get_float32_matmul_precision` raises where the settings were used that PyTorch recommends instead
     (`torch.backends.cuda.matmul.fp32_precision`).
     """
     get = torch._C._get_fp32_precision_getter
@@ -42,7 +42,7 @@ def float32_precisions() -> dict[str, str]:
 
 
 def attention_order() -> tuple[int, ...]:
-    """Which kernels of attention are preferred, the first that serves a call most of all."""
+    """The kernels of attention in order of preference: the first that can serve a call is taken."""
     return tuple(torch._C._get_sdp_priority_order())
 
 
@@ -61,8 +61,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def wait_for_scaler_copies() -> Callable[[], None]:
-    """Have every `GradScaler` wait for copies of its scale that it makes from a GPU to the host. Gives what undoes
-    that."""
+    """Let every `GradScaler` wait for copies of its scale from a GPU to the host. Gives a function that undoes that."""
     original = _MultiDeviceReplicator.get
 
     def get(replicator: Any, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Process groups, and how long they wait."""
+"""Process groups, and how long they wait for a rank."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ def timeout_of(group: torch.distributed.ProcessGroup) -> timedelta | None:
 
 
 def _backends_of(group: torch.distributed.ProcessGroup) -> list[Any]:
-    """Those of a process group that say how long they wait for a rank."""
+    """Backends of a process group that say how long they wait for a rank."""
     backends = [group._get_backend(device) for device in group._device_types]
     return [b for b in backends if getattr(b, "options", None) is not None]
 
 
 @contextlib.contextmanager
 def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """What waits for other ranks meanwhile fails where it takes longer: collectives of all groups of this process but
-    one, and the rendezvous store. What has a timeout of its own, or none, fails at once in this thread: messages to one
-    rank, monitored barriers, new groups."""
+    """A context in which waiting for other ranks fails after these seconds, in all groups of this process but one.
+
+    It is for collectives and for the rendezvous store. Calls that have a timeout of their own, or none, fail at once in
+    this thread: messages to one rank, monitored barriers, new groups.
+    """
     most = timedelta(seconds=seconds)
     c10d = torch.distributed.distributed_c10d
     backends = [backend for group in c10d._world.pg_map if group is not but for backend in _backends_of(group)]
@@ -56,7 +58,7 @@ def waits_end_within(seconds: float, but: torch.distributed.ProcessGroup) -> Ite
 
 @contextlib.contextmanager
 def _refused_here(place: Any, name: str) -> Iterator[None]:
-    """A function of a module or a class raises RuntimeError when this thread calls it."""
+    """A context in which a function of a module or a class raises RuntimeError when this thread calls it."""
     thread, original = threading.get_ident(), vars(place)[name]  # as it stands there: it binds itself to groups
     call = getattr(place, name)
 

@@ -20,7 +20,7 @@ def fakes_on(
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Fake tensors on a device, in the layout of parameters and buffers that are elsewhere, and fakes of the inputs.
 
-    `make_fx` takes over the mode that they belong to, which is set as it would set its own.
+    `make_fx` takes over their fake mode, which has the settings that `make_fx` gives its own.
     """
     mode = FakeTensorMode(
         allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True
@@ -34,7 +34,8 @@ def fakes_on(
 def _grouped_products_of_any_dtype() -> Iterator[None]:
     """Let the fake kernel of grouped matrix products (experts) take what the real one takes.
 
-    PyTorch's refuses all but bfloat16, and pads rows to 16 bytes in builds with CUDA only; the real kernel always does.
+    PyTorch's fake kernel refuses all dtypes but bfloat16, and pads rows to 16 bytes only in builds with CUDA. The real
+    kernel always does.
     """
     original = getattr(_meta_registrations, "_meta_grouped_mm_common", None)
 
@@ -56,7 +57,7 @@ def _grouped_products_of_any_dtype() -> Iterator[None]:
 def _grouped_product(
     a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """An empty result of a grouped product: groups are slices of rows, or of the dimension that is summed over."""
+    """An empty result of a grouped product. Groups are slices of rows, or of the dimension that is summed over."""
     dtype = dtype or a.dtype
     rows, columns = a.shape[-2], b.shape[-1]
     padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
@@ -74,14 +75,14 @@ _OPS.define("sum_of_weights(Tensor weight, Tensor target, int ignore_index) -> T
 def sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """The sum of the weights of all targets that are not ignored.
 
-    One op in a trace, for what it holds in between has a shape that depends on data.
+    It is one op in a trace, because what it holds in between has a shape that depends on data.
     """
     result: torch.Tensor = torch.ops.memplan.sum_of_weights.default(weight, target, ignore_index)
     return result
 
 
 def _sum_of_weights(weight: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Its scratch is always that of a batch in which nothing is ignored."""
+    """The sum, with as much scratch as where no target is ignored."""
     indices, weights = target.new_empty(target.numel()), weight.new_empty(target.numel())
     chosen = torch.masked_select(target, target != ignore_index, out=indices[:0])
     return torch.gather(weight, 0, chosen, out=weights[:0]).sum()
@@ -94,23 +95,24 @@ _OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empt
 
 
 def batch_norm_reserve_elements(x: torch.Tensor) -> int:
-    """How many bytes cuDNN's batch norm takes for its notes for backward."""
+    """Bytes that cuDNN's batch norm saves for its backward."""
     with _disable_current_modes():
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
     return torch._C._get_cudnn_batch_norm_reserve_space_size(like, True)  # type: ignore[attr-defined, no-any-return]
 
 
 def has_symbolic_shape(outputs: Any) -> bool:
-    """Whether the size of a fake result is not known until it is computed."""
+    """Whether the size of a fake result depends on data."""
     tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     return any(isinstance(n, torch.SymInt) for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
 
 
 @contextlib.contextmanager
 def stepped_as_real(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Have optimizers step fake parameters as they would step these: on a GPU all at once, which takes copies of them.
+    """A context in which optimizers step fake parameters as they would step these real ones.
 
-    They do so by themselves with tensors of the types that they know.
+    On a GPU they step all at once, which takes copies of them. They do so by default only with tensors of types that
+    they know.
     """
     known = _STEPPED_AT_ONCE
     added = FakeTensor not in known and all(type(p) in known for p in parameters)

@@ -12,7 +12,7 @@ from memplan.torch_private.fakes import FakeTensor
 
 
 def global_hook_tables() -> list[dict[int, Any]]:
-    """Hooks that every module runs."""
+    """The tables of hooks that every module runs."""
     home = torch.nn.modules.module
     kinds = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     return [getattr(home, f"_global_{kind}") for kind in kinds]
@@ -24,10 +24,11 @@ def foreign_hooks(table: dict[int, Any]) -> int:
 
 
 def _is_traced(hook: Any) -> bool:
-    """Whether a trace has in it what a hook does.
+    """Whether the work of a hook is part of a trace.
 
     transformers installs hooks in a model's first forward that collect hidden states for its output, and a hook that
-    makes the output of embeddings require grad (`enable_input_require_grads`). A trace of another thread has its own.
+    makes the output of embeddings require grad (`enable_input_require_grads`). memplan's own hooks may be there from a
+    trace in another thread.
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
     return home in ("transformers.utils.output_capturing", "memplan.capture.trace.trace") or name.endswith(
@@ -40,7 +41,7 @@ _REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grad
 
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Let autograd save what it saves as it is, also within a checkpoint, which counts it, or `save_on_cpu`."""
+    """A context in which autograd saves tensors as they are, also within a checkpoint or `save_on_cpu`."""
     hooks: list[Any] = []
     top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     while pair := top(False):
@@ -57,7 +58,10 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 def hooks_on_traced(
     register: Callable[[Callable[..., Any], torch.Tensor, Any], Any], retain: Callable[[torch.Tensor], None]
 ) -> Iterator[None]:
-    """Call these where `register_hook` (what it does comes first) and `retain_grad` are called on what is traced."""
+    """Call `register` and `retain` where `register_hook` and `retain_grad` are called on fake tensors.
+
+    `register` gets the original `register_hook` first.
+    """
     original = torch.Tensor.register_hook
 
     def registered(self: torch.Tensor, hook: Any) -> Any:

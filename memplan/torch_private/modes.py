@@ -25,9 +25,10 @@ _FIRST_KEY = "TESTING_ONLY_GenericMode"
 
 
 class InPlaceOf:
-    """Functions that run in place of aten ops, in a thread for as long as it says so.
+    """Functions that run in place of aten ops, in a thread, while `active`.
 
-    functions: by the op's name, with its overload if that is not the default one. What they call is not exchanged.
+    functions: by the op's name, with its overload if that is not the default one. Ops that they call are the original
+    ones.
     """
 
     def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
@@ -48,7 +49,7 @@ class InPlaceOf:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Where the functions run in place of the ops."""
+        """A context in which the functions run in place of the ops."""
         for operator_on_functions in tuple(torch._ops._higher_order_ops.values()):
             operator_on_functions.fallthrough(self._key)
         with torch._C._IncludeDispatchKeyGuard(self._key):
@@ -56,12 +57,12 @@ class InPlaceOf:
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Where ops take their arguments as they are, on any device."""
+    """A context in which ops take their arguments as they are, on any device."""
     return torch._C._DisableAutocast()
 
 
 def function_modes() -> tuple[str, ...]:
-    """Names of the TorchFunctionModes that are on. A default device is none of concern: devices are in the trace."""
+    """Names of the TorchFunctionModes that are on. A default device does not count: devices are in the trace."""
     kinds = [type(_get_function_stack_at(i)) for i in range(_len_torch_function_stack())]
     return tuple(kind.__qualname__ for kind in kinds if kind is not DeviceContext)
 
@@ -71,7 +72,10 @@ _PUT_ASIDE = threading.local()
 
 @contextlib.contextmanager
 def without_function_modes() -> Iterator[None]:
-    """Where Python functions of torch run past TorchFunctionModes, as ops do: what those change is in the trace."""
+    """A context in which Python functions of torch run past TorchFunctionModes, as ops do.
+
+    What those modes change is in the trace already.
+    """
     modes = [_pop_mode() for _ in range(_len_torch_function_stack())]
     before, _PUT_ASIDE.modes = getattr(_PUT_ASIDE, "modes", ()), modes
     try:
@@ -83,7 +87,7 @@ def without_function_modes() -> Iterator[None]:
 
 
 def with_function_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Of a function that programs call and that runs the code of others, which finds the modes that are put aside."""
+    """Wrap a function that programs call and that runs others' code, so that it runs under the modes put aside."""
 
     @functools.wraps(function)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -100,7 +104,7 @@ def with_function_modes(function: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def autocast_knows(op: str, device_type: str) -> bool:
-    """Whether autocast has an opinion on an op of aten."""
+    """Whether autocast has a rule for an op of aten."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{op}", f"Autocast{device_type.upper()}")
 
 
@@ -112,8 +116,8 @@ _LAZY = functools.reduce(
 def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
     """Run an op in the handler of a dispatch mode as it runs without the mode.
 
-    A thread in such a handler leaves out the keys that resolve lazy conjugates and negatives. Kernels that make some of
-    complex tensors and go on with them, as `linalg_pinv` does, would give wrong numbers.
+    A thread in such a handler excludes the dispatch keys that resolve lazy conjugates and negatives. Kernels that make
+    such tensors and go on with them, as `linalg_pinv` does with complex ones, would give wrong numbers.
     """
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY):
@@ -121,5 +125,5 @@ def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None)
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Where ops on the meta device are no part of the trace."""
+    """A context in which ops on the meta device are not part of the trace."""
     return torch._C._DisableTorchDispatch()

@@ -26,7 +26,7 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A detached tensor in the same memory, of no subclass but of those that ops see (fake tensors)."""
+    """A detached tensor in the same memory. It is of no subclass, except of those that ops see (fake tensors)."""
     with torch._C.DisableTorchFunctionSubclass():
         detached = tensor.detach()
         if type(detached).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
@@ -35,26 +35,26 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def changes_ops(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's class has a say in what ops on it do."""
+    """Whether a tensor's class may change what ops on it do."""
     kind: Any = type(tensor)
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     return function not in _ORDINARY_FUNCTIONS or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether other ranks have parts of a tensor."""
+    """Whether other ranks have parts of a tensor (a DTensor)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that is sharded; any other as it is."""
+    """This rank's part of a sharded tensor; any other tensor as it is."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
-    """A weak reference to a tensor's storage: as long as there is one, its `cdata` is the `_cdata` of no other storage.
+    """A weak reference to a tensor's storage. While it exists, its `cdata` is the `_cdata` of no other storage.
 
-    Memory that is freed and taken again (`fully_shard`, between forward and backward) leaves the storage the same one.
+    A storage whose memory is freed and allocated again (`fully_shard`, between forward and backward) is still the same.
     """
     return StorageWeakRef(tensor.untyped_storage())

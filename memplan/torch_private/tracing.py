@@ -1,4 +1,4 @@
-"""Traces of `make_fx`: making one, reading and writing the one in progress, what must not happen in it."""
+"""Traces of `make_fx`: make one, read and write the one in progress, refuse what must not happen in it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ _LEAN: dict[str, Any] = {
 
 @functools.cache
 def _first_trace() -> None:
-    """Trace a little in a thread that never ends: PyTorch 2.10 and 2.11 crash once that of their first trace has."""
+    """Trace a little in a thread that never ends.
+
+    PyTorch 2.10 and 2.11 crash once the thread of their first trace has ended.
+    """
     if torch.__version__ >= "2.12" or threading.current_thread() is threading.main_thread():
         return
 
@@ -63,7 +66,7 @@ def _first_trace() -> None:
 
 
 def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order, at no memory."""
+    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order. It takes no memory."""
     _first_trace()
     with _grouped_products_of_any_dtype(), _without_code():
         return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
@@ -71,7 +74,7 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModu
 
 @contextlib.contextmanager
 def _without_code() -> Iterator[None]:
-    """Have no Python code made for the graph of a trace, which is read and never run."""
+    """A context in which no Python code is made for the graph of a trace, which is read and never run."""
     with _use_lazy_graph_module(True):
         yield
 
@@ -95,7 +98,7 @@ def is_call_of_compiled_code(error: BaseException) -> bool:
 
 
 def tracer_graph() -> torch.fx.Graph:
-    """The graph that the trace in progress is writing."""
+    """The graph of the trace in progress."""
     mode = get_proxy_mode()
     assert mode is not None, "no trace in progress"
     graph = mode.tracer.graph
@@ -112,7 +115,7 @@ def tracer_node(tensor: torch.Tensor) -> torch.fx.Node | None:
 
 
 class Recording:
-    """The trace in progress, to write to it what `make_fx` would."""
+    """The trace in progress, to write to it what `make_fx` would write."""
 
     def __init__(self) -> None:
         mode = get_proxy_mode()
@@ -127,14 +130,14 @@ class Recording:
         return len(self._tracer.graph.nodes)
 
     def node(self, tensor: Any) -> torch.fx.Node | None:
-        """The node that made a fake tensor; None for any other, and for one whose data is known."""
+        """The node that made a fake tensor. None for any other tensor, and for one whose data is known."""
         if type(tensor) is not FakeTensor or tensor.constant is not None:
             return None
         slot = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None or slot.constant is not None else slot.proxy.node
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
-        """A new node, under the name that it gets from `make_fx`."""
+        """A new node, under the name that `make_fx` would give it."""
         graph = self._tracer.graph
         named = func.overloadpacket.__name__ if isinstance(func, torch._ops.OpOverload) else func.__name__
         return graph.create_node("call_function", func, args, kwargs, name=graph._target_to_str(named))
@@ -144,12 +147,12 @@ class Recording:
         set_proxy_slot(tensor, self._tracer, _ProxyTensor(torch.fx.Proxy(node, self._tracer), None))
 
     def fake(self, contents: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """A fake tensor in the memory, and with the layout, of one on the meta device."""
+        """A fake tensor in the memory of one on the meta device, and with its layout."""
         return FakeTensor(self._fake_mode, contents, device)
 
 
 def boxed(graph: torch.fx.Graph) -> torch.fx.Graph:
-    """Let the graph's code take one list and empty it, so that the caller keeps nothing alive."""
+    """Let the graph's code take one list and empty it, so that the caller keeps nothing alive. Gives the graph."""
     graph.set_codegen(_BoxedCodeGen())
     return graph
 
@@ -164,7 +167,7 @@ def tracer_constants() -> Any:
 
 @contextlib.contextmanager
 def outside_of_tracing() -> Iterator[None]:
-    """Run real ops in the middle of a trace: no proxy, fake or other dispatch mode sees them."""
+    """A context in which real ops run in the middle of a trace: no proxy, fake or other dispatch mode sees them."""
     with _disable_current_modes():
         yield
 
@@ -178,7 +181,7 @@ def with_layout(
     elements: int | None = None,
     device: str | None = None,
 ) -> torch.Tensor:
-    """A node's result with another dtype, size, strides or device, or memory for more elements."""
+    """A node's result with another dtype, size, strides or device, or in memory for more elements."""
     mode = get_proxy_mode()
     with disable_proxy_modes_tracing():
         size, stride = size or tensor.shape, stride or tensor.stride()
@@ -195,7 +198,7 @@ def with_layout(
 
 
 def leave_out(tensor: torch.Tensor) -> None:
-    """Let one of several results of a node be None."""
+    """Make one of several results of a node None."""
     _see_as(tracer_node(tensor), None)
 
 
@@ -215,7 +218,7 @@ def _see_as(node: torch.fx.Node | None, result: torch.Tensor | None) -> None:
 
 @contextlib.contextmanager
 def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
-    """Call `refuse` where what is being traced seeds the default generators or sets their state."""
+    """A context that calls `refuse` where traced code seeds the default generators or sets their state."""
     homes = [
         (module, name)
         for module in (torch, torch.random, torch.cuda, torch.cuda.random)

@@ -1,4 +1,4 @@
-"""What transformers asks while it is traced, and keeps while a model runs."""
+"""What transformers asks while it is traced, and what it keeps while a model runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def not_tracing_for_transformers() -> Iterator[None]:
-    """Let transformers take the path that it takes when nobody traces.
+    """A context in which transformers runs as it does outside of a trace.
 
-    It asks `is_tracing(tensor)`, true for fake tensors, and then builds other masks and repeats key/value heads: other
-    kernels and other bits than the plain step.
+    It asks `is_tracing(tensor)`, which is true for fake tensors. It then builds other masks and repeats key/value
+    heads: other kernels and other bits than the plain step.
     """
     module = sys.modules.get("transformers.utils.import_utils")
     original = getattr(module, "is_fake_tensor", None)
@@ -31,7 +31,7 @@ def not_tracing_for_transformers() -> Iterator[None]:
 
 
 def collects_outputs() -> bool:
-    """Whether a transformers model that is running has hooks collect outputs of its submodules."""
+    """Whether a transformers model is running with hooks that collect outputs of its submodules."""
     module = sys.modules.get("transformers.utils.output_capturing")
     collector = getattr(module, "_active_collector", None)
     return bool(collector is not None and collector.get())

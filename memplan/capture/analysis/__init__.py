@@ -1,4 +1,4 @@
-"""From a raw trace to values and ops: who shares memory with whom, what may run again, what a gradient is.
+"""From a raw trace to values and ops: which tensors share memory, what may run again, what is a gradient.
 
 Enters: a `RawTrace`. Leaves: a `Traced` step. Start with `values`.
 """

@@ -1,4 +1,4 @@
-"""A step while it is analysed: values and ops that may still change, and which value each storage holds at present."""
+"""A step while it is analysed: values and ops that may still change, and the value that each storage holds now."""
 
 from __future__ import annotations
 
@@ -16,7 +16,11 @@ from memplan.problem.data import Effect, Phase, Role
 
 @dataclass(eq=False, slots=True)
 class DraftStorage:
-    """One allocation in the trace; `value` is the index of its present version."""
+    """One allocation in the trace.
+
+    - value: the index of its present version.
+    - roots: the nodes that hold its memory.
+    """
 
     value: int
     roots: list[fx.Node]
@@ -24,7 +28,7 @@ class DraftStorage:
 
 @dataclass(slots=True)
 class DraftValue:
-    """A `memplan.problem.data.Value` to be. roots: the nodes that hold its memory."""
+    """A `memplan.problem.data.Value` that is being built. roots: the nodes that hold its memory."""
 
     name: str
     size_bytes: int
@@ -36,7 +40,10 @@ class DraftValue:
 
 @dataclass(eq=False, slots=True)
 class DraftOp:
-    """An `Op` of the problem and the `Kernel` that runs it, to be. repeat_args: None where a recompute takes `args`."""
+    """An `Op` of the problem and its `Kernel`, while they are built.
+
+    repeat_args: None where a recompute takes `args`.
+    """
 
     node: fx.Node
     target: Any
@@ -55,9 +62,11 @@ class DraftOp:
 
 @dataclass(slots=True)
 class Draft:
-    """A step to be. Values are named by their index in `values`.
+    """A step that is being built. Values are named by their index in `values`.
 
-    storages: by storage key. parents, residents, constants, gradients: as in `Traced`. tangent_values: by output.
+    - storages: by storage key.
+    - parents, residents, constants, gradients: as in `Traced`.
+    - tangent_values: by output.
     """
 
     device: torch.device
@@ -75,11 +84,11 @@ class Draft:
         return self.storages[storage_key(node.meta["val"])]
 
     def present(self, node: fx.Node) -> int:
-        """The version of the storage behind `node` as it stands now."""
+        """The value that the storage behind `node` holds now."""
         return self.storage(node).value
 
     def new_storage(self, node: fx.Node | None, tensor: torch.Tensor, role: Role, name: str) -> int:
-        """The value of an allocation that was not there before. Raises UnsupportedModel for a sparse tensor."""
+        """Enter a new allocation. Gives its value. Raises UnsupportedModel for a sparse tensor."""
         if tensor.layout is not torch.strided:
             raise UnsupportedModel(
                 f"{name} has layout {tensor.layout}; only strided tensors can be planned. Sparse gradients: set "

@@ -1,4 +1,4 @@
-"""From a finished draft to frozen data: without ops that nobody needs, and values numbered anew."""
+"""From a finished draft to frozen data, without ops that nothing needs, and with values numbered anew."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = dict[int, int]  # index of a value in the draft -> its index in the gr
 
 
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
-    """Leave out ops whose results nobody reads.
+    """Leave out ops whose results nothing reads.
 
     Those that draw random numbers or write to what outlives the step stay.
     """
@@ -32,7 +32,7 @@ def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
 
 
 def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Traced:
-    """The captured step: values that are used, in the order of the trace."""
+    """The captured step, with those values that are used, in the order of the trace."""
     guards = _guards(raw)
     used = sorted(_used_values(draft, outputs, guards))
     number = {old: new for new, old in enumerate(used)}
@@ -75,7 +75,7 @@ def _guards(raw: RawTrace) -> tuple[Guard, ...]:
 
 
 def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence[Guard]) -> set[int]:
-    """What ops, outputs, gradients, tangents and guards name, what the step finds there, and all older versions."""
+    """Values that ops, outputs, gradients, tangents and guards name, residents, and all older versions of these."""
     used = {o.value for o in outputs} | {g.value for g in draft.gradients} | set(draft.tangent_values.values())
     for op in draft.ops:
         used.update(op.outputs, op.reads.values(), *op.effects)

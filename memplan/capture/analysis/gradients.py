@@ -1,4 +1,4 @@
-"""What autograd does with gradients beside computing them: handing them over, copying some; and sums in place."""
+"""What autograd does with gradients beside computing them: hands them over, copies some, sums in place."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def gradient_copy(gradient: torch.Tensor, size: Sequence[int], stride: Sequence[
 
 
 def take_gradients(draft: Draft, raw: RawTrace) -> None:
-    """Mark gradients, and copy those that AccumulateGrad could not take over as they are."""
+    """Mark gradients, and add copies of those that AccumulateGrad could not take over as they are."""
     by_value: dict[int, list[Named]] = {}
     for name, node in raw.gradients.items():
         if node is not None:
@@ -46,7 +46,7 @@ def take_gradients(draft: Draft, raw: RawTrace) -> None:
 
 
 def _taken_over(draft: Draft, value: int, nodes: list[Named]) -> list[Named]:
-    """Those of the gradients in `value`'s memory, which nobody else reads, that become `.grad` without a copy."""
+    """Gradients in `value`'s memory that become `.grad` without a copy, where nothing else reads that memory."""
     foreign = draft.values[value].role != "activation" or draft.values[value].held
     if foreign or overlap([n.meta["val"] for _, n in nodes]):
         return []
@@ -67,7 +67,7 @@ def _obeys_layout(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -> None:
-    """Add the op that copies a gradient, as soon as the gradient is there."""
+    """Add the op that copies a gradient, right after the op that makes the gradient."""
     gradient, leaf = node.meta["val"], _leaf(draft, name)
     size, stride = dense_layout(leaf)
     if name.startswith("input ") and _obeys_layout(gradient, leaf):
@@ -90,11 +90,12 @@ def _copy(draft: Draft, graph: fx.Graph, name: str, node: fx.Node, value: int) -
 
 
 def add_in_place(draft: Draft) -> None:
-    """Add into the first operand where nobody reads that afterwards.
+    """Add into the first operand where nothing reads that afterwards.
 
-    So does eager where autograd's engine sums gradients, attention adds its mask or a linear layer its bias, out of
-    place only where a dispatch mode looks on, as in a trace. Elsewhere it frees the operand sooner. In forward the add
-    must be the only reader: another could run once more on an operand that is kept.
+    Eager does so where autograd's engine sums gradients, attention adds its mask, or a linear layer its bias. Only
+    under a dispatch mode, as in a trace, are these sums out of place. Other sums are out of place in eager, which frees
+    the operand sooner. In forward, the sum must be the only reader: another reader could run once more on an operand
+    that is kept.
     """
     last_read = {value: position for position, op in enumerate(draft.ops) for value in op.reads.values()}
     readers = Counter(value for op in draft.ops for value in set(op.reads.values()))
@@ -128,8 +129,8 @@ def order_gradients(draft: Draft, arrivals: Sequence[str]) -> None:
     A bias, whose gradient is computed last, is handed over before the weight beside it. Buckets of gradients are filled
     in that order, and where three ranks or more sum them the bits depend on the place in a bucket.
 
-    Two gradients of one op (of a convolution) arrive the other way round where the one that autograd takes first is
-    copied for its layout: the copy is made after both.
+    Two gradients of one op (of a convolution) arrive in reverse order where the one that autograd takes first is copied
+    for its layout, because the copy is made after both.
     """
     ranks = {f"parameter {name}": rank for rank, name in enumerate(arrivals)}
     ranks_of = {g.value: [ranks[name] for name, _ in g.nodes if name in ranks] for g in draft.gradients}
@@ -145,7 +146,7 @@ def order_gradients(draft: Draft, arrivals: Sequence[str]) -> None:
 
 
 def _moved_before(ops: list[DraftOp], op: DraftOp, other: DraftOp, draft: Draft) -> bool:
-    """Whether an op, with those that it needs, could be put before an earlier one."""
+    """Move an op, with those that it needs, before an earlier one. Whether that was possible."""
     first, last = ops.index(other), ops.index(op)
     moved, needed = [op], set(op.reads.values())
     for between in reversed(ops[first:last]):

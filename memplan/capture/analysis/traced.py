@@ -15,7 +15,7 @@ from memplan.problem.data import Graph
 
 @dataclass(frozen=True, slots=True)
 class MetaTensor:
-    """Stands in an argument list for a tensor of which the op reads only shape, strides and dtype."""
+    """An argument of an op that reads only a tensor's shape, strides and dtype, in the place of that tensor."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -27,7 +27,12 @@ class MetaTensor:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor that a run of an op makes: `node` names it in the trace, `index` is its place among several results."""
+    """A tensor that a run of an op makes.
+
+    - node: the tensor in the trace.
+    - index: its place among several results; None where there is one.
+    - value: the value that it belongs to.
+    """
 
     node: fx.Node
     index: int | None
@@ -38,8 +43,11 @@ class Made:
 class Kernel:
     """How to run an op. Arguments are those of the trace: nodes, numbers, `MetaTensor`s.
 
-    node: the op in the trace. reads: which value each argument node stands for when the op runs.
-    repeat_args: arguments of a recompute, which must not write running statistics again.
+    - node: the op in the trace.
+    - target, args, kwargs: the function to call, and its arguments.
+    - reads: which value each argument node stands for when the op runs.
+    - made: the tensors that a run makes.
+    - repeat_args: arguments of a recompute, which must not write running statistics again.
     """
 
     node: fx.Node
@@ -53,9 +61,9 @@ class Kernel:
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A tensor that is there before the step: where the runtime finds it.
+    """A tensor that is there before the step, and where the runtime finds it.
 
-    kind: "parameter", "buffer" (looked up by name), "input" (by position) or "constant" (by name in `constants`).
+    kind: "parameter" or "buffer" (looked up by name), "input" (by position), or "constant" (by name in `constants`).
     """
 
     kind: str
@@ -65,7 +73,7 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """One tensor that forward returns: `node` in the trace; `value` holds its contents at the boundary."""
+    """One tensor that forward returns. `value` holds its contents at the boundary."""
 
     node: fx.Node
     value: int
@@ -75,7 +83,11 @@ class OutputTensor:
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """A gradient that backward hands over: of which parameters or inputs ("parameter transformer.wte.weight")."""
+    """A gradient that backward hands over.
+
+    - value: the value that holds it.
+    - nodes: which parameters or inputs it belongs to ("parameter transformer.wte.weight"), with the node for each.
+    """
 
     value: int
     nodes: tuple[tuple[str, fx.Node], ...]
@@ -83,7 +95,13 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A number that forward read from the data of its inputs: `nodes` compute it again."""
+    """A number that forward read from the data of its inputs.
+
+    - nodes: these compute it again.
+    - node: the one of them that gives it.
+    - value: the number that was read.
+    - where: the place in forward, in words.
+    """
 
     nodes: tuple[fx.Node, ...]
     node: fx.Node
@@ -95,12 +113,20 @@ class Guard:
 class Traced:
     """A captured training step.
 
-    kernels[i] runs graph.ops[i]. roots[v]: the nodes that hold value v's memory (views of them are re-derived).
-    parents: for a node that only looks at another node's memory, that other node. residents: by root node.
-    reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
-    decisions: branches that the trace has taken for granted; what they depend on is an output, too. summed: parameters
-    whose gradients autograd adds up from several uses. inner: the outputs from which others derive, and whether one
-    that backward starts from does: the gradient that is handed in for such an output is not all of it.
+    - kernels: kernels[i] runs graph.ops[i].
+    - roots: roots[v] are the nodes that hold value v's memory. Views of them are derived again.
+    - parents: for a node that is a view, the node whose memory it shows.
+    - residents: by root node.
+    - outputs, template: what forward returns.
+    - gradients: what backward hands over.
+    - tangent_nodes: by value, the node of a gradient that is handed in.
+    - constants: tensors of forward's own, by name.
+    - guards: numbers that forward read from inputs, to be read again before each call.
+    - reassigned: buffers that forward puts other tensors into, with the position of the output that holds the new one.
+    - decisions: branches that the trace takes. What each depends on is an output, too.
+    - summed: parameters whose gradients autograd adds up from several uses.
+    - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
+      gradient that is handed in for such an output is not all of it.
     """
 
     graph: Graph
@@ -122,7 +148,7 @@ class Traced:
 
     @property
     def forward_ops(self) -> tuple[str, ...]:
-        """Kernels, shapes and settings of the forward pass, what each reads, and the branches that it takes."""
+        """A signature of the forward pass: kernels, shapes, settings, what each op reads, and branches taken."""
         ops = (
             f"{op.key} {[self.graph.values[v].name for v in op.inputs]}" for op in self.graph.ops[: self.graph.boundary]
         )

@@ -1,7 +1,7 @@
-"""From a raw trace to values and ops: who shares memory with whom, who writes over what, what can run again.
+"""From a raw trace to values and ops: which tensors share memory, what is overwritten, what can run again.
 
 Two nodes share memory when their fake tensors share a storage. A node that makes no new storage and writes nothing is a
-view: it belongs to the value that it looks at. A write gives the storage a new version, that is a new value.
+view: it belongs to the value that it shows. A write gives the storage a new version, which is a new value.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _StepBuilder:
         return output_values
 
     def hold_outputs(self, values: Sequence[int]) -> tuple[OutputTensor, ...]:
-        """The outputs, which `values` hold: those stay to the end of the step."""
+        """The outputs. `values` hold them, and stay to the end of the step."""
         outputs = []
         for index, (node, value) in enumerate(zip(self.raw.outputs, values, strict=True)):
             requires_grad = self.raw.requires_grad[index]
@@ -254,7 +254,7 @@ class _StepBuilder:
         return node.target, args, kwargs
 
     def _write(self, op: DraftOp, node: fx.Node, *, once: bool) -> None:
-        """`op` writes to the storage behind `node`: a new version of it."""
+        """`op` writes to the storage behind `node`, which makes a new version of it."""
         storage = self.draft.storage(node)
         old = self.draft.values[storage.value]
         new = len(self.draft.values)
@@ -295,7 +295,7 @@ class _StepBuilder:
 
 
 def _plain_factory(node: fx.Node, kwargs: dict[str, Any]) -> CallParts | None:
-    """The common factories without a model tensor, for those over meta tensors run through slow Python kernels."""
+    """A common factory without its model tensor: factories over meta tensors run through slow Python kernels."""
     made = node.meta["val"]
     size, stride = list(made.shape), list(made.stride())
     options = {"dtype": made.dtype, "device": kwargs["device"]}

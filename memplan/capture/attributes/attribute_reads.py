@@ -1,14 +1,13 @@
-"""Which Python attributes a forward and its backward read or set: others may change, and the step is the same.
+"""Which Python attributes a forward and its backward read or set: others may change without changing the step.
 
-A model that a training framework drives carries counters, logs, metrics and the framework itself among its attributes,
-and these change with every step. What is asked for is noted on the way: for the time of a trace the classes of such
-objects get a `__getattribute__` and a `__setattr__` that do so. A run that does not read an attribute, or not before it
-sets it, would have been the same run whatever that was; one that it sets has to be set again where somebody else has
-put it back.
+A model in a training framework has counters, logs, metrics and the framework itself among its attributes, and these
+change with every step. So reads and sets are noted: for the time of a trace, the classes of such objects get a
+`__getattribute__` and a `__setattr__` that note them. What an attribute held does not matter where the step does not
+read it, or sets it first. One that it sets has to be set again where other code has put it back.
 
-All attributes count of classes, of tensors, of objects whose class has a `__getattribute__` of its own (the configs of
-transformers) or takes none, and of those that are asked for all that they have (`vars()`, a copy). Unheard goes what is
-asked of `object.__getattribute__` directly, and what a function that remembers its results has read before.
+All attributes count of these: classes; tensors; objects whose class has a `__getattribute__` of its own (the configs of
+transformers) or can't be given one; objects that are asked for all attributes at once (`vars()`, a copy). Not noted are
+reads through `object.__getattribute__`, and what a function that caches its results has read before.
 """
 
 from __future__ import annotations
@@ -43,14 +42,18 @@ _heard: dict[int, list[_Names]] = {}  # by object, for each of those
 
 
 class _Names:
-    """Of one object's attributes. asked: read or set. set_first: set before anybody has read them."""
+    """Names of one object's attributes.
+
+    - asked: read or set.
+    - set_first: set before they were read.
+    """
 
     def __init__(self) -> None:
         self.asked, self.set_first = set[str](), set[str]()
 
 
 class AttributeReads:
-    """The names of attributes that are asked for while it listens, by object. The objects are kept alive."""
+    """The names of attributes that are read or set while it listens, by object. It keeps the objects alive."""
 
     def __init__(self, owners: Sequence[Any]) -> None:
         self._owners = [owner for owner in owners if _tells(owner)]
@@ -59,7 +62,7 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what is asked for meanwhile, by any thread."""
+        """A context in which reads and sets are noted, by any thread."""
         with _lock:
             kinds = {kind for kind in {type(owner) for owner in self._owners} if _begin(kind)}
             for owner in self._owners:
@@ -78,16 +81,16 @@ class AttributeReads:
                     _end(kind)
 
     def of(self, table: Mapping[str, Any]) -> frozenset[str] | None:
-        """What was asked of the object with these attributes; None where that may be any of them."""
+        """Names that were read or set of the object with these attributes; None where that may be any of them."""
         names = self._tables.get(id(table))
         return None if names is None or any(map(_asks_for_more, names.asked)) else frozenset(names.asked)
 
     def set_first(self, table: Mapping[str, Any]) -> frozenset[str]:
-        """What was set of the object with these attributes, and not read before."""
+        """Names that were set of the object with these attributes, and not read before."""
         return frozenset() if self.of(table) is None else frozenset(self._tables[id(table)].set_first)
 
     def pass_over(self, table: Mapping[str, Any], name: str) -> None:
-        """Whatever was there before, it does not matter."""
+        """Forget that this attribute was asked for, because what it held before does not matter."""
         self._tables[id(table)].asked.discard(name)
 
 
@@ -99,7 +102,7 @@ def _tells(owner: Any) -> bool:
 
 
 def _asks_for_more(name: str) -> bool:
-    """Whether this says nothing of which attributes are read next."""
+    """Whether this read leaves open which attributes are read next."""
     return name.startswith("__") and name.endswith("__") and name != "__class__"
 
 

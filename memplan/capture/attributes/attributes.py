@@ -1,7 +1,7 @@
-"""Python attributes that forward may read or write: what they were, whether they still are, and how to put them back.
+"""Python attributes that forward may read or write: what they were, whether they changed, and a way to put them back.
 
-Looked at: the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of
-the classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
+These are the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of the
+classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
 (functions, tensors, objects) by identity. A plan depends on those that its step reads (`attribute_reads`). Module-level
 globals are not looked at.
 """
@@ -52,7 +52,12 @@ _ABSENT = object()
 
 
 class SetValue(NamedTuple):
-    """What forward puts into an attribute. owner: the name of the table."""
+    """What forward puts into an attribute.
+
+    - owner: the name of the attribute table.
+    - key: the attribute.
+    - value: what it is set to.
+    """
 
     owner: str
     key: str
@@ -60,7 +65,7 @@ class SetValue(NamedTuple):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value can't change in place and says all of itself by being equal."""
+    """Whether a value can't change in place, and equality says all about it."""
     if isinstance(value, (tuple, frozenset)):
         return all(is_plain(v) for v in value)
     return isinstance(value, _PLAIN)
@@ -72,10 +77,10 @@ def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
 
 
 def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Any]]:
-    """Every submodule, plain objects behind them, and their classes; parameters and buffers of subclasses, and objects
-    that these carry. With names, which are unique.
+    """All objects whose attributes forward may read, with unique names.
 
-    ignored: attributes of modules behind which nothing is looked for.
+    These are submodules, plain objects behind them, and the classes of both; parameters and buffers of subclasses, and
+    objects that these carry. ignored: attributes of modules behind which nothing is looked for.
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -103,7 +108,7 @@ def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
 
 
 def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:
-    """Objects with attributes of their own that hang on an attribute, through containers too."""
+    """Objects with attributes of their own that are reached from an attribute, through containers too."""
     if depth == 0 or isinstance(value, (*_PLAIN, nn.Module, type, torch.Tensor, np.ndarray)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -135,7 +140,7 @@ def _held(model: nn.Module) -> list[Any]:
 
 
 def _leaves(value: Any, depth: int) -> Iterator[Any]:
-    """A value, or what is in it where it is a container."""
+    """A value, or the values in it where it is a container."""
     if depth == 0 or not isinstance(value, (dict, list, tuple, set, frozenset, deque)):
         yield value
         return
@@ -144,7 +149,7 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
 
 
 class Snapshot:
-    """What the attributes in some tables were, but for those that are ignored, or that nothing reads."""
+    """What the attributes in some tables were, except ignored ones and those that nothing reads."""
 
     def __init__(
         self,
@@ -166,7 +171,10 @@ class Snapshot:
         ]
 
     def difference(self, tables: list[tuple[str, Table]]) -> str | None:
-        """Which attribute is another now, in words. tables: in the order of those that the snapshot was made of."""
+        """The first attribute that has changed, in words; None where none has.
+
+        tables: in the order of those that the snapshot was made of.
+        """
         for (name, table), entry in zip(tables, self._entries, strict=True):
             key = entry.changed_key(table)
             if key is not None:
@@ -174,7 +182,7 @@ class Snapshot:
         return None
 
     def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
-        """The snapshot for a copy of the model: its own objects, and plain values as they were."""
+        """The snapshot for a copy of the model: with the copy's own objects, and plain values as they were."""
         other = copy.copy(self)
         other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
         return other
@@ -183,7 +191,8 @@ class Snapshot:
 class _Entry:
     """What one table was: single values, and containers with what was in them.
 
-    read: the names that matter, be they there or not; None: all that are there, and any that is new."""
+    read: the names that matter, also where they are absent. None: all that are there, and any that is new.
+    """
 
     def __init__(self, table: Table, ignored: frozenset[str], read: frozenset[str] | None) -> None:
         self._ignored = ignored
@@ -216,7 +225,7 @@ class _Entry:
         return next((key for key in table if key not in self._keys and self._matters(key)), None)
 
     def _matters(self, key: str) -> bool:
-        """Whether an attribute that is new may: classes gain some that do not, such as caches of abstract ones."""
+        """Whether a new attribute may matter. Classes gain some that do not, such as caches of abstract classes."""
         return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
 
     def value(self, key: str) -> Any:
@@ -235,7 +244,7 @@ def _frozen(value: Any) -> Any:
 
 
 def _adapted(frozen: Any, value: Any) -> Any:
-    """A frozen container with the objects of a copy of it."""
+    """A frozen container, with the objects of a copy of the model."""
     if isinstance(frozen, dict) and isinstance(value, dict):
         return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
     if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
@@ -249,7 +258,7 @@ def _adapted(frozen: Any, value: Any) -> Any:
 
 
 def _same(frozen: Any, value: Any) -> bool:
-    """Whether a value is what it was when it was frozen."""
+    """Whether a value has not changed since it was frozen."""
     if frozen is value:
         return True
     if isinstance(value, dict):
@@ -278,33 +287,38 @@ def _shown(value: Any) -> str:
 
 
 class SetsAttribute(UnsupportedModel):
-    """Forward leaves something in a Python attribute, or in a buffer that was none, that a planned step would not leave
-    there: perhaps in its first run alone."""
+    """Forward leaves something in a Python attribute, or in a buffer that was None, that a planned step would not.
+
+    Perhaps only its first run does.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class LeftBehind:
-    """What a run of forward left in a model. values: (attributes or buffers of something, key, value). contents:
-    (container, a copy of what is in it)."""
+    """What a run of forward left in a model.
+
+    - values: (table of attributes or buffers, key, value).
+    - contents: (container, a copy of what is in it).
+    """
 
     values: list[tuple[dict[str, Any], str, Any]]
     contents: list[tuple[Any, Any]]
 
     def put(self) -> None:
-        """Let it be there."""
+        """Put it into the model."""
         for table, key, value in self.values:
             table[key] = value
         for container, content in self.contents:
             _restore(container, content)
 
     def put_once(self) -> None:
-        """Let it be there now; what forward leaves there later stays."""
+        """Put it into the model now, and forget it, so that what forward leaves there later stays."""
         self.put()
         self.values.clear()
         self.contents.clear()
 
     def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
-        """All but the values with such tensors in them, and contents."""
+        """All but values and contents with such tensors in them."""
 
         def fits(thing: Any) -> bool:
             return not any(isinstance(t, torch.Tensor) and excluded(t) for t in _leaves(thing, _DEEPEST))
@@ -313,7 +327,7 @@ class LeftBehind:
 
 
 class AddedHook(NamedTuple):
-    """A hook that forward itself put on a submodule."""
+    """A hook that forward itself registers on a submodule."""
 
     module: str
     table: str
@@ -324,7 +338,8 @@ class AddedHook(NamedTuple):
 class AttributesKept:
     """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
 
-    added_hooks: those that forward added, once the trace is over. set_anew: what each run sets, to tensors of its own.
+    - added_hooks: hooks that forward added; set once the trace is over.
+    - set_anew: attributes that each run sets, to tensors of its own.
     """
 
     def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
@@ -352,8 +367,10 @@ class AttributesKept:
         return self
 
     def look(self, reads: AttributeReads) -> Sequence[SetValue]:
-        """Note as `set_anew` what forward has just set to tensors, or containers of them, without a look at what was
-        there before. reads: what it has asked for."""
+        """Note as `set_anew` what forward has set to tensors, or containers of them, without reading it first.
+
+        reads: what forward has asked for.
+        """
         self.set_anew = tuple(
             SetValue(name, key, table[key])
             for name, table, before in self._tables
@@ -364,21 +381,22 @@ class AttributesKept:
         return self.set_anew
 
     def spoil(self) -> None:
-        """Put what nobody can use into attributes that each run sets anew."""
+        """Put useless objects into attributes that each run sets anew. Another trace shows whether they are read."""
         tables = {name: table for name, table, _ in self._tables}
         for found in self.set_anew:
             tables[found.owner][found.key] = object()  # type: ignore[index]
 
     def pass_over(self, reads: AttributeReads) -> None:
-        """What each run sets anew may be anything before it."""
+        """Let plans not depend on what the attributes in `set_anew` hold before a run."""
         tables = {name: table for name, table, _ in self._tables}
         for found in self.set_anew:
             reads.pass_over(tables[found.owner], found.key)
 
     def changes(self) -> tuple[SetValue, ...]:
-        """Each attribute that is another plain value now.
+        """Attributes that now have another plain value.
 
-        Raises UnsupportedModel, and of those SetsAttribute, where anything else changed: a planned step would not.
+        Raises UnsupportedModel where anything else changed, because a planned step would not change it. It is a
+        SetsAttribute where a first run may have left it.
         """
         for name, kind, members, before in self._members:
             for key in _exchanged(members, before):
@@ -412,7 +430,7 @@ class AttributesKept:
         return tuple(changed)
 
     def left(self) -> LeftBehind:
-        """What forward has left in attributes so far, and in buffers that were none."""
+        """What forward has left in attributes so far, and in buffers that were None."""
         values = [
             (table, key, value)
             for _, table, before in self._tables
@@ -462,7 +480,7 @@ _ONE_PLACE = _references(_OF_ONE_PLACE["place"])
 
 
 def _is_new(home: Any, key: Any) -> bool:
-    """Whether a value of a container is a tensor, plain, or a container of such that nobody else has."""
+    """Whether a value of a container is a tensor, plain, or a container of such values that nothing else refers to."""
     if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
         return True
     if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _ONE_PLACE:
@@ -487,7 +505,7 @@ def _restore(container: Any, before: Any) -> None:
 
 
 def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:
-    """(path, container) of containers that can change in place among attributes, and inside such containers."""
+    """(path, container) of containers among attributes that can change in place, and of those inside containers."""
     pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in unchecked]
     seen: set[int] = set()
     while pending:

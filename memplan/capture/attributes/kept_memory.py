@@ -1,4 +1,4 @@
-"""Memory as it was before ops wrote to it, for traces and rehearsals, which must leave no mark."""
+"""Memory as it was before ops wrote to it, for traces and rehearsals, which must leave nothing changed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memplan.capture.ops.layout import storage_key
 
 
 class KeptMemory:
-    """Copies of storages from before they are written to; a context, after which all is as before.
+    """Copies of storages, made before ops write to them. As a context, it puts all contents back at the end.
 
-    written: the tensors that were named for it.
+    written: the tensors that were given to `keep`.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class KeptMemory:
         self.undo()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's storage, unless that was done before."""
+        """Copy a tensor's storage, unless there is a copy already."""
         if any(tensor is known for known in self.written):
             return
         self.written.append(tensor)
@@ -38,14 +38,14 @@ class KeptMemory:
                 self._copies[key] = storage, storage.clone()
 
     def undo(self) -> None:
-        """Put the contents back. Versions of tensors stay where the writes took them."""
+        """Put the contents back. Version counters of tensors are not put back."""
         with private.outside_of_tracing():
             for storage, copy in self._copies.values():
                 storage.copy_(copy)
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op says it writes to."""
+    """The tensors that an op's schema says it writes to."""
     for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -55,5 +55,5 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether contents of a tensor can be put back: it is neither sparse, nor meta, nor one of torch.func's."""
+    """Whether a tensor's contents can be put back: it is neither sparse, nor meta, nor one of torch.func's."""
     return tensor.layout is torch.strided and not tensor.is_meta and not private.is_transformed(tensor)

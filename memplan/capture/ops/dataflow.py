@@ -1,4 +1,4 @@
-"""What the data of a node in a trace depends on, and how to compute it for real."""
+"""What the data of a node in a trace depends on, and how to compute it with real tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COMPARISONS = (aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar)
 
 
 def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """`node` and all nodes before it that its data depends on, in order; writes to a storage that is read included."""
+    """`node` and all earlier nodes that its data depends on, in order, with writes to storages that are read."""
     needed = {node}
     storages = {storage_of(node)}
     found = []
@@ -33,10 +33,12 @@ def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
 
 
 def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
-    """What a comparison of a uniform random number, from 0 to less than 1, comes to whatever is drawn.
+    """The answer of a comparison with a uniform random number in [0, 1), where it is the same for each number.
 
-    closure: all that the comparison depends on. None where that is more than the draw, and where the answer depends on
-    the number. `if torch.rand([]) < p` with a p of 0 is how layers are left out where that is switched off.
+    `if torch.rand([]) < p` with p = 0 is how layer dropping is switched off.
+
+    closure: all that the comparison depends on. None where that is more than the random number, and where the answer
+    depends on the number.
     """
     if len(closure) != 2 or closure[0].target is not aten.rand.default or closure[1].target not in _COMPARISONS:
         return None
@@ -52,7 +54,7 @@ def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
 
 
 def storage_of(node: fx.Node) -> object:
-    """What is equal for nodes that share memory."""
+    """A key that is equal for nodes that share memory."""
     value = node.meta.get("val")
     return storage_key(value) if isinstance(value, torch.Tensor) else node
 

@@ -1,7 +1,7 @@
-"""How PyTorch's TensorIterator lays out a new result of its operands.
+"""The layout that PyTorch's TensorIterator gives a new result of its operands.
 
-Strides of dimensions of one element are told exactly too: kernels further on ask them whether channels come last, and
-run in other ways. PyTorch's fake kernels take another order where dimensions have one element or are broadcast.
+Strides of dimensions of one element are exact too: later kernels use them to see whether channels come last, and then
+run in other ways. PyTorch's fake kernels order dimensions otherwise where they have one element or are broadcast.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
 
 
 def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Sizes, Sizes]:
-    """(size, stride) of what an op makes of these operands, the first of which has the first say."""
+    """(size, stride) of the result of an op over these operands. The first operand decides before the others."""
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     size = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
     if all(isinstance(t, torch.Tensor) and t.shape == size for t in operands):
@@ -33,7 +33,7 @@ def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Sizes, 
 
 
 def _is_like(tensor: torch.Tensor, stride: Sizes) -> bool:
-    """Whether the elements lie as with these strides; those of dimensions of one element do not count."""
+    """Whether elements lie as with these strides. Strides of dimensions of one element do not count."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
@@ -45,7 +45,7 @@ def _broadcast(size: Sizes, tensor: torch.Tensor) -> Sizes:
 
 
 def _sorted(size: Sizes, strides: Sequence[Sizes]) -> list[int]:
-    """The dimensions, the innermost first: an insertion sort, for not every two of them can be compared."""
+    """The dimensions, the innermost first. It is an insertion sort, because not every two of them can be compared."""
     order = list(reversed(range(len(size))))
     for end in range(1, len(order)):
         place = end
@@ -60,7 +60,7 @@ def _sorted(size: Sizes, strides: Sequence[Sizes]) -> list[int]:
 
 
 def _is_outside(size: Sizes, strides: Sequence[Sizes], a: int, b: int) -> bool | None:
-    """Whether dimension `a` goes outside of `b`; None where no operand has a say."""
+    """Whether dimension `a` goes outside of `b`; None where no operand decides."""
     for stride in strides:
         if 0 in (stride[a], stride[b]):
             continue

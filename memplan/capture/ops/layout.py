@@ -1,4 +1,4 @@
-"""How tensors lie in memory: which storage, how many bytes of it, in what strides. Pure functions, fake tensors too."""
+"""How tensors lie in memory: in which storage, in how many bytes, with what strides. For fake tensors too."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ CUDA_BLOCK_BYTES = 512  # PyTorch's CUDA allocator rounds each request up to thi
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Equal for tensors that share a storage, as long as one of them lives."""
+    """A key that is equal for tensors that share a storage, as long as one of them lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor, or the strided ones that a sparse one consists of."""
+    """The tensor, or the strided tensors that a sparse one consists of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout is torch.sparse_csr or tensor.layout is torch.sparse_bsr:
@@ -34,7 +34,7 @@ def tensors_of(result: Any) -> list[torch.Tensor]:
 
 
 def device_bytes_of(tensor: torch.Tensor, device: torch.device) -> int:
-    """Bytes that a tensor's storage takes on a device; none where it is on the host of it."""
+    """Bytes that a tensor's storage takes on a device; 0 where the tensor is on that device's host."""
     if tensor.device.type == "cpu" != device.type:
         return 0
     return allocated_bytes(tensor.untyped_storage().nbytes(), device)
@@ -48,17 +48,17 @@ def allocated_bytes(size_bytes: int, device: torch.device) -> int:
 
 
 def generator_state_bytes(device: torch.device) -> int:
-    """Bytes on the planned device of one saved generator state. A CUDA state is kept on the host."""
+    """Bytes that one saved generator state takes on the planned device. A CUDA state is kept on the host."""
     return torch.Generator().get_state().numel() if device.type == "cpu" else 0
 
 
 def strides_that_matter(size: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
-    """The strides of dimensions that have more than one element; none where the tensor is empty."""
+    """The strides of dimensions that have more than one element; empty where the tensor is empty."""
     return () if 0 in size else tuple(s for s, n in zip(stride, size, strict=True) if n != 1)
 
 
 def dense_stride(size: Sequence[int], innermost_first: Sequence[int] | None = None) -> tuple[int, ...]:
-    """The strides without gaps in this order of dimensions; by default those of a contiguous tensor."""
+    """Strides without gaps, in this order of dimensions; by default those of a contiguous tensor."""
     stride, step = [0] * len(size), 1
     for dimension in reversed(range(len(size))) if innermost_first is None else innermost_first:
         stride[dimension] = step
@@ -77,7 +77,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def dense_layout(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(size, stride) of a dense tensor like `tensor`: its own strides where it is dense, contiguous ones elsewhere."""
+    """(size, stride) of a dense tensor like `tensor`: its own strides where it is dense, else contiguous ones."""
     size = tuple(tensor.shape)
     if is_dense(tensor):
         return size, tuple(tensor.stride())

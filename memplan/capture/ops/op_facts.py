@@ -1,4 +1,4 @@
-"""What is known of PyTorch's ops that their schemas do not say."""
+"""Facts about PyTorch's ops that their schemas do not say."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
 
 
 def is_of_pytorch(target: Any) -> bool:
-    """Whether an op is PyTorch's own (or one of memplan's), of which it is known what it does."""
+    """Whether an op is PyTorch's own, or one of memplan's. What other ops do is not known."""
     return not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN
 
 
@@ -79,8 +79,8 @@ def is_view(target: Any) -> bool:
 def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call of an op advances the generator.
 
-    Fused attention is tagged random, but draws nothing without dropout, nor ever in backward. Of a user's own op
-    (another fused attention, say) nobody knows.
+    Fused attention is tagged random, but draws nothing without dropout, nor in backward. Of a user's own op (another
+    fused attention, say) that is not known.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
         return not is_of_pytorch(target)

@@ -1,4 +1,4 @@
-"""What real kernels give where PyTorch's fake ones say otherwise."""
+"""Results of real kernels, where PyTorch's fake kernels give others."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
 
 
 def _channels_as(like: torch.Tensor, padding: Sequence[int] = ()) -> torch.Tensor:
-    """Channels last where `like` has them so. padding: on both sides of dimensions, the last one first."""
+    """Channels last where `like` has them last. padding: on both sides of dimensions, the last dimension first."""
     shape = torch.nn.functional.pad(like, padding).shape
     return torch.empty(shape, device="meta", memory_format=private.suggest_memory_format(like))
 
 
 def _elementwise(*operands: Any) -> torch.Tensor:
-    """As a kernel that goes through its operands element by element, in this order of preference."""
+    """The layout from a kernel that goes through its operands element by element. The first operand decides first."""
     return torch.empty_strided(*iterated_layout(operands), device="meta")
 
 
@@ -106,10 +106,12 @@ _ON_HOST: dict[Any, tuple[int, ...]] = {aten._scaled_dot_product_efficient_atten
 def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     """The outputs of a fake op, with the dtypes, strides, bytes and devices that the real kernel gives them.
 
-    A gradient of batch norm's input that was not asked for is None. On a CPU: dtypes, over a low-precision input with
-    float32 parameters: the statistics of batch, layer and group norm, and the gradient of group norm's input. Strides:
-    the ops in `_LAYOUTS`. Bytes: the ops in `_ELEMENTS`. On CUDA, to which fake kernels are made: the ops in
-    `_ON_HOST`, and the memory in which cuDNN's batch norm leaves notes. On both: strides of the ops in `_ITERATED`.
+    - On any device: strides of the ops in `_ITERATED`. A gradient of batch norm's input that was not asked for is None.
+    - On a CPU: strides of the ops in `_LAYOUTS`, and bytes of those in `_ELEMENTS`. Over a low-precision input with
+      float32 parameters, dtypes of the statistics of batch, layer and group norm, and of the gradient of group norm's
+      input.
+    - On CUDA, which fake kernels are made for: devices of the ops in `_ON_HOST`, and the size of the memory that
+      cuDNN's batch norm saves for its backward.
     """
     if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
         return outputs
@@ -167,5 +169,8 @@ def _with_stride(result: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    """A stand-in of the same layout; in float32, for fake arithmetic in lower precisions gets layouts wrong too."""
+    """A stand-in of the same layout.
+
+    It is in float32, because fake arithmetic in lower precisions gets layouts wrong too.
+    """
     return torch.empty_strided(tensor.shape, tensor.stride(), device="meta")

@@ -1,8 +1,7 @@
-"""What real kernels were found to give where PyTorch's fake ones say otherwise.
+"""Results that real kernels were found to give, where PyTorch's fake kernels give others.
 
-`real_outputs` knows many of them beforehand, for CPUs most of all. Others show when ops are run to be
-timed, or in the first run of a program: what they give is noted for the rest of the process, and whoever was planning
-traces and plans once more.
+`real_outputs` knows many of them beforehand, most of all for CPUs. Others show when ops are run to be timed, or in the
+first run of a program. They are noted for the rest of the process, and the step is traced and planned once more.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class ResultFacts(NamedTuple):
-    """All that a plan depends on of a result. storage: equal for results of one op that share memory."""
+    """All of a result that a plan depends on. storage: equal for results of one op that share memory."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -75,9 +74,9 @@ def _call(target: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
 
 
 def can_be_noted(traced: Facts, real: Facts) -> bool:
-    """Whether a trace could have the real results: they have the traced shapes, each in memory of its own, or are none.
+    """Whether a trace could have the real results: they have the traced shapes, each in memory of its own, or are None.
 
-    What the trace has as none, nobody reads: where there is something, it is let go at once, as scratch.
+    A result that is None in the trace is not read. If the real kernel gives one, it is freed at once, as scratch is.
     """
     return len(traced) == len(real) and all(
         a is None or b is None or (a.shape == b.shape and a.storage == b.storage == place)
@@ -86,7 +85,7 @@ def can_be_noted(traced: Facts, real: Facts) -> bool:
 
 
 def with_noted_results(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], outputs: Any) -> Any:
-    """The outputs of a fake op as they were found to be."""
+    """The outputs of a fake op, as the real kernel was found to give them."""
     noted = _NOTED.get(_call(func, args, kwargs)) if _NOTED else None
     if noted is None:
         return outputs
@@ -111,7 +110,7 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
 
 
 def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Of a function that traces and plans: it does so again as long as other results of ops are found on the way."""
+    """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way."""
 
     @wraps(plan)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -1,4 +1,4 @@
-"""Which calls are the same work: the kind of an op, and a hash of everything that its cost depends on."""
+"""Which calls do equal work: the kind of an op, and a hash of everything that its cost depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def op_kind(target: Any) -> str:
 def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:
     """A short hash, equal for calls of one kernel with equal shapes, strides, dtypes, devices and settings.
 
-    results: what the trace says of them, which may have been found to be something else since.
+    results: the traced ones, which may have been found to be others since.
     """
 
     def shown(argument: Any) -> Any:

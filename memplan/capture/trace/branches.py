@@ -1,18 +1,24 @@
-"""Where PyTorch's C++ takes another path as soon as a dispatch mode looks on, and the path that eager takes.
+"""Where PyTorch's C++ takes another path under a dispatch mode, and the path that eager takes.
 
 Some composite ops and some formulas of backward ask `isTensorSubclassLike`, which is true of every tensor in a trace.
 Mostly it decides between writing in place and not, to the same bits. Where it decides what is computed, or how a result
-lies in memory, eager's way goes into the trace here; and where eager's way depends on data, the model is refused.
+lies in memory, eager's path goes into the trace here. Where eager's path depends on data, the model is refused.
 
 Those that ask are the callers of `c10::impl::dispatch_mode_enabled` in libtorch_cpu (all of 2.13.0's, by disassembly).
-The ones that are not in here give the same bits: out-of-place variants (index, gather, take, trace, cummax, topk and
-other selections, clamp, atan2, matrix_exp, embedding_bag, isclose, quantile, ranking losses, attention's mask), `view`
-for `_reshape_alias`, max_pool1d with indices that nobody asked for, checks of values that are left out (quantile,
-linalg.eig), and what runs for gradients of gradients or forward mode only. `tests/capture/test_branches.py` compares.
+Those that are not in here give the same bits:
 
-Planned ops run without autocast, for what it casts is in the trace. Three kernels call other ops, where autocast meets
-them in eager and never in a trace: they are refused under it. Found by running every kernel of PyTorch's own op
-database with autocast inside and without.
+- out-of-place variants: index, gather, take, trace, cummax, topk and other selections, clamp, atan2, matrix_exp,
+  embedding_bag, isclose, quantile, ranking losses, attention's mask,
+- `view` for `_reshape_alias`,
+- max_pool1d with indices that were not asked for,
+- checks of values that are left out: quantile, linalg.eig,
+- what runs for gradients of gradients or forward mode only.
+
+`tests/capture/test_branches.py` compares.
+
+Planned ops run without autocast, because its casts are in the trace. Three kernels call other ops, which autocast casts
+for in eager and never in a trace: they are refused under it. They were found by running every kernel of PyTorch's own
+op database with autocast inside and without.
 """
 
 from __future__ import annotations
@@ -42,9 +48,12 @@ Formula = Callable[[Sequence[Any], Tensors, Tensors], Tensors | None]
 
 @dataclass(frozen=True, slots=True)
 class _Differentiated:
-    """Runs an op, and lets its backward give what eager's formula does.
+    """Runs an op, and lets its backward give what eager's formula gives.
 
-    node: what the name of its node in the autograd graph begins with. saved: what the formula needs of what that saves.
+    - op: what runs.
+    - node: the beginning of the name of its node in the autograd graph.
+    - saved: names of what that node saves, as far as the formula needs it.
+    - formula: replaces the results of the node.
     """
 
     op: Any
@@ -71,7 +80,7 @@ class _Differentiated:
 
 @dataclass(frozen=True, slots=True)
 class _Hook:
-    """Of one node. place: the line of forward."""
+    """A hook of one autograd node. place: the line of forward that made the node."""
 
     formula: Formula
     saved: Sequence[Any]
@@ -86,9 +95,9 @@ class _Hook:
 
 @contextlib.contextmanager
 def as_without_modes() -> Iterator[None]:
-    """Let this thread run, and differentiate, what it does without dispatch modes.
+    """A context in which this thread runs and differentiates ops as it would without dispatch modes.
 
-    UnsupportedModel comes out of a forward or a backward pass in there where eager's way depends on data.
+    Raises UnsupportedModel from a forward or a backward pass where eager's path depends on data.
     """
     with _MAKING:
         ops = _exchanged_ops()
@@ -142,7 +151,7 @@ def _exchanged_ops() -> private.InPlaceOf:
 
 
 def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """A kernel that multiplies matrices by other ops, which autocast meets where it has none for the kernel itself."""
+    """Run a kernel that multiplies matrices by other ops. Raises where autocast has no rule for it but for those."""
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type) and not private.autocast_knows(op._schema.name[6:], device_type):
         raise UnsupportedModel(
@@ -153,7 +162,7 @@ def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of a batch and a single matrix in a batch of its own, which eager expands where it does not require grad."""
+    """Multiply, and expand a batch of a single matrix as eager does where that does not require grad."""
     if a.dim() == b.dim() == 3 and a.shape[0] != b.shape[0]:
         single = a if a.shape[0] == 1 else b
         if not (single.requires_grad or private.is_transformed(single)):
@@ -178,9 +187,9 @@ def _cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The mean of a smoothed loss with weights, which eager divides by the sum of the weights that it selects.
+    """The loss. With weights, eager divides the mean of a smoothed loss by the sum of those weights that it selects.
 
-    Weights that require grad are refused by what it runs, in eager too.
+    Weights that require grad are refused by the ops that this runs, as in eager.
     """
     smoothed = label_smoothing > 0 and reduction == _MEAN and x.shape != target.shape
     if weight is None or not smoothed or private.is_transformed(weight):
@@ -195,7 +204,7 @@ def _cross_entropy(
 def _smoothed_mean(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor, ignore_index: int, label_smoothing: float
 ) -> torch.Tensor:
-    """Op by op what `cross_entropy_loss_label_smoothing` in LossNLL.cpp runs, on tensors of ordinary layouts."""
+    """Run what `cross_entropy_loss_label_smoothing` in LossNLL.cpp runs, op by op, on tensors of ordinary layouts."""
     class_dim = 0 if x.dim() == 1 else 1
     logs = aten.log_softmax.int(x, class_dim, x.dtype)
     loss = aten.nll_loss_nd.default(logs, target, weight, _MEAN, ignore_index)
@@ -229,12 +238,12 @@ def _svdvals(a: torch.Tensor, *, driver: str | None = None) -> torch.Tensor:
 
 
 def _differentiable(tensor: torch.Tensor) -> bool:
-    """Whether eager computes vectors beside the values, with another algorithm."""
+    """Whether eager also computes the vectors, with another algorithm."""
     return (torch.is_grad_enabled() and tensor.requires_grad) or private.is_transformed(tensor)
 
 
 def _in_the_dtype_of_autocast(op: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """An op's arguments as autocast hands them to it, where it knows it as one for float32."""
+    """An op's arguments as autocast hands them over, where it has a float32 rule for the op."""
     device_type = tensors[0].device.type
     if not (torch.is_autocast_enabled(device_type) and private.autocast_knows(op, device_type)):
         return tensors
@@ -251,9 +260,9 @@ def _masked_fill(op: Any, x: torch.Tensor, mask: torch.Tensor, value: torch.Tens
 
 
 def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
-    """Of max, min and median of all elements: zeros, with the elements that are the result filled in.
+    """The backward of max, min and median of all elements: zeros, filled in where elements are the result.
 
-    A mask times the gradient has other signs of zero, and another layout. On CUDA that is eager's way too.
+    A mask times the gradient has other signs of zero, and another layout. On CUDA eager does that too.
     """
     x, value = saved
     (grad,) = given
@@ -264,7 +273,7 @@ def _evenly_distributed(saved: Sequence[Any], results: Tensors, given: Tensors) 
 
 
 def _laid_out(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors:
-    """Gradients of Householder products lie as the arguments do, and not one row after the other."""
+    """Lay gradients of Householder products out as the arguments are, and not row by row."""
     found = [None if t is None else _in_the_layout_of(like, t) for like, t in zip(saved, results)]
     return (*found, *results[len(saved) :])
 
@@ -275,7 +284,7 @@ def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
-    """In place, so that the dtype of the logits stays, whatever the targets' is."""
+    """Compute in place, so that the logits' dtype stays, whatever the targets' is."""
     x, target, weight, pos_weight, reduction = saved
     (grad,) = given
     dtypes = {t.dtype for t in (x, target, weight, pos_weight, grad) if t is not None}

@@ -1,4 +1,4 @@
-"""One call of a model, and what it returns, taken apart into tensors and everything else, and put together again."""
+"""One call of a model, and what it returns: taken apart into tensors and everything else, and put together again."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ Forward = Callable[..., Any]  # of a model: its own, or one that stands in for i
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Arguments of one call; `names[i]` says where tensor i stands, `others` holds what is not a tensor.
+    """Arguments of one call.
 
-    Positional arguments are filed under their parameter's name, so `model(x)` and `model(input_ids=x)` are one call.
+    - arguments: by name. Positional arguments are filed under their parameter's name, so `model(x)` and
+      `model(input_ids=x)` are one call.
+    - variadic: those that can't be filed by name.
+    - leaves, paths: tensors and other values in all of them, and where each stands.
+    - spec: how the leaves are nested.
     """
 
     arguments: dict[str, Any]
@@ -38,7 +42,7 @@ class Call:
 
     @property
     def device_type(self) -> str:
-        """Where its tensors are: on a GPU, where some of them are on the host beside it."""
+        """The type of device that its tensors are on. Where some are on a GPU and some on the host, it is the GPU's."""
         return next((t.device.type for t in self.tensors if t.device.type != "cpu"), "cpu")
 
     @property
@@ -56,12 +60,12 @@ class Call:
         return Call(kwargs, args, tuple(pytree.tree_leaves((args, kwargs))), self.spec, self.paths)
 
     def detached(self, device: torch.device | None = None) -> Call:
-        """The call with tensors of the same data that are no part of the caller's autograd graph, on the device."""
+        """The call with tensors of the same data on the device, which are not part of the caller's autograd graph."""
         apart = {id(t): t.detach().to(device or t.device).requires_grad_(t.requires_grad) for t in self.tensors}
         return self.filled([apart[id(t)] for t in self.tensors])
 
     def without_tensors(self) -> Call:
-        """The call with empty tensors in their place, which a plan may keep without holding a batch."""
+        """The call with empty tensors, which a plan may keep without holding a batch."""
         return self.filled([torch.empty(0) for _ in self.tensors])
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -73,7 +77,7 @@ class Call:
 
 
 class CallReader:
-    """Takes calls of one function apart. Costs a few microseconds a call."""
+    """Reads the arguments of calls of one function. Costs a few microseconds a call."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         parameters = list(inspect.signature(function).parameters.values())
@@ -98,7 +102,7 @@ class CallReader:
         return Call(arguments, variadic, tuple(leaf for _, leaf in with_paths), spec, paths)
 
     def read_sample(self, sample: Sample) -> Call:
-        """A tensor is the one argument, a mapping is keyword arguments, a sequence is positional arguments."""
+        """Read a sample: a tensor (the one argument), a mapping (keyword arguments) or a sequence (positional ones)."""
         if isinstance(sample, torch.Tensor):
             return self.read((sample,), {})
         if isinstance(sample, Mapping):
@@ -116,13 +120,14 @@ def _path_name(path: tuple[Any, ...]) -> str:
 
 
 class OutputTemplate:
-    """What a model returned at capture, with its tensors taken out; `fill` gives the same thing with other tensors.
+    """What a model returned at capture, without its tensors; `fill` puts other tensors into it.
 
-    Tensors are also found inside objects that pytree does not open (a key/value cache): those are copied with
-    their tensors exchanged.
+    Tensors are also found inside objects that pytree does not open (a key/value cache): such an object is copied with
+    its tensors exchanged.
 
-    returned: how many of `tensors` are in what the model returned; others it left elsewhere. out_of_reach: what there
-    is that holds tensors in a way in which they can't be exchanged.
+    - tensors, names: the tensors that were found, and where each stands.
+    - returned: how many of these the model returned; it left the others elsewhere.
+    - out_of_reach: things that hold tensors which can't be exchanged.
     """
 
     def __init__(self, output: Any, shared: Sequence[Any]) -> None:
@@ -135,7 +140,7 @@ class OutputTemplate:
         self.returned = len(self.tensors)
 
     def add_attribute(self, owner: str, key: str, value: Any) -> None:
-        """What the model left in an attribute of something that has this name."""
+        """Add what the model left in an attribute. owner: the name of the attribute table."""
         self._attributes.append((owner, key, self._without_tensors(value, f"attribute {owner}.{key}")))
 
     def _without_tensors(self, value: Any, name: str) -> _Tree:
@@ -152,7 +157,7 @@ class OutputTemplate:
         return _Tree(spec, tuple(kept))
 
     def add(self, tensor: torch.Tensor, name: str) -> int:
-        """The position of a tensor among `tensors`, where it is entered if it is new."""
+        """The position of a tensor among `tensors`, to which it is added if it is new."""
         for index, known in enumerate(self.tensors):
             if known is tensor:
                 return index
@@ -166,11 +171,11 @@ class OutputTemplate:
 
     @property
     def attributes(self) -> list[tuple[str, str]]:
-        """Those that the model has set: the name of whose they are, and their own."""
+        """(name of the table, key) of each attribute that the model has set."""
         return [(owner, key) for owner, key, _ in self._attributes]
 
     def fill_attributes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
-        """A value for each of them, with other tensors."""
+        """A value for each of `attributes`, with other tensors."""
         return [self._filled(value, tensors) for _, _, value in self._attributes]
 
     def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor]) -> Any:
@@ -188,7 +193,7 @@ class OutputTemplate:
 
 
 def _leaf_names(output: Any, count: int) -> list[str]:
-    """Where each leaf of an output stands: "['loss']". Not every class that pytree opens can say."""
+    """Where each leaf of an output stands: "['loss']". Not every class that pytree opens tells names."""
     if isinstance(output, torch.Tensor):
         return [""]
     try:
@@ -200,7 +205,7 @@ def _leaf_names(output: Any, count: int) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Tree:
-    """leaves: slots, objects with tensors inside, and what stays as it is."""
+    """Nested values. leaves: slots, objects with tensors inside, and what stays as it is."""
 
     spec: Any
     leaves: tuple[Any, ...]
@@ -208,7 +213,7 @@ class _Tree:
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
-    """A tensor of the output, by its position among all."""
+    """The place of a tensor in the output, by the tensor's position among all."""
 
     index: int
 
@@ -229,8 +234,11 @@ _NO_TENSORS_INSIDE = (
 
 
 def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], list[Any]]:
-    """Tensors reachable from an object through attributes, lists, tuples, sets and dicts, each once; and what holds
-    some in another way, or may: functions that have closed over them, generators, iterators."""
+    """Tensors that an object holds, each once, and things that hold some out of reach, or may.
+
+    Tensors are found through attributes, lists, tuples, sets and dicts. Out of reach are those in closures of
+    functions, in generators and in iterators.
+    """
     if id(thing) in seen or isinstance(thing, _NO_TENSORS_INSIDE):
         return [], []
     seen.add(id(thing))

@@ -1,4 +1,4 @@
-"""Python's cyclic garbage collector, held while many objects are made that stay."""
+"""Python's cyclic garbage collector, switched off while many objects are made that stay."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Iterator
 def without_collections() -> Iterator[None]:
     """Keep the collector from running.
 
-    It goes through all objects of the process again and again while a trace is made, and finds nothing: what a trace
-    consists of stays. One full collection takes half a second where a large library is loaded.
+    While a trace is made, it would go through all objects of the process again and again, and find nothing, because
+    what a trace consists of stays. One full collection takes half a second where a large library is loaded.
     """
     if not gc.isenabled():
         yield

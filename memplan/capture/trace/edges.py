@@ -1,7 +1,7 @@
-"""The edges of an autograd graph: who gives a gradient to a tensor, and in which order.
+"""The edges of an autograd graph: which nodes give a gradient to a tensor, and in which order.
 
-Autograd's engine always runs the node that was made last of those that are ready. Every node was made after those
-that it hands its gradients to, so a backward pass runs nodes in the reverse of the order in which they were made, and
+Of the nodes that are ready, autograd's engine always runs the one that was made last. Every node was made after those
+that it hands its gradients to. So a backward pass runs nodes in the reverse of the order in which they were made, and
 gradients for one tensor are added in that order.
 """
 
@@ -17,7 +17,7 @@ Edge = tuple[Any, int]  # a node of the autograd graph, and which of its gradien
 
 
 class Edges:
-    """The graph behind some tensors. Keeps its nodes alive."""
+    """The graph behind some tensors. It keeps the graph's nodes alive."""
 
     def __init__(self, starts: Iterable[torch.Tensor]) -> None:
         self._into: dict[Edge, list[Edge]] = {}
@@ -44,7 +44,7 @@ class Edges:
         return sorted(found, key=lambda edge: (-edge[0]._sequence_nr(), edge[1]))
 
     def divert(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """A list that fills with the gradients that are given to `tensor`; they are not added up any more."""
+        """A list that takes all gradients for `tensor` as they come; autograd adds them up no more."""
         found: list[torch.Tensor] = []
         by_node: dict[Any, list[int]] = {}
         for node, index in self.to(tensor):

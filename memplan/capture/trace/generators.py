@@ -1,4 +1,4 @@
-"""Random numbers while a step is traced: generators stay as they are, and forward may not steer them itself."""
+"""Random numbers while a step is traced: generators are kept as they were, and forward may not seed them itself."""
 
 from __future__ import annotations
 

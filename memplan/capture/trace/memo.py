@@ -1,13 +1,12 @@
-"""Plain ops, written to a trace without asking PyTorch: views, and ops that ran before on tensors that looked the same.
+"""Writes plain ops to a trace without asking PyTorch: views, and ops that ran before on tensors of equal layout.
 
-A model of many layers runs few distinct ops, 170 of the 2,100 in a GPT-2 of twelve, and PyTorch takes half a
-millisecond to trace a run of one: proxies, fake kernels, its own cache of what those give. What the first run gave, a
-node and tensors of certain layouts in new memory or in that of arguments, is given here again. Most of the distinct ops
-are views, which run on the meta device in microseconds. What is not that plain goes the long way each time: tensors
-whose data is known, results of unknown shape, views in place, ops that are taken apart on the way.
+A model of many layers runs few distinct ops: 170 of the 2,100 in a GPT-2 of twelve layers are distinct. PyTorch takes
+half a millisecond to trace one run of an op, for proxies, fake kernels, and its own cache of their results. What the
+first run gave was a node, and tensors of certain layouts in new memory or in that of arguments; that is given again
+here. Most of the distinct ops are views, which run on the meta device in microseconds.
 
-PyTorch's cache is off meanwhile: it makes a trace of new shapes a sixth slower. The other way to views, the fake
-kernels written in Python, gives some dimensions of one element strides that real tensors do not have.
+What is not that plain is traced by PyTorch each time: tensors whose data is known, results of unknown shape, views in
+place, ops that are taken apart on the way. PyTorch's cache is off meanwhile.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ class _TensorLayout:
         return _TensorLayout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """On the meta device."""
+        """A tensor of this layout in the memory of another, on the meta device."""
         empty = torch.empty(0, dtype=self.dtype, device="meta")
         return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.stride)
 
     def in_memory_of_its_own(self) -> torch.Tensor:
-        """On the meta device."""
+        """A tensor of this layout, on the meta device."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
 
 
@@ -61,8 +60,9 @@ class _TensorLayout:
 class _Result:
     """One tensor that an op gives.
 
-    argument: which of the tensors that the op is given this one is (where `same`), or in whose memory it lies; None for
-    one that fills memory of its own.
+    - argument: the tensor among the arguments that it is (where `same`), or in whose memory it lies; None for one in
+      memory of its own.
+    - same: whether it is that argument itself.
     """
 
     argument: int | None
@@ -73,17 +73,21 @@ class _Result:
 
 @dataclass(frozen=True, slots=True)
 class _Results:
-    """What an op gives. kind: list or tuple where there may be several; None among them was not asked for."""
+    """What an op gives.
+
+    - kind: list or tuple where there may be several results.
+    - results: None among them is one that was not asked for.
+    """
 
     kind: type | None
     results: tuple[_Result | None, ...]
 
 
 class _OpCall:
-    """An op's arguments: the tensors among them, what all look like, and how they are written to the trace."""
+    """An op's arguments: the tensors among them, a key of what they look like, and what to write to the trace."""
 
     def __init__(self, recording: private.Recording, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Raises _Unfit."""
+        """Take the arguments apart. Raises _Unfit."""
         self._recording = recording
         self.tensors: list[torch.Tensor] = []
         args_look, self.args = self._apart(args)
@@ -96,7 +100,7 @@ class _OpCall:
         self.looks = tuple(looks)
 
     def _apart(self, thing: Any) -> tuple[Any, Any]:
-        """(look, what is written) of one argument. 1, 1.0 and True are equal, and not the same to a kernel."""
+        """(key, what is written) of one argument. 1, 1.0 and True are equal, but kernels tell them apart."""
         kind = type(thing)
         if kind is private.FakeTensor:
             node = self._recording.node(thing)
@@ -121,7 +125,7 @@ def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Memo:
-    """What ops gave, by what they were called with. Good for as long as global switches stay as they are."""
+    """What ops gave, by what they were called with. It holds for as long as global switches stay as they are."""
 
     def __init__(self) -> None:
         self._known: dict[Any, _Results | None] = {}
@@ -134,7 +138,7 @@ class Memo:
         kwargs: Mapping[str, Any],
         trace: Callable[[], Any],
     ) -> Any:
-        """What `trace()` gives, which runs the op and writes it to the trace, to the same effect."""
+        """What `trace()` gives, which runs the op and writes it to the trace. Known results are written without it."""
         if torch.is_inference_mode_enabled():
             return trace()
         try:
@@ -192,7 +196,7 @@ def _bound(
     device: torch.device,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """A result for which `node` stands from now on: a new tensor, or `output`, which was there before."""
+    """A result that `node` stands for from now on: a new tensor, or `output`, which was there before."""
     node.meta["val"] = recording.fake(memory, device)  # what becomes of the result is none of its concern
     if output is None:
         output = recording.fake(memory, device)
@@ -201,7 +205,7 @@ def _bound(
 
 
 def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Results) -> Any:
-    """The results of an op once more, and nodes for them in the trace."""
+    """Known results of an op once more, and nodes for them in the trace."""
     node = recording.write(func, call.args, call.kwargs)
     outputs, seen = list[Any](), list[Any]()
     for index, result in enumerate(known.results):
@@ -217,7 +221,7 @@ def _repeated(recording: private.Recording, func: Any, call: _OpCall, known: _Re
 def _output(
     recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
 ) -> torch.Tensor:
-    """One of these results."""
+    """One of the known results."""
     with private.without_modes():
         if result.argument is None:
             memory = result.layout.in_memory_of_its_own()
@@ -231,7 +235,7 @@ def _output(
 
 
 def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: Any, before: int) -> _Results:
-    """What an op gave that was traced just now, where there were `before` nodes. Raises _Unfit."""
+    """What an op gave that was just traced. before: the number of nodes before it. Raises _Unfit."""
     kind = type(outputs) if type(outputs) in (list, tuple) else None
     several = list(outputs) if kind else [outputs]
     results = tuple(None if output is None else _result(recording, output, call.tensors) for output in several)

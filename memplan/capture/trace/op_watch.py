@@ -1,4 +1,4 @@
-"""Sees each op of a trace before it is written down: corrects fake kernels, answers questions to tensor data."""
+"""Sees each op of a trace before it is recorded: corrects fake kernels, answers reads of tensor data."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from memplan.errors import UnsupportedModel
 
 
 class OpenBranch(UnsupportedModel):
-    """Forward branches on a boolean that it computes from parameters; a run of it would tell which way it goes."""
+    """Forward branches on a boolean that it computes from parameters. A run of forward would tell which way it goes."""
 
 
 class OpWatch(private.TorchDispatchMode):
     """Sees each op of the trace first.
 
-    Corrects what fake kernels get wrong, and answers forward's questions to tensor data that derives from the inputs
-    alone, noting each for the guards.
+    It corrects what fake kernels get wrong. Where forward reads data that derives from the inputs alone, it gives the
+    number, and notes it for the guards.
     """
 
     def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory) -> None:
-        """memory: of real tensors that forward writes to; they are neither parameters, buffers nor arguments."""
+        """Prepare for a trace.
+
+        memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
+        """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._notes, self._memo, self._memory = notes, memo, memory
         self._views: list[torch.Tensor] = []  # of real tensors
@@ -66,7 +69,7 @@ class OpWatch(private.TorchDispatchMode):
         return outputs
 
     def _summed(self, total: torch.Tensor, first: Any, second: Any, alpha: Any = 1) -> torch.Tensor:
-        """What an addition in backward gives, with the strides that it has in place where eager makes it so."""
+        """The result of an addition in backward, with the strides that it has where eager adds in place."""
         number, self._notes.additions = self._notes.additions, self._notes.additions + 1
         tensors = isinstance(first, private.FakeTensor) and isinstance(second, private.FakeTensor)
         if alpha != 1 or not tensors or first._is_view() or not is_odd(first, second, total) or in_python_backward():
@@ -79,7 +82,10 @@ class OpWatch(private.TorchDispatchMode):
         return total
 
     def _look_at_writes(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Keep what ops write to of real tensors, for ops on such alone do run. Refuses to lose a write."""
+        """Keep the memory of real tensors that ops write to, because ops on real tensors alone do run.
+
+        Raises UnsupportedModel where a write would be lost.
+        """
         for tensor in written_by(func, args, kwargs):
             if not isinstance(tensor, private.FakeTensor):
                 self._memory.keep(tensor)
@@ -139,7 +145,7 @@ class OpWatch(private.TorchDispatchMode):
         return value
 
     def _decide(self, tensor: torch.Tensor, source: str, seen: Answer | None) -> bool:
-        """The branch that forward took when it ran. What it depends on is kept, apart from what is written later."""
+        """The branch that forward took when it ran. A copy of the boolean is kept: it may be written to later."""
         branches = tensor.dtype is torch.bool and self._notes.template is None
         if seen is None or not branches:
             raise (OpenBranch if branches else UnsupportedModel)(

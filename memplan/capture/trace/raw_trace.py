@@ -33,8 +33,10 @@ class Autocast:
 
     @staticmethod
     def of_backward(device_type: str) -> Autocast | None:
-        """The state in which backward runs, where that is asked in the middle of it. None: autocast is off, as it is
-        where backward is called after the context of forward."""
+        """The autocast under which backward runs, asked in the middle of it; None where autocast is off.
+
+        It is off where backward is called after the context of forward.
+        """
         return Autocast.ambient(device_type) if torch.is_autocast_enabled(device_type) else None
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
@@ -56,7 +58,7 @@ class GradientLayout(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What forward read from tensor data, and from where: (file, line) of each call that led there."""
+    """What forward read from tensor data, and where: (file, line) of each call that led there."""
 
     value: Any
     place: tuple[tuple[str, int], ...]
@@ -64,14 +66,14 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class PartSurroundings:
-    """What a part of a larger step must know of it, to be captured on its own.
+    """What has to be known of a larger step to capture a part of it.
 
-    tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
-    uses: for inputs, by position, how many ops in here read it, where they are several. Autograd adds each of their
-    gradients to what has come from readers outside, one by one, so each has to be handed over by itself: as the
-    gradient of one more input, after all others, called "name (use 2)" and so on.
-    answers: what an earlier trace of this call read from tensors, where its inputs' data is not at hand. whole: there
-    is no step around, and the tangents are all that is said.
+    - tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
+    - uses: for inputs, by position, how many ops of the part read it, where they are several. Autograd adds each of
+      their gradients to those of readers outside, one by one. So each has to be handed over by itself: as the gradient
+      of one more input, after all others, called "name (use 2)" and so on.
+    - answers: what an earlier trace of this call read from tensors, where its inputs' data is not at hand.
+    - whole: there is no step around; only the tangents matter.
     """
 
     tangents: Mapping[int, GradientLayout]
@@ -86,7 +88,12 @@ class PartSurroundings:
 
 @dataclass(frozen=True, slots=True)
 class ScalarRead:
-    """A value that forward read from tensor data: the node that was read, and what it was."""
+    """A value that forward read from tensor data.
+
+    - node: what was read.
+    - value: what it was.
+    - where: the place in forward, in words.
+    """
 
     node: fx.Node
     value: Any
@@ -95,7 +102,12 @@ class ScalarRead:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """A boolean that forward computed, from parameters too, and branched on: the output that holds it, its value."""
+    """A boolean that forward computed, from parameters too, and branched on.
+
+    - output: the output that holds it.
+    - value: what it was.
+    - where: the place in forward, in words.
+    """
 
     output: int
     value: bool
@@ -116,15 +128,19 @@ class AttributeRead:
 class RawTrace:
     """The traced step. Placeholders are parameters, buffers and input tensors, in this order.
 
-    boundary: the last node of the forward pass. tangents: nodes that stand for the gradients handed in, by output.
-    gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
-    layers: module path of each forward node. reassigned: buffers that forward puts other tensors into, with the output
-    that holds the new one. answers: to all reads of tensors, those of forward first: so many are `forward_reads`.
-    decisions: branches that were taken for granted by them.
-    arrivals: parameters in the order in which autograd hands over their gradients. summed: those with gradients from
-    several uses. inner: the outputs from which others derive, and whether one that backward starts from does. odd_sums:
-    (number of an addition in backward, its node, that of its first operand) where the strides would be others, were it
-    made in place.
+    - boundary: the last node of the forward pass.
+    - tangents: nodes that stand for the gradients handed in, by output.
+    - gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
+    - layers: module path of each forward node.
+    - scalar_reads, attribute_reads: numbers that forward read.
+    - reassigned: buffers that forward puts other tensors into, with the output that holds the new one.
+    - answers, forward_reads: what was read from tensors; the first `forward_reads` of these were read by forward.
+    - decisions: branches that the trace has taken from an earlier run.
+    - arrivals: parameters in the order in which autograd hands over their gradients.
+    - summed: parameters with gradients from several uses.
+    - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
+    - odd_sums: (number of an addition in backward, its node, that of its first operand) where its strides would be
+      others if it were made in place.
     """
 
     module: fx.GraphModule

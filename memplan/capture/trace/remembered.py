@@ -1,4 +1,4 @@
-"""Functions that remember their results (`functools.cache`): what a trace makes is nothing to remember.
+"""Functions that remember their results (`functools.cache`) must not remember those of a trace.
 
 Rotary embeddings and position tables are often kept that way. A result from a trace is a fake tensor, which the model
 itself would be given from then on.
@@ -26,7 +26,7 @@ _SKIPPED = (type, ModuleType, FunctionType, nn.Module)
 
 @contextlib.contextmanager
 def results_forgotten(model: nn.Module) -> Iterator[None]:
-    """Have functions forget their results that were made of fake tensors meanwhile."""
+    """A context after which functions forget results that were made of fake tensors in it."""
     before = [(function, function.cache_info().misses) for function in _functions(model)]
     try:
         yield
@@ -45,11 +45,12 @@ def _functions(model: nn.Module) -> set[_Remembering[Any]]:
 
 @functools.lru_cache(maxsize=1)
 def _of_the_process(modules: int) -> weakref.WeakSet[_Remembering[Any]]:
-    """All such functions, which take a twentieth of a second to find. modules: how many are imported; with more there
-    may be more of them.
+    """All functions with a cache, which take a twentieth of a second to find.
 
-    Each refers to its type. A list of all objects would have tuples in it that other threads are making at the time,
-    and these can't be finished while somebody else holds them (SystemError).
+    They are found as referrers of their type. A list of all objects would have tuples in it that other threads are
+    making, and these can't be finished while something else holds them (SystemError).
+
+    modules: the number of modules that are imported. With more of them there may be more functions.
     """
     return weakref.WeakSet(o for o in gc.get_referrers(_Remembering) if type(o) is _Remembering)
 

@@ -42,19 +42,21 @@ def caller_line() -> str:
 
 
 def stack_depth() -> int:
-    """How many calls are being executed in this thread around the one that asks: where a context is entered, those
-    around its body."""
+    """How many calls this thread is executing around the caller.
+
+    At the entry of a context, these are the calls around its body.
+    """
     return len(_frames()) - 1
 
 
 def lines_within(depth: int) -> tuple[tuple[str, int], ...]:
-    """(file, line) of each call outside of torch and memplan that is deeper than so many calls, the outermost first."""
+    """(file, line) of each call outside of torch and memplan that is deeper than `depth` calls, the outermost first."""
     within = reversed(_frames()[:-depth])
     return tuple((name, line) for name, line in within if not name.startswith(_LIBRARIES))
 
 
 def in_python_backward() -> bool:
-    """Whether the backward of somebody's own autograd function is being executed."""
+    """Whether the backward of a user's own autograd function is being executed."""
     for name, _ in _frames():
         if name == _FUNCTIONS:
             return True

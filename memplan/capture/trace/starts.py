@@ -1,4 +1,4 @@
-"""Which outputs backward is taken to start from."""
+"""Which outputs backward starts from, where that is not said."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memplan.errors import NothingToTrain
 
 
 def shared_objects(model: nn.Module) -> list[Any]:
-    """Objects that belong to the model and that an output may refer to (its config): never copied."""
+    """Objects of the model that an output may refer to (its config), and that are never copied."""
     held = (v for m in model.modules() for v in vars(m).values())
     return [model, *(v for v in held if hasattr(v, "__dict__") and not isinstance(v, torch.Tensor))]
 
@@ -22,9 +22,9 @@ def shared_objects(model: nn.Module) -> list[Any]:
 def differentiated_outputs(template: OutputTemplate, requires_grad: Sequence[bool]) -> list[int]:
     """Outputs that backward is taken to start from: the loss where there is one, else everything differentiable.
 
-    The loss is the output called "loss", or the only differentiable scalar if it depends on all that the others depend
-    on: a temperature, or what a router is to be balanced by, does not. Of what forward leaves in attributes, scalars
-    are taken to be terms of a loss outside, where the model does not return one itself.
+    The loss is the output called "loss". It may also be the only differentiable scalar, if it depends on all leaves
+    that the other outputs depend on: a temperature, or what a router is to be balanced by, does not. Scalars that
+    forward leaves in attributes are taken to be terms of a loss outside, where the model does not return a loss itself.
     """
     everything = [i for i, wanted in enumerate(requires_grad) if wanted]
     able = [i for i in everything if i < template.returned]

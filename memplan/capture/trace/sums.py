@@ -1,8 +1,8 @@
-"""Sums of gradients that eager makes in place, and so in the strides of what came first.
+"""Sums of gradients that eager makes in place, and so with the strides of the first gradient.
 
-Autograd's engine adds a gradient to the first that came for the same tensor in that one's memory, where nothing else
-holds it; a dispatch mode, as a trace is, makes it add out of place. Where the strides come out otherwise then (those of
-dimensions of one element: kernels further on ask them whether channels come last), the step is traced again.
+Where several gradients come for one tensor, autograd's engine adds them into the memory of the first, if nothing else
+holds that. Under a dispatch mode, as in a trace, it adds out of place. That may give other strides to dimensions of one
+element, and later kernels use those to see whether channels come last. The step is then traced again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from memplan.capture.trace.raw_trace import RawTrace
 
 
 def with_sums_in_place(raw: RawTrace, again: Callable[[frozenset[int]], RawTrace]) -> RawTrace:
-    """The trace, or that of `again`, which lets sums with these numbers have the strides of their first operands."""
+    """The trace, or a new one in which these sums have the strides of their first operands.
+
+    again: traces with the numbers of such sums.
+    """
     known: frozenset[int] = frozenset()
     while not (found := _in_place(raw)) <= known:
         known |= found
@@ -26,7 +29,7 @@ def with_sums_in_place(raw: RawTrace, again: Callable[[frozenset[int]], RawTrace
 
 
 def is_odd(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> bool:
-    """Whether a sum would have other strides, were it made in place."""
+    """Whether a sum would have other strides if it were made in place."""
     return (
         first.stride() != total.stride()
         and first.shape == second.shape == total.shape
@@ -36,7 +39,7 @@ def is_odd(first: torch.Tensor, second: torch.Tensor, total: torch.Tensor) -> bo
 
 
 def _in_place(raw: RawTrace) -> frozenset[int]:
-    """Numbers of the odd sums whose first operand nobody else holds."""
+    """Numbers of the odd sums whose first operand nothing else holds."""
     if not raw.odd_sums:
         return frozenset()
     nodes = list(raw.module.graph.nodes)

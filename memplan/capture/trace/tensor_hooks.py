@@ -1,7 +1,7 @@
-"""Who asks for the gradient of a tensor between parameters and loss: a hook on it, or `retain_grad`.
+"""Requests for the gradient of a tensor between parameters and loss: a hook on it, or `retain_grad`.
 
-A planned step runs what its trace ran. A hook that changes the gradient is part of that; one that only looks at it, or
-a gradient that is kept, is not.
+A planned step runs what its trace ran. A hook that changes the gradient is part of that. A hook that only looks at the
+gradient, and a gradient that is retained, are not.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ _ONLY_WAIT = ("deepspeed", "memplan", "torch.distributed")
 
 
 def only_waits(hook: Any) -> bool:
-    """Whether a hook wants to know when a gradient arrives, whatever it is: sharded parameters are gathered then."""
+    """Whether a hook only has to know when a gradient arrives, to gather sharded parameters then."""
     while isinstance(hook, functools.partial):
         hook = hook.func
     return f"{getattr(hook, '__module__', '')}.".startswith(tuple(f"{home}." for home in _ONLY_WAIT))
 
 
 def looking_refused() -> contextlib.AbstractContextManager[None]:
-    """Let forward be traced where the hooks that it puts on tensors change gradients. UnsupportedModel comes out of it,
-    or out of its backward, where they only look at them, or where forward retains one."""
+    """A context in which forward may put hooks on tensors that change gradients.
+
+    Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, and where forward
+    retains a gradient.
+    """
     return private.hooks_on_traced(_register, _retain)
 
 

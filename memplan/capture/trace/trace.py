@@ -1,8 +1,8 @@
 """Trace one eager training step on fake tensors: the aten ops of the forward and of `torch.autograd.grad`, in order.
 
-What eager runs is what is in the graph. AOTAutograd's joint graph is not: it traces the backward under autocast,
-rewrites dropout, casts a shared weight once per use and sums tied gradients in another order. A trace has dispatch
-modes on, though, which PyTorch's C++ asks for in places: `branches` has eager's way traced, or refuses.
+The graph has what eager runs. AOTAutograd's joint graph does not: it traces the backward under autocast, rewrites
+dropout, casts a shared weight once per use and sums tied gradients in another order. In a trace there are dispatch
+modes, which make PyTorch's C++ take other paths in places. `branches` has eager's paths traced, or refuses.
 """
 
 from __future__ import annotations
@@ -35,26 +35,30 @@ from memplan.errors import UnsupportedModel
 
 
 class CompiledCode(UnsupportedModel):
-    """Forward calls what went through torch.compile. It must not even run while a step is looked at: from then on
-    PyTorch would run it without its compiled code."""
+    """Forward calls code that went through torch.compile.
+
+    Such code must not even run while a step is looked at: from then on PyTorch would run it without what was compiled.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
     """A step to trace: `run(*args, **kwargs)` with the arguments of a call, and its backward.
 
+    - autocast: under which forward runs.
+    - device: the device of the plan.
     - expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
     - around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the
       layout of its input.
     - shapes: of parameters that are empty between uses, by name.
     - memo: that of other traces under the same switches.
-    - moves_inputs: the call's tensors stand for ones that are on the device.
-    - memory: puts back, once the caller says so, what forward writes to of tensors that are neither parameters, buffers
-      nor inputs.
-    - backward: the autocast under which backward runs; None is none.
+    - moves_inputs: the call's tensors may be elsewhere, and stand for tensors on the device.
+    - memory: keeps what forward writes to of tensors that are neither parameters, buffers nor inputs, and puts it back
+      when the caller says so.
+    - backward: the autocast under which backward runs; None: without autocast.
     - seen: what forward read from tensors when it ran on this call, in order: the trace takes the same branches.
     - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
-    - left: what forward has set attributes to, asked for when it is over; the tensors in it are outputs.
+    - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     """
 
     model: nn.Module
@@ -77,8 +81,8 @@ class TraceRequest:
 def trace_step(request: TraceRequest) -> RawTrace:
     """The traced step. Nothing of the model, the sample or the generator changes.
 
-    Raises UnsupportedModel with the module and the source line where the step can't be traced exactly, OpenBranch where
-    it could be with `seen`.
+    Raises UnsupportedModel, with the module and the source line, where the step can't be traced exactly. Raises
+    OpenBranch where it could be traced with `seen`.
     """
     return _StepTrace(request).made()
 
@@ -183,7 +187,7 @@ class _StepTrace:
             return list(template.tensors), self._gradients(template, leaves, given)
 
     def _forward(self, given: Sequence[torch.Tensor]) -> OutputTemplate:
-        """Run forward. Raises UnsupportedModel for what a planned step would not do as well."""
+        """Run forward. Raises UnsupportedModel where it does something that a planned step would not do."""
         request, notes = self._request, self._notes
         args, kwargs = request.call.with_tensors(given)
         buffers, leaves = dict(request.model.named_buffers()), dict(request.model.named_parameters())
@@ -231,8 +235,7 @@ class _StepTrace:
             return _grads_in_part(starts, wanted, tangents, around, given, own)
 
     def _tangents(self, template: OutputTemplate) -> tuple[list[int], list[torch.Tensor]]:
-        """The outputs that backward starts from, and a stand-in for the gradient that the caller will hand in of
-        each."""
+        """The outputs that backward starts from, and a stand-in for the gradient that is handed in for each."""
         around, requires_grad = self._request.around, self._notes.requires_grad
         if around is None:
             chosen = differentiated_outputs(template, requires_grad)
@@ -298,7 +301,10 @@ def input_names(call: Call, around: PartSurroundings | None) -> tuple[str, ...]:
 
 
 def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
-    """The outputs from which others derive, and whether one that backward starts from does. edges: behind those."""
+    """Outputs from which others derive, by position; True where one of these others is a start of backward.
+
+    edges: the graph behind those starts.
+    """
     tensors = {i: t for i, t in enumerate(template.tensors) if t.grad_fn is not None}
     of_all = Edges(tensors.values())
     return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
@@ -346,14 +352,14 @@ def _grads_in_part(
 
 
 def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
-    """What a parameter of a subclass carries (the scales of packed weights) is read from its stand-in."""
+    """Copy what a parameter of a subclass carries (the scales of packed weights) to its stand-in."""
     if not private.is_ordinary(parameter):
         vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
 
 
 @contextlib.contextmanager
 def _in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Tensors in place of the model's parameters and buffers, by name, under all names that these go by.
+    """A context with these tensors in place of the model's parameters and buffers, under all names that each has.
 
     `torch.func.functional_call` leaves its own in a module that is registered twice.
     """

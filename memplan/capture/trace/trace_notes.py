@@ -22,15 +22,19 @@ OTHER_READS = "forward reads other values from tensors in a trace than when it r
 
 @dataclass(slots=True)
 class TraceNotes:
-    """What the traced function notes down while it runs.
+    """What the traced function notes while it runs.
 
-    - names: paths of modules. sources: placeholder name -> the real tensor that a scalar read may look at.
+    - names: paths of modules.
+    - sources: placeholder name -> the real tensor that a scalar read may look at.
     - stack, spans: modules that run, and where in the graph each was entered or left.
-    - seen: what forward read from tensors before: all of it where the inputs' data is not at hand (`blind`), else the
-      booleans of a run. answers: what the trace has read so far.
-    - decided: booleans whose values were taken from `seen`, with these and where forward branches on them.
-    - in_place, odd_sums: see `sums`. additions: how many there were in backward.
-    - The rest is handed on as it is: see `RawTrace`.
+    - seen, blind: what forward read from tensors before. Where the inputs' data is not at hand (`blind`), it is all
+      that was read, else the booleans of a run.
+    - answers: what the trace has read so far.
+    - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
+    - in_place, odd_sums: see `sums`.
+    - additions: how many there were in backward.
+
+    The rest is handed on as it is: see `RawTrace`.
     """
 
     names: dict[nn.Module, str]
@@ -60,12 +64,12 @@ class TraceNotes:
     decisions: tuple[Decision, ...] = ()
 
     def note_placeholders(self, real: Sequence[torch.Tensor]) -> None:
-        """real: buffers and inputs, whose placeholders come after those of parameters."""
+        """Note the real tensors of placeholders. real: buffers and inputs, which come after parameters."""
         placeholders = [n for n in private.tracer_graph().nodes if n.op == "placeholder"]
         self.sources = {n.name: t for n, t in zip(placeholders[self.parameter_count :], real, strict=True)}
 
     def end_forward(self, template: OutputTemplate) -> None:
-        """Note where the trace stands when forward has returned."""
+        """Note the state of the trace when forward has returned."""
         nodes = private.tracer_graph().nodes
         self.forward_reads = len(self.answers)
         if self.seen is not None and not self.blind and next(self.seen, None) is not None:
@@ -81,7 +85,10 @@ class TraceNotes:
 
     @contextlib.contextmanager
     def noting_arrivals(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Note the order in which autograd hands over gradients. Hooks that stayed would keep the trace for ever."""
+        """A context that notes the order in which autograd hands over gradients.
+
+        Its hooks are removed, because they would keep the trace for ever.
+        """
 
         def note(name: str, gradient: torch.Tensor) -> None:
             self.arrivals.append(name)
@@ -94,7 +101,10 @@ class TraceNotes:
                 hook.remove()
 
     def next_seen(self, tensor: torch.Tensor, place: tuple[tuple[str, int], ...]) -> Answer | None:
-        """What was read here before; None where nobody has said. Raises UnsupportedModel where it was not read then."""
+        """What was read here before; None where that is not known.
+
+        Raises UnsupportedModel where nothing was read here.
+        """
         if self.seen is None or not (self.blind or (tensor.dtype is torch.bool and self.template is None)):
             return None
         answer = next(self.seen, None)
@@ -112,12 +122,12 @@ class TraceNotes:
         return self.where or "(the model itself)"
 
     def place(self, line: str) -> str:
-        """Where in the model a source line is being executed."""
+        """The running module and a source line, in words."""
         return f"{self.where} at {line}" if self.where else f"at {line}"
 
     @contextlib.contextmanager
     def noting_modules(self) -> Iterator[None]:
-        """Note which module runs while each node is written."""
+        """A context that notes which module runs while each node is recorded."""
 
         def enter(module: nn.Module, args: Any) -> None:
             if module in self.names:

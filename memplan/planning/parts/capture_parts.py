@@ -21,7 +21,10 @@ Sites = dict[nn.Module, Site]
 
 
 def found_sites(request: PartsRequest) -> tuple[Sites, Sites]:
-    """The units, and the blocks that have units in them: those that a forward shows, or what the user names."""
+    """The units to plan, and the blocks that have units in them.
+
+    They are those that a forward shows, or those that the user names.
+    """
     if request.blocks is not None:
         return _named_sites(request, request.blocks), {}
     call, reason = request.call, request.reason
@@ -44,7 +47,7 @@ def _named_sites(request: PartsRequest, blocks: Sequence[nn.Module]) -> Sites:
 
 
 def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], sites: Sites) -> list[Part]:
-    """The calls of units in a forward, in order, captured where that can be exact."""
+    """The calls of units in a forward, in order. Each is captured where its gradients can stay the same bits."""
     rehearsal = rehearse(metered=False)
     rehearsal.run(dict.fromkeys(sites, ()))
     calls = Counter(visit.module for visit in rehearsal.visits)
@@ -66,7 +69,10 @@ def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], si
 
 
 def capture_unit(unit: Part, shares: bool) -> None:
-    """Capture a unit for the gradients that reach it; it is opaque where that can't be exact."""
+    """Capture a unit for the gradients that reach it, or mark it opaque where a program would change bits.
+
+    shares: it shares parameters with other calls.
+    """
     visit, site = unit.visit, unit.site
     unit.captured, unit.shares = None, shares
     if site.kind != "captured" or visit is None:
@@ -91,7 +97,7 @@ def capture_unit(unit: Part, shares: bool) -> None:
 
 
 def shares_parameters(model: nn.Module, unit: nn.Module) -> bool:
-    """Whether modules outside of the unit have parameters of it as well."""
+    """Whether modules outside of the unit have some of its parameters too."""
     inside = set(unit.modules())
     outside = {id(p) for m in model.modules() if m not in inside for p in m._parameters.values() if p is not None}
     return any(id(p) in outside for p in unit.parameters())

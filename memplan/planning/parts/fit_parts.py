@@ -1,4 +1,4 @@
-"""The fastest choice of ways for the parts of a step, of which a run keeps the budget."""
+"""The fastest choice of ways for the parts of a step that is measured to keep the budget."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ _ROUNDS = 5  # of choosing and measuring
 
 @dataclass(frozen=True, slots=True)
 class FittedParts:
-    """A choice that fits. ways: what it runs. peak_bytes: the larger of what was worked out and measured, with what is
-    held beside. floor_bytes: the least that was worked out."""
+    """A choice that fits the budget.
+
+    - ways: how each call of each part runs.
+    - choice: the options that were chosen.
+    - peak_bytes: the larger of what was worked out and measured, with what is held beside the step.
+    - floor_bytes: the smallest peak that was worked out, with what is held beside the step.
+    """
 
     ways: Ways
     choice: UnitChoice
@@ -29,11 +34,15 @@ class FittedParts:
 
 
 def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves_out: LeavesOut) -> FittedParts:
-    """The fastest choice of which a run keeps the limit. held_bytes: what is held beside the step.
+    """The fastest choice that is measured to keep the limit. Raises BudgetInfeasible.
 
-    A run that held more than was worked out has the next choice made for as much less. The last choice is the one with
-    the least memory, for others may be farther from what was worked out. Where ranks rehearse together all rounds are
-    run. Raises BudgetInfeasible.
+    Each choice is run. Where it held more than was worked out, the next choice is made for a limit that is lower by as
+    much. The last choice is the one with the least memory, because others may hold even more than was worked out. Ranks
+    that rehearse together run all rounds.
+
+    - limit: the budget in bytes.
+    - held_bytes: what is held beside the step.
+    - leaves_out: storages that do not count.
     """
     around = request.around
     least = smallest(parts.problem)

@@ -1,4 +1,4 @@
-"""What the step holds around each of its parts, and so what every way of running them would hold."""
+"""What the step holds around each of its parts, and from that what each way of running them would hold."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def measured_parts(
 ) -> Parts:
     """Run the step at the least memory, and work out from it what each option of each unit would hold.
 
-    Where there are blocks it runs once more, each of them recomputed as a whole: that then is the way in which the step
-    was measured, and what the units of a block hold is told against it.
+    Where there are blocks, the step runs once more with each block recomputed as a whole. Figures are then relative to
+    that run, those of the units in a block too.
     """
     ways: dict[nn.Module, tuple[Way, ...]] = {}
     for unit in units:
@@ -58,7 +58,7 @@ def _rehearsed(
     blocks: Mapping[nn.Module, Site],
     expected: Sequence[nn.Module],
 ) -> tuple[StepMeasure, Rehearsal]:
-    """What the step holds, with seconds of a second run that nobody meters."""
+    """What the step holds in a metered run, with seconds of a second run without a meter."""
     rehearsals = [rehearse(metered=metered) for metered in (True, False)]
     for rehearsal in rehearsals:
         rehearsal.run(ways, blocks)
@@ -87,7 +87,10 @@ def _in_stages(
     split: StepMeasure,
     whole: StepMeasure,
 ) -> tuple[tuple[PartStage, ...], UnitProblem]:
-    """split: measured with blocks in units. whole: measured with blocks recomputed."""
+    """The stages of the step, and the choice between their options.
+
+    split: measured with blocks in units. whole: measured with blocks recomputed.
+    """
     stages: list[PartStage] = []
     alternatives: list[tuple[UnitChain, ...]] = []
     for around, (module, what) in zip(whole.units, _in_order(units, passages), strict=True):
@@ -110,9 +113,9 @@ def _in_stages(
 
 
 def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
-    """The options of a unit, from the least memory to none recomputed.
+    """Set the options of a unit, from the least memory to keeping everything.
 
-    before_bytes: held when it was measured, and not in the way of running to which options are told.
+    before_bytes: held when the unit was measured, but not in the run to which figures are relative.
     """
     if unit.front is None or unit.problem is None or unit.least is None:
         unit.ways, found = ["recompute", "keep"], _opaque_options(around)
@@ -136,7 +139,7 @@ def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
 
 
 def _opaque_options(around: UnitMeasure) -> list[UnitOption]:
-    """Recomputed as a whole, as it was measured; and kept."""
+    """The two options of what has no program: recomputed as a whole, as it was measured, and kept."""
     return [
         UnitOption(
             0,

@@ -1,4 +1,4 @@
-"""One call of a part of a step while it is planned: how it can run, and what each way would hold."""
+"""One call of a part of a step while it is planned: how it can run, and what each way of running it would hold."""
 
 from __future__ import annotations
 
@@ -40,12 +40,16 @@ MOST_POINTS = 32  # of a part's front
 class Part:
     """One call of a unit or of a block: what can be captured of it, and the ways in which it can run.
 
-    - further: positions of arguments that the program takes once more.
+    - module, site: what is called, its name, and why it is a part.
+    - visit: what the rehearsal saw of this call.
+    - captured: the captured part; None for an opaque one.
+    - further: positions of arguments that the program takes once more, for gradients of their further uses.
     - shares: some of its parameters are used elsewhere too.
-    - shards: who has sharded its parameters, and has them whole around its passes.
-    - fixed: others rely on its one program, so that it is not made anew for other gradients.
-    - problem, front: of a captured one.
+    - shards: whatever has sharded its parameters, and gathers them around its passes.
+    - fixed: it keeps its one program, on which others rely; none is made for gradients of other layouts.
+    - problem, front: of a captured part.
     - ways: what each of its options runs: a schedule, "recompute" or "keep".
+    - options: what each of its ways would hold and take.
     """
 
     module: nn.Module
@@ -62,13 +66,13 @@ class Part:
     options: list[UnitOption] = field(default_factory=list)
 
     def give_up(self, reason: str) -> None:
-        """It can't be captured after all."""
+        """Make it an opaque part, because it can't be captured after all."""
         self.captured = self.problem = self.front = None
         self.site = Site(self.site.name, "opaque", reason)
 
     @functools.cached_property
     def least(self) -> Candidate | None:
-        """The schedule that saves the least: the one that is measured."""
+        """The schedule that saves the least, with which the part is measured."""
         if self.front is None or self.problem is None:
             return None
         problem = self.problem
@@ -77,21 +81,22 @@ class Part:
         )
 
     def way(self, option: int) -> Way:
-        """One of its options, ready to run."""
+        """One of its options, in a form that can run."""
         chosen = self.ways[option] if self.shards is None else self._in_one_order(self.ways[option])
         return chosen if isinstance(chosen, str) else self.step(chosen)
 
     def _in_one_order(self, way: Candidate | Unscheduled) -> Candidate | Unscheduled:
-        """The way, or one that hands gradients over in the order of other ranks, whatever way those choose.
+        """The way, or one like it that hands gradients over in the order of all other ranks.
 
-        That is the order of the program for what is captured, else autograd's. Buckets are reduced in it.
+        Ranks may choose different ways, and buckets are reduced in the order of gradients. For a captured part that is
+        the order of its program, for others it is autograd's.
         """
         if self.front is None:
             return "recompute"
         return self.front.keep_all if way == "keep" else way
 
     def step(self, candidate: Candidate) -> PartStep:
-        """A schedule of it, ready to run."""
+        """A step that runs this part with a schedule."""
         assert self.captured is not None
         assert self.problem is not None
         assert self.front is not None
@@ -111,13 +116,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class PartStage:
-    """Units that run one after the other; block: the block that they are in, where it may run as one unit instead."""
+    """Units that run one after the other.
+
+    block: the block that they are in, where it may run as one unit in their place.
+    """
 
     units: tuple[Part, ...]
     block: Part | None = None
 
     def running(self, alternative: int) -> tuple[Part, ...]:
-        """Those that run in this alternative of the stage's."""
+        """The parts that run in an alternative of this stage: 0 is its units, if it has any, and 1 is its block."""
         if self.block is not None and (alternative or not self.units):
             return (self.block,)
         return self.units
@@ -130,10 +138,11 @@ class PartStage:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """A step in stages, in the order of forward, and the choice that it poses.
+    """A step in stages, in the order of forward, with the choice between their options.
 
+    - problem: that choice, as a solver takes it.
     - left_bytes: held once the step is over.
-    - written: tensors that were there before forward, buffers aside, and that it writes to.
+    - written: tensors that were there before forward, and that it writes to, buffers excepted.
     """
 
     stages: tuple[PartStage, ...]
@@ -142,7 +151,7 @@ class Parts:
     written: tuple[torch.Tensor, ...]
 
     def updated(self, update_bytes: int) -> Parts:
-        """These parts, followed by an optimizer's step, which allocates so much for a while."""
+        """These parts followed by an optimizer's step, which allocates `update_bytes` for a while."""
         end_bytes = max(self.problem.end_bytes, self.left_bytes + update_bytes)
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, end_bytes=end_bytes))
 
@@ -179,9 +188,9 @@ def _planned_again(
     module: nn.Module,
     tangents: Mapping[int, TangentLayout],
 ) -> tuple[Capture, Program]:
-    """A part for gradients of other layouts than reached it on the sample, in no more memory where that can be.
+    """A part for gradients of other layouts than reached it on the sample, in no more memory where that is possible.
 
-    planned: what its schedule for the sample comes to. Raises UnsupportedModel.
+    planned: what its schedule for the sample holds and takes. Raises UnsupportedModel.
     """
     log.info("planning %s again, because gradients of other layouts arrive", site.name)
     around = PartSurroundings(tangents, uses, site.answers)

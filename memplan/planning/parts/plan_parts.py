@@ -1,9 +1,9 @@
 """Plan a step that is no single graph: its parts are planned, each by itself, and the rest runs eagerly.
 
-Something may happen between the parts that no graph has. What parts save adds up over forward, and is what they have to
-give; peaks within them do not add up. What the rest holds is measured in a rehearsal on the sample, in which every part
-runs at the least memory. One choice for each part then makes the whole fit the budget, and a run of that choice is
-measured before anybody relies on it.
+Something that no graph has may happen between the parts. What parts save for backward adds up over forward, so plans of
+parts lower that; peaks within parts do not add up. What the rest holds is measured in a rehearsal on the sample, in
+which every part runs at the least memory. Then one option is chosen for each part, so that the whole fits the budget. A
+run with these options is measured before they are used.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ from memplan.solvers.parts.ways import appraise
 
 @dataclass(frozen=True, slots=True)
 class PlannedParts:
-    """plan: what the step will hold and cost. ways: how each call of each part runs."""
+    """A plan, and how to run it.
+
+    - plan: what the step will hold and cost.
+    - ways: how each call of each part runs.
+    """
 
     plan: PartialPlan
     ways: Ways
@@ -40,9 +44,10 @@ class PlannedParts:
 
 @private.without_saved_tensor_hooks()
 def plan_parts(request: PartsRequest) -> PlannedParts:
-    """Plan a step in parts. Runs some steps on the sample, of which nothing stays.
+    """Plan a step in parts. Runs some steps on the sample, which leave nothing behind.
 
-    Raises BudgetInfeasible, and UnsupportedModel where no part can be planned either, or one that the user named can't.
+    Raises BudgetInfeasible. Raises UnsupportedModel where no part can be planned either, or one that the user named
+    can't.
     """
     model, call, around = request.model, request.call, request.around
     device = request.device
@@ -99,7 +104,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
 
 
 def _measured(request: PartsRequest, rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: Sites) -> Parts:
-    """What the step holds by its parts. A part that gets other gradients than it was captured for is left opaque."""
+    """The parts with what each would hold. A part that gets other gradients than it was captured for is left opaque."""
     while True:
         try:
             return measured_parts(rehearse, units, blocks)

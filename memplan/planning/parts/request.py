@@ -34,12 +34,13 @@ class BesideParts:
 
 @dataclass(frozen=True, slots=True)
 class AroundParts:
-    """Who else has a hand in the step while it is rehearsed: by default nobody.
+    """What else takes part in the step while it is rehearsed: by default nothing.
 
-    - whole: has the parameters of a part there for as long, where they are only while it runs.
-    - leaves_out: storages that somebody else counts.
-    - shards: who has sharded the parameters, has them whole around each pass, and takes their gradients.
-    - meet: ranks that rehearse together wait in it for one another. Then all run as many steps.
+    - whole: gathers the parameters of a part for the length of a context, where they are there only while the part
+      runs.
+    - leaves_out: storages that do not count, because they are counted elsewhere.
+    - shards: whatever has sharded the parameters, gathers them around each pass, and takes their gradients.
+    - meet: a barrier for ranks that rehearse together. With it, all of them run equally many steps.
     """
 
     whole: WholeParameters = contextlib.nullcontext
@@ -58,7 +59,7 @@ class AroundParts:
         return () if self.shards is None else self.shards.attributes
 
     def wait(self) -> None:
-        """For other ranks that rehearse together: they may have been busy for long, each by itself."""
+        """Wait for the other ranks that rehearse together: each may have worked by itself for long."""
         if self.meet is not None:
             self.meet()
 
@@ -68,14 +69,16 @@ class PartsRequest:
     """A step to be planned in parts.
 
     - forward: what runs the model, with its arguments in `call`.
-    - limit: gives the budget from the unplanned peak and what is resident, both with what is held beside.
+    - limit: gives the budget from the unplanned peak and the resident bytes, both with what is held beside the step.
     - reason: why the whole can't be captured.
     - blocks: what to plan, each called once in a forward; None looks for what can be captured.
-    - costs: "measure" or "estimate". solve: how parts are planned.
+    - costs: "measure" or "estimate".
+    - solve: how parts are planned.
     - decides: parts may branch on what they compute; where a call takes another branch than on the sample, it is
       recomputed as a whole.
     - device: where parts run; None: where those that can be captured do.
-    - beside: asked once a first step has run, for that device.
+    - beside: gives what is held beside the step on a device; asked once a first step has run.
+    - around: what else takes part in the step.
     """
 
     model: nn.Module

@@ -20,7 +20,7 @@ from memplan.solvers import Front
 
 
 def solve_units(request: PartsRequest, units: Sequence[Part]) -> None:
-    """The front of every captured unit; equal ones are solved once."""
+    """Find the front of every captured unit; equal units are solved once."""
     known: list[tuple[Problem, Front]] = []
     for unit in units:
         if unit.captured is None:
@@ -41,13 +41,13 @@ def solve_units(request: PartsRequest, units: Sequence[Part]) -> None:
 
 
 def _equal(a: Problem, b: Problem) -> bool:
-    """Whether the front of one is that of the other."""
+    """Whether two problems have one front."""
     sizes = [[v.size_bytes for v in problem.graph.values] for problem in (a, b)]
     return a.costs == b.costs and sizes[0] == sizes[1] and same_structure(a.graph, b.graph)
 
 
 def _costs(unit: Part, source: str) -> Costs:
-    """Those of its ops. It is captured once more where they are found to give other results than were traced."""
+    """Costs of a unit's ops. It is captured once more where ops are found to give other results than were traced."""
     found: Mapping[str, Facts] = {}
     while unit.captured is not None:
         try:

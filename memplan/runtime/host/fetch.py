@@ -1,4 +1,4 @@
-"""Lets a model whose parameters live partly on the host run its own forward: evaluation, `generate`."""
+"""Lets a model with parameters on the host run its own forward, for evaluation and `generate`."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ _CAST = frozenset(
 
 
 class FetchedWhereUsed(TorchDispatchMode):
-    """Has modules find copies on the device of their parameters that are on the host, freed when nobody holds them.
+    """A context in which modules find their parameters on the device, as copies of those that are on the host.
 
-    What a module's code sees as `self.weight` is on the device then, as autocast and whoever asks for its device need
-    it; what is written to such a copy is written to the host as well. Where code has a parameter in another way, each
-    op that reads it gets a copy, and an op that writes to it writes to it on the host. Nothing is fetched ahead, so
-    this is slow, and it takes hardly more memory than the parameters of the largest module. Where gradients are
-    recorded, parameters that require them are left where they are: those of a copy would be lost.
+    A copy is freed when nothing refers to it any more. A module's code finds a copy as `self.weight`, so autocast and
+    code that asks for its device see the device. What is written to such a copy is written to the host as well. Where
+    code gets a parameter in another way, each op that reads it gets a copy, and an op that writes to it writes to it on
+    the host.
+
+    Nothing is fetched ahead, so this is slow. It takes hardly more memory than the parameters of the largest module.
+    Where gradients are recorded, parameters that require them are left on the host, because gradients of a copy would
+    be lost.
     """
 
     def __init__(
         self, parameters: Iterable[torch.Tensor], device: torch.device, model: nn.Module | None = None
     ) -> None:
-        """model: of which modules find copies."""
+        """Prepare for these parameters. model: its modules find copies; with None only ops do."""
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._device = device
         self._model = model
@@ -80,7 +83,7 @@ class FetchedWhereUsed(TorchDispatchMode):
         return result
 
     def _for_module(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What a module finds in the place of its parameter."""
+        """The tensor that a module finds in place of its parameter."""
         if storage_key(parameter) not in self._host or (torch.is_grad_enabled() and parameter.requires_grad):
             return parameter
         copy = nn.Parameter(self._fetched(parameter.detach()), parameter.requires_grad)
@@ -90,7 +93,7 @@ class FetchedWhereUsed(TorchDispatchMode):
         return copy
 
     def _behind(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The parameter that something is a copy of, else itself."""
+        """The parameter that a tensor is a copy of, else the tensor."""
         return self._copies.get(storage_key(tensor), tensor)
 
     def _fetched(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,8 +105,10 @@ class FetchedWhereUsed(TorchDispatchMode):
         return empty.set_(here.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def _in_one_dtype(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The operands in the lowest precision that there is among them, or in that of autocast: it casts for the
-        device what is there before an op gets here, and leaves tensors on the host alone."""
+        """The operands in the lowest precision among them, or in that of autocast.
+
+        Autocast has cast operands on the device before an op gets here, and leaves tensors on the host as they are.
+        """
         dtypes = {t.dtype for t in args if isinstance(t, torch.Tensor)}
         if torch.float32 in dtypes and torch.is_autocast_enabled(self._device.type):
             dtypes.add(torch.get_autocast_dtype(self._device.type))
@@ -114,7 +119,7 @@ class FetchedWhereUsed(TorchDispatchMode):
 
 
 class _Fetching(dict[str, Any]):
-    """A module's parameters, of which it finds those on the host as copies."""
+    """A module's parameters. Those on the host are found as copies."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Puts parameters where a plan has them live: on the device, or in pinned host memory."""
+"""Moves parameters to where a plan has them live: on the device, or in pinned host memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def place(
 ) -> None:
     """Move parameters of these names to the host and all else to the device, with gradients and optimizer state.
 
-    They stay the same `nn.Parameter` objects: an optimizer that was made before goes on with them. What is in its
+    They stay the same `nn.Parameter` objects, so an optimizer that was made before goes on with them. What is in its
     place already is not touched.
     """
     cpu = torch.device("cpu")
@@ -45,9 +45,9 @@ def materialise(
     device: torch.device,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Make the parameters and buffers of a model on the meta device where they will live, and have `init` fill each.
+    """Make parameters and buffers that are on the meta device where they will live, and let `init` fill each.
 
-    A parameter on the meta device can't become a real one, so the optimizer is told of the new ones.
+    A parameter on the meta device can't become a real one, so new ones are put into the optimizer.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
     for path, module in model.named_modules():

@@ -1,9 +1,9 @@
-"""Copies of frozen parameters that stay on the device between steps, and what tells that one is stale.
+"""Copies of frozen parameters that stay on the device between steps, and checks of whether one is stale.
 
-Who plans with `keep_frozen=True` promises that nothing writes to frozen parameters behind autograd's back. Everything
-else is noticed when the next step begins: another parameter in its place, other memory, a write that autograd counts.
-Writes through `.data` are not counted; those that change a parameter all over show in a few of its bytes, which are
-compared as well.
+With `keep_frozen=True`, users promise that nothing writes to frozen parameters behind autograd's back. Everything else
+is noticed when the next step begins: another parameter in its place, other memory, a write that autograd counts. Writes
+through `.data` are not counted. Those that change all of a parameter are noticed nevertheless, because a few of its
+bytes are compared as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ _SAMPLES = 64  # words of a parameter that are compared
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Contents:
-    """What a parameter held at a moment. sample: words from all over its memory."""
+    """What a parameter held at a moment.
+
+    - version, storage, offset: its version, and where its contents lay.
+    - sample: words from all over its memory.
+    """
 
     parameter: torch.Tensor
     version: int
@@ -32,12 +36,12 @@ class Contents:
 
     @staticmethod
     def of(parameter: torch.Tensor) -> Contents:
-        """What it holds now."""
+        """What the parameter holds now."""
         offset, storage = int(parameter.storage_offset()), private.known_storage(parameter)
         return Contents(parameter, parameter._version, storage, offset, _words(parameter))
 
     def is_in(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is the one that it was, and holds the same as far as can be seen."""
+        """Whether a parameter is this one, and holds what it held then as far as can be seen."""
         return (
             parameter is self.parameter
             and parameter._version == self.version
@@ -69,16 +73,16 @@ class Standing:
         return len(self._copies)
 
     def keep(self, parameters: Iterable[torch.Tensor], stream: Any) -> None:
-        """A step begins that has use for the copies of these: free all others, and those that are stale.
+        """Keep the copies of these parameters as a step begins, and free all others and stale ones.
 
-        stream: on which it computes. The allocator takes memory back as if it were used on the stream that it was made
-        on, so on another one all are made anew.
+        stream: the stream that the step computes on. The allocator takes memory back as if it were used on the stream
+        that it was made on. So on another stream all copies are made anew.
         """
         wanted = {id(parameter): parameter for parameter in parameters if stream == self._stream}
         self._copies = {key: copy for key, copy in self._copies.items() if key in wanted and copy[0].is_in(wanted[key])}
 
     def take(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The copy of a parameter, which is the step's from here on; None where there is none."""
+        """The copy of a parameter, which belongs to the step from then on; None where there is none."""
         found = self._copies.pop(id(parameter), None)
         return None if found is None else found[1]
 
@@ -87,7 +91,10 @@ class Standing:
         self._copies = {}
 
     def leave(self, copies: Iterable[tuple[Contents, torch.Tensor]], stream: Any) -> None:
-        """A step that computes on this stream ends and leaves these, of what parameters held when it began."""
+        """Take copies from a step that ends. Each comes with what its parameter held when the step began.
+
+        stream: the stream that the step computes on.
+        """
         self._stream = stream
         self._copies = {
             id(contents.parameter): (contents, memory)

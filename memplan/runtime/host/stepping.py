@@ -1,10 +1,13 @@
 """What optimizers need to step parameters of which some are on a GPU and some on the host.
 
-`GradScaler` and fused optimizers copy the scale, and whether a gradient is infinite, to each gradient's device without
-waiting. From a GPU to the host the CPU would read memory that nobody has written yet, and what it then finds itself
-would be overwritten: PyTorch has gradients on several GPUs in mind. And where gradients on both are infinite, fused
-optimizers are told 2, and take that for none. And state stays where it was made when its parameter moves. All of it is
-put right from the first time on that parameters go to the host.
+`GradScaler` and fused optimizers are made for gradients on several GPUs:
+
+- They copy the scale, and whether a gradient is infinite, to each gradient's device without waiting. From a GPU to the
+  host, the CPU would then read memory that is not written yet, and what it writes there itself would be overwritten.
+- Where gradients on both sides are infinite, fused optimizers are told 2, which they take for none.
+
+Also, state stays where it was made when its parameter moves. All of this is put right as soon as parameters go to the
+host.
 """
 
 from __future__ import annotations
@@ -21,10 +24,10 @@ from memplan import torch_private as private
 
 
 def step_on_both_sides(model: nn.Module) -> None:
-    """Have optimizers heed that parameters of this model are on the host, until no such model is left.
+    """Let optimizers step parameters of this model that are on the host, until no such model is left.
 
-    `GradScaler`s wait for what they copy to the host, fused optimizers heed it, and PyTorch's optimizers find their
-    state where their parameters are.
+    `GradScaler`s wait for what they copy to the host, fused optimizers get it there, and PyTorch's optimizers find
+    their state where their parameters are.
     """
     _hear_of_steps()
     _models.add(model)
@@ -63,15 +66,19 @@ _models = _OnHost()
 
 @functools.cache
 def _hear_of_steps() -> None:
-    """Hooks that stay, and do nothing while no model has parameters on the host: optimizers may be iterating over them
-    when the last such model is collected."""
+    """Register hooks, which stay, and do nothing while no model has parameters on the host.
+
+    Optimizers may be iterating over their hooks when the last such model is collected.
+    """
     register_optimizer_step_pre_hook(_scales_on_host)
     register_optimizer_step_pre_hook(_state_where_parameters_are)
 
 
 def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, counts: bool) -> None:
-    """Move an optimizer's state of a parameter to where that is. counts: those of steps too, which kernels read; else
-    they are on the CPU, wherever the parameter is."""
+    """Move an optimizer's state of a parameter to the parameter's device.
+
+    counts: counts of steps move too, because kernels read them; else they are on the CPU, wherever the parameter is.
+    """
     state = optimizer.state.get(parameter, {})
     for key, tensor in state.items():
         if isinstance(tensor, torch.Tensor) and tensor.device.type != parameter.device.type:
@@ -80,12 +87,12 @@ def bring_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, count
 
 
 def counts_beside(group: dict[str, Any]) -> bool:
-    """Whether counts of steps are where the parameters of such a group are."""
+    """Whether counts of steps are on the device of their parameters in such a group."""
     return bool(group.get("fused") or group.get("capturable"))
 
 
 def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Of PyTorch's own optimizers: others may have their state elsewhere on purpose."""
+    """Move state to its parameters, in PyTorch's own optimizers. Others may keep it elsewhere on purpose."""
     if not _models or not type(optimizer).step.__module__.startswith("torch.optim."):
         return
     for group in optimizer.param_groups:
@@ -94,10 +101,10 @@ def _state_where_parameters_are(optimizer: torch.optim.Optimizer, args: Any, kwa
 
 
 def _scales_on_host(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Give an optimizer that has parameters on the host what a `GradScaler` has left for it there, too.
+    """Give an optimizer with parameters on the host the figures of a `GradScaler` there.
 
-    From there it goes on to a GPU in the order of what that computes. Raises ValueError where a fused optimizer would
-    copy its learning rate to the host in the same way.
+    From the host they go on to a GPU in the order of its stream. Raises ValueError where a fused optimizer would copy
+    its learning rate to the host without waiting.
     """
     if not _models:
         return

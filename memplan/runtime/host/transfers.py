@@ -1,14 +1,15 @@
 """Copies between device and host memory: the one place with streams, events and pinned memory.
 
-A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab
-of pinned host memory serves one forward and its backward; where in it a value goes was decided by the plan. It is one
-block of PyTorch's allocator for pinned memory, all of what that rounds it up to, so that plans for other batches may
-find it large enough; where one does not, the allocator keeps the smaller block for others. A copy's source and target
-are kept alive until somebody has waited for it, so no allocator has to know about streams; where a step is given up
-half way, whoever gave it up waits (`Transfers.settle`).
+A program calls `open_slab`, `offload`, `prefetch`, `wait` and their like; each is a node that can be read. One slab of
+pinned host memory serves one forward and its backward. The plan says where in it a value goes. A slab is one block of
+PyTorch's allocator for pinned memory, with all that this rounds its size up to, so that it may be large enough for
+plans of other batches too. A block that is too small goes back to the allocator.
 
-Without a GPU the same program runs on `FakeStreams`: a copy happens when it is waited for, or at random before, and its
-target holds NaN until then, so that a wait or a reference that is missing shows as wrong numbers.
+A copy's source and target are kept alive until the copy has been waited for, so allocators need not know about streams.
+Where a step is given up half way, its copies are waited for then (`Transfers.settle`).
+
+Without a GPU the same program runs on `FakeStreams`. A copy then happens when it is waited for, or at random before.
+Until then its target holds NaN, so that a missing wait or a missing reference shows as wrong numbers.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ _POISON = 0xFF  # NaN in every floating dtype, -1 in signed integers
 
 
 class Streams(Protocol):
-    """Copies that run beside the computing stream, one after the other in each direction."""
+    """Copies that run beside the compute stream, one after the other in each direction."""
 
     def copy(self, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Any:
-        """Begin to copy bytes once all that was issued before is done. Gives what `wait` takes."""
+        """Begin to copy bytes, once all work that was issued before is done. Gives what `wait` takes."""
 
     def wait(self, event: Any) -> None:
-        """Let what is computed from here on wait for the copy."""
+        """Let what is computed from here on wait for a copy."""
 
     def finish(self, event: Any) -> None:
         """Return when the copy is done."""
@@ -48,7 +49,7 @@ class Streams(Protocol):
         """New host memory that copies can use."""
 
     def computing(self) -> Any:
-        """What tells the computing stream from others."""
+        """The compute stream, to be compared with others; None on a CPU."""
 
 
 class CudaStreams:
@@ -82,7 +83,7 @@ class CudaStreams:
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """Bytes of a storage that may be gone by the time that somebody looks."""
+    """Bytes of a storage. The storage may be freed meanwhile."""
 
     storage: weakref.ref[Any]
     start: int
@@ -110,10 +111,10 @@ class _FakeCopy:
 
 
 class FakeStreams:
-    """Streams on a CPU whose copies are as late as they may be, or early at random. They keep nothing alive.
+    """Streams on a CPU whose copies happen as late as possible, or early at random. They keep nothing alive.
 
-    Harder than real ones: copies are in no order, so that each has to be waited for. seed: of the random early copies;
-    None never copies early. Threads that update parameters wait for copies, too.
+    They are stricter than real ones: copies are in no order, so each has to be waited for. Threads that update
+    parameters may wait for copies too. seed: of the random early copies; None never copies early.
     """
 
     def __init__(self, seed: int | None = None) -> None:
@@ -162,8 +163,9 @@ def streams_for(device: torch.device) -> Streams:
 class Transfers:
     """The copies of one planned model.
 
-    slabs: pinned memory that no forward is using. allocations: slabs that were ever made. standing: what stays on the
-    device between steps.
+    - slabs: pinned memory that no forward is using.
+    - allocations: how many slabs were ever made.
+    - standing: copies that stay on the device between steps.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -178,13 +180,13 @@ class Transfers:
 
     @property
     def streams(self) -> Streams:
-        """Made when the first copy is."""
+        """The streams, made with the first copy."""
         if self._streams is None:
             self._streams = streams_for(self.device)
         return self._streams
 
     def open(self, size_bytes: int) -> Slab:
-        """A slab for one forward and its backward; its memory comes back when nobody holds the slab any more."""
+        """A slab for one forward and its backward. Its memory comes back once nothing refers to the slab."""
         self._settle([kept for kept in self._kept.values() if kept.slab() is None])  # of steps that were given up
         fitting = [i for i, memory in enumerate(self.slabs) if memory.numel() >= size_bytes]
         if fitting:
@@ -198,7 +200,7 @@ class Transfers:
         return slab
 
     def begin(self, slab: Slab, direction: Direction, source: torch.Tensor, target: torch.Tensor) -> Ticket:
-        """Begin a copy; both ends are kept until it has been waited for."""
+        """Begin a copy. Source and target are kept alive until it has been waited for."""
         event = self.streams.copy(direction, source, target)
         self._keep(slab, event, source, target)
         return Ticket(event, target)
@@ -207,7 +209,7 @@ class Transfers:
         self._kept[id(event)] = _Kept(event, weakref.ref(slab), source, target)
 
     def wait(self, ticket: Ticket) -> torch.Tensor:
-        """Let what is computed from here on wait for a copy. Gives what it wrote."""
+        """Let what is computed from here on wait for a copy. Gives its target."""
         if ticket.event is None:
             return ticket.data
         self.streams.wait(ticket.event)
@@ -215,26 +217,29 @@ class Transfers:
         return ticket.data
 
     def read(self, parameter: torch.Tensor, ticket: Ticket) -> None:
-        """Remember that a copy reads a parameter that lives on the host."""
+        """Note that a copy reads a parameter that lives on the host."""
         self._reads.setdefault(parameter.data_ptr(), []).append(ticket.event)
 
     def reads_done(self, parameter: torch.Tensor) -> None:
-        """Return when no copy reads a parameter that lives on the host, so that it can be written to."""
+        """Return when no copy reads this parameter, which lives on the host, so that it can be written to."""
         for event in self._reads.pop(parameter.data_ptr(), ()):
             self.streams.finish(event)
 
     def all_reads_done(self) -> None:
-        """Return when no copy reads any of them: the CPU may step them next, and waits for no copy by itself."""
+        """Return when no copy reads any parameter that lives on the host.
+
+        The CPU may step them next, and does not wait for copies by itself.
+        """
         for events in list(self._reads.values()):
             for event in events:
                 self.streams.finish(event)
         self._reads.clear()
 
     def forward_reads_done(self) -> None:
-        """Return when those copies are done that ops of forward have waited for, at its end.
+        """Return, at the end of forward, when those copies are done that its ops have waited for.
 
-        A device that is told to wait may be far behind, and where no backward follows, somebody may write to parameters
-        next. What is on its way to backward stays: who writes to that is told so there.
+        A device that was told to wait may be far behind, and parameters may be written to next where no backward
+        follows. Copies on their way to backward are left: a write to what they read is an error in backward.
         """
         for address, events in list(self._reads.items()):
             for event in events:
@@ -243,12 +248,12 @@ class Transfers:
             self._reads[address] = [event for event in events if id(event) in self._kept]
 
     def keep(self, parameters: Iterable[torch.Tensor]) -> None:
-        """A step begins that has use for copies of these on the device: free all others, and what is stale."""
+        """Keep copies of these parameters on the device as a step begins, and free all others and stale ones."""
         if len(self.standing):
             self.standing.keep(parameters, self.streams.computing())
 
     def settle(self) -> None:
-        """Wait for every copy that is running: a step was given up, and what it read and wrote will be freed."""
+        """Wait for every copy that is running, because a step was given up, and its memory will be freed."""
         self._settle(list(self._kept.values()))
 
     def _settle(self, copies: list[_Kept]) -> None:
@@ -257,7 +262,7 @@ class Transfers:
             self._kept.pop(id(kept.event), None)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """New host memory."""
+        """New pinned host memory."""
         memory = self.streams.pinned(size_bytes)
         storage = memory.untyped_storage()
         self._host.add(storage._cdata)
@@ -265,17 +270,17 @@ class Transfers:
         return memory
 
     def is_host(self, storage: torch.UntypedStorage) -> bool:
-        """Whether that is host memory of these copies."""
+        """Whether a storage is host memory that `pinned` made."""
         return storage._cdata in self._host
 
     def close(self) -> None:
-        """Give all pinned memory back that no forward is using."""
+        """Free all pinned memory that no forward is using."""
         del self.slabs[:]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A copy that nobody has waited for yet, of the step that has this slab."""
+    """A copy that was not waited for yet, of the step that has this slab."""
 
     event: Any
     slab: weakref.ref[Slab]
@@ -293,8 +298,12 @@ class Slab:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Ticket:
-    """A copy. event: None where it was made in the step before. data: what it writes, as bytes. stride: of what is
-    copied, where that is a gradient."""
+    """A copy.
+
+    - event: what to wait for; None where the copy was made in the step before.
+    - data: its target, as bytes.
+    - stride: of what is copied, where that is a gradient.
+    """
 
     event: Any
     data: torch.Tensor
@@ -320,7 +329,7 @@ def offload_gradient(slab: Slab, tensor: torch.Tensor) -> Ticket:
 
 
 def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
-    """Begin to copy what was offloaded, or a parameter that lives on the host, into new memory on the device."""
+    """Begin to copy an offloaded value, or a parameter that lives on the host, into new memory on the device."""
     held = source.data if isinstance(source, Ticket) else _own_bytes(source)
     target = torch.empty(held.numel(), dtype=torch.uint8, device=slab.transfers.device)
     ticket = slab.transfers.begin(slab, "in", held, target)
@@ -330,31 +339,31 @@ def prefetch(slab: Slab, source: Ticket | torch.Tensor) -> Ticket:
 
 
 def contents(parameter: torch.Tensor) -> Contents:
-    """What a parameter holds now, so that it can be told later whether that has changed."""
+    """A record of what a parameter holds now, to tell later whether that has changed."""
     return Contents.of(parameter)
 
 
 def stayed(slab: Slab, parameter: torch.Tensor) -> Ticket:
-    """The copy of a parameter that has stayed from the step before. Where there is none, begin to fetch one."""
+    """The copy of a parameter that has stayed since the step before. Where there is none, begin to fetch one."""
     memory = slab.transfers.standing.take(parameter)
     return prefetch(slab, parameter) if memory is None else Ticket(None, memory)
 
 
 def leave(slab: Slab, began: Sequence[Contents], copies: Sequence[torch.Tensor]) -> None:
-    """Leave copies of parameters for the next step. began: what these held when this one began."""
+    """Leave copies of parameters for the next step. began: what the parameters held when this step began."""
     transfers = slab.transfers
     transfers.standing.leave(zip(began, map(_bytes_of, copies), strict=True), transfers.streams.computing())
 
 
 def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
-    """Let what follows wait for a copy; gives what it wrote."""
+    """The target of a copy. What follows waits for the copy."""
     return slab.transfers.wait(ticket)
 
 
 def on_host(
     slab: Slab, ticket: Ticket, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int] | None, offset: int
 ) -> torch.Tensor:
-    """A gradient on the host, once it is there for the CPU to read. stride: None for that of what was copied."""
+    """A gradient on the host, once the CPU can read it. stride: None is that of what was copied."""
     slab.transfers.streams.finish(ticket.event)
     return viewed_as(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
 
@@ -368,8 +377,11 @@ def viewed_as(
 
 
 def _own_bytes(parameter: torch.Tensor) -> torch.Tensor:
-    """A parameter's memory. It had a storage of its own when it was planned, and may lie in a larger one by now
-    (`vector_to_parameters`)."""
+    """A parameter's memory.
+
+    The parameter had a storage of its own when it was planned, and may lie in a larger one by now
+    (`vector_to_parameters`).
+    """
     start = int(parameter.storage_offset()) * parameter.element_size()
     return _bytes(parameter.detach().untyped_storage(), start, parameter.nbytes)
 
@@ -390,7 +402,7 @@ _PRETENDED = Link(25e9, 25e9)  # where there is no device: about what PCI Expres
 
 @functools.cache
 def measure_link(device: torch.device) -> Link:
-    """The speed of pinned copies to and from a device, the better of three each way, with both ways busy.
+    """The speed of pinned copies to and from a device, with both directions busy: the best of three runs.
 
     Less is copied where the device has no room for more.
     """

@@ -1,10 +1,10 @@
 """Updates parameters in the middle of backward, each as its gradient arrives, with the user's own optimizer.
 
-A hook on each parameter steps a look at the optimizer: one that shares its state and settings and has that parameter
-alone. The gradient is freed then, so the user's `optimizer.step()` finds none, and ends the step.
+A hook on each parameter steps a copy of the optimizer that shares its state and settings and has only that parameter.
+The gradient is freed then, so the user's `optimizer.step()` finds none, and just ends the step.
 
-Parameters on the device are updated there, in line with the ops. Those on the host are updated on a thread of their
-own, beside what the device computes; backward returns when that is done.
+Parameters on the device are updated there, in the order of the ops. Those on the host are updated on a thread of their
+own, while the device computes. Backward returns when that is done.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SCALED = 1.0  # a loss whose gradient is more than this was multiplied by a Gra
 
 
 def refuse_update_in_backward(optimizer: torch.optim.Optimizer | None, accumulate: bool, grads: str) -> None:
-    """Raise ValueError where parameters can't be updated one by one as their gradients arrive, with the reason."""
+    """Raise ValueError, with the reason, where parameters can't be updated one by one as their gradients arrive."""
     if optimizer is None:
         raise ValueError("update='backward' needs optimizer=, which does the updating")
     if accumulate:
@@ -47,7 +47,9 @@ def refuse_update_in_backward(optimizer: torch.optim.Optimizer | None, accumulat
 class UpdatesInBackward:
     """The hooks on one model's parameters that step one optimizer.
 
-    host: parameters that live on the host. reads_done: returns when nothing is fetching such a parameter any more.
+    - parameters: those that it updates.
+    - host: parameters that live on the host.
+    - reads_done: returns when no copy reads such a parameter.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -93,9 +95,9 @@ class UpdatesInBackward:
 
     @contextlib.contextmanager
     def around_backward(self, tangents: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Around a planned backward pass: parameters on the host are updated beside it, and before it ends.
+        """A context for a planned backward pass. Updates of parameters on the host run beside it and end with it.
 
-        tangents: the gradients that it starts from.
+        tangents: the gradients that the pass starts from.
         """
         self._refuse(tangents)
         self._running = []
@@ -147,7 +149,7 @@ class UpdatesInBackward:
         self._update(parameter, gradient)
 
     def _update(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """What `optimizer.step()` would do to this parameter."""
+        """Do to this parameter what `optimizer.step()` would do."""
         optimizer = self._optimizer
         view = object.__new__(type(optimizer))
         view.__dict__.update(optimizer.__dict__)  # the state is shared
@@ -160,7 +162,7 @@ class UpdatesInBackward:
             parameter.grad = None
 
     def _stepped(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the user's `optimizer.step()`."""
+        """Runs before the user's `optimizer.step()`."""
         if len(args) > 1 or kwargs.get("closure") is not None:
             raise RuntimeError("memplan: with update='backward' optimizer.step() takes no closure; call it without one")
         self._updated.clear()

@@ -1,4 +1,4 @@
-"""Put back what a forward writes to of that which was there before it: parameters, arguments, tensors in attributes."""
+"""Undo writes of a forward to what was there before it: parameters, arguments, tensors in attributes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from memplan.capture.trace.call import Call
 
 
 class WritesUndone(private.TorchDispatchMode):
-    """Copies memory as soon as an op is about to write to it, and `undo` puts it back.
+    """Copies memory as soon as an op is about to write to it; `undo` puts it back.
 
-    Parameters whose `.data` is exchanged get theirs back too, but for those that come and go (sharded ones). Buffers
-    are not looked at.
+    Parameters whose `.data` was exchanged get theirs back too, except sharded ones, which come and go. Buffers are not
+    looked at.
     """
 
     def __init__(self, model: nn.Module, call: Call, known: Sequence[torch.Tensor] = ()) -> None:
-        """known: written to for certain, and copied now."""
+        """Watch memory of a model and a call. known: tensors that are written to for certain; they are copied now."""
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]

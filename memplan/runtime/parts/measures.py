@@ -1,4 +1,4 @@
-"""What a rehearsal held at each unit, read from the events that it noted."""
+"""What a rehearsal held at each unit, worked out from its events."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A pass of a unit begins or ends. phase: "forward", "turn" (of the step), "backward", or "rerun" (of a forward in
-    a backward). peak_bytes: the most held since the event before. time_s: when it was."""
+    """The begin or end of a pass of a unit.
+
+    - index: the unit.
+    - phase: "forward", "turn" (between forward and backward of the step), "backward", or "rerun" (of a forward in a
+      backward).
+    - begins: whether it is the begin of the pass.
+    - live_bytes: held now.
+    - peak_bytes: the most held since the event before.
+    - time_s: when it was.
+    """
 
     index: int
     phase: str
@@ -23,10 +31,14 @@ class Event:
 class UnitMeasure:
     """What the whole step holds around one unit.
 
-    forward_bytes, backward_bytes: when the pass begins. after_forward_bytes: when that ends. before_forward_bytes,
-    before_backward_bytes: the most between the unit before and that. forward_peak_bytes, backward_peak_bytes: the most
-    during the pass. kept_bytes: what a forward that saves everything leaves; kept_forward_bytes: the most that it adds
-    while it runs; kept_backward_bytes: the most that the step holds in the backward after it. rerun_s: its seconds.
+    - forward_bytes, backward_bytes: when the pass begins.
+    - after_forward_bytes: when forward ends.
+    - before_forward_bytes, before_backward_bytes: the most between the event before and the begin of the pass.
+    - forward_peak_bytes, backward_peak_bytes: the most during the pass.
+    - kept_bytes: what a forward that saves everything leaves.
+    - kept_forward_bytes: the most that such a forward adds while it runs.
+    - kept_backward_bytes: the most that the step holds in the backward after such a forward.
+    - rerun_s: seconds of such a forward.
     """
 
     forward_bytes: int = 0
@@ -44,8 +56,13 @@ class UnitMeasure:
 
 @dataclass(frozen=True, slots=True)
 class StepMeasure:
-    """units: in the order of forward. turn_bytes: the most held between the last forward and the loss's gradient.
-    end_bytes: the most held after the last unit's backward. left_bytes: held once backward is over."""
+    """What a step holds, by unit.
+
+    - units: in the order of forward.
+    - turn_bytes: the most held between the last forward and the loss's gradient.
+    - end_bytes: the most held after the last unit's backward.
+    - left_bytes: held once backward is over.
+    """
 
     units: tuple[UnitMeasure, ...]
     turn_bytes: int
@@ -54,7 +71,10 @@ class StepMeasure:
 
 
 def step_measure(events: Sequence[Event], unit_count: int, last_bytes: int, left_bytes: int) -> StepMeasure:
-    """Sort what was held by unit. last_bytes: the most held after the last event. left_bytes: held in the end."""
+    """What was held, sorted by unit.
+
+    last_bytes: the most held after the last event. left_bytes: held in the end.
+    """
     units = [UnitMeasure() for _ in range(unit_count)]
     turn_bytes = end_bytes = 0
     running = -1  # the unit whose backward has begun and not ended

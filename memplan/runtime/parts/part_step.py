@@ -37,7 +37,7 @@ Again = Callable[[nn.Module, Mapping[int, TangentLayout]], tuple[Capture, Progra
 
 
 class PartTangents(OtherTangents):
-    """A part of this module, in a step that is being rehearsed, gets other gradients than it was captured for."""
+    """In a rehearsal, a part of this module gets gradients of other layouts than it was captured for."""
 
     def __init__(self, module: nn.Module, problem: Exception) -> None:
         super().__init__(str(problem))
@@ -45,7 +45,7 @@ class PartTangents(OtherTangents):
 
 
 class PartRunner(Runner):
-    """A program of one part. It keeps what its backward reads, and its inputs where it may have to run once more."""
+    """A program of one part. Its inputs are kept only where it may have to run once more."""
 
     watcher: UnitObserver = NOBODY
     index: int = -1
@@ -96,11 +96,11 @@ class PartRunner(Runner):
 class PartStep:
     """A part's program with the module that it reads, and the calls for which it was made.
 
-    - plan: of the part alone. provisional: never, for it is planned in full.
+    - plan: of the part alone.
     - further: positions of arguments that are handed to autograd once more, after all others, in this order.
-    - again: the rescue where other gradients arrive than on the sample: makes the program anew. Without it such a step
-      is refused.
-    - runners: the program's, and others with the same forward; the first is the one that was right last.
+    - again: makes the program anew where other gradients arrive than on the sample. Without it such a step is refused.
+    - runners: of the program, and of others with the same forward; the first is the one that was right last.
+    - provisional: never, because it is planned in full.
     """
 
     plan: Plan
@@ -132,12 +132,12 @@ class PartStep:
 
     @property
     def runner(self) -> PartRunner:
-        """The one that runs next."""
+        """The runner that runs next."""
         return self.runners[0]
 
     @property
     def collectives(self) -> Collectives:
-        """Those of its program."""
+        """The collective signature of its program."""
         return Collectives.of(self.program.collectives)
 
     def mismatch(self, call: Call) -> str | None:
@@ -145,7 +145,7 @@ class PartStep:
         return self.key.mismatch(call)
 
     def settle(self, model: nn.Module) -> None:
-        """There is nothing that an eager forward would not do itself."""
+        """Does nothing: the module sets all by itself."""
 
     def bound_to(self, model: nn.Module, forward: Forward) -> PartStep:
         """This step for a copy of the module, which has this forward of its own."""
@@ -165,13 +165,13 @@ class PartStep:
         return traced.template.fill(outputs)
 
     def _use(self, runner: PartRunner) -> None:
-        """Let this runner be the one that runs next."""
+        """Let this runner run next."""
         if self.again is not None:
             runner.attend(self._rescue)
         self.runners[:] = [runner, *(other for other in self.runners if other is not runner)]
 
     def _rescue(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:
-        """Gradients of a forward whose own program was made for others: another program runs forward again."""
+        """Gradients of a forward whose own program was made for other gradients: another program runs forward again."""
         if not isinstance(problem, OtherTangents) or state.autocast is not None:
             raise problem
         if self.runner.watcher is not NOBODY:

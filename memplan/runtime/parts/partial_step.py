@@ -1,7 +1,7 @@
 """A step of which parts run planned while the rest runs eagerly.
 
-While the model's forward runs, and only then, the `forward` of each part is exchanged: for its program, or for its own
-forward under checkpointing.
+Only while the model's forward runs, the `forward` of each part is exchanged: for its program, or for its own forward
+under checkpointing.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def run_in_parts(
 ) -> Any:
     """What the model's forward returns, with its parts run in these ways.
 
-    refused: told of calls that are recomputed as a whole instead. ignored: attributes of modules that change without
-    changing what forward computes.
+    refused: called for each call that is recomputed as a whole instead, with the reason. ignored: attributes of modules
+    that change without changing what forward computes.
     """
     forwards = {
         module: _exchanged(module, module.forward, of_module, refused, ignored)
@@ -55,7 +55,7 @@ def run_in_parts(
 def _exchanged(
     module: nn.Module, original: Forward, ways: Sequence[Way], refused: Refused, ignored: Collection[str]
 ) -> Forward:
-    """A forward for one forward of the model, which runs the calls of a module in these ways, one after the other."""
+    """A forward for one forward of the model. It runs the calls of a module in these ways, one after the other."""
     left = iter(ways)
 
     @functools.wraps(original)
@@ -79,9 +79,10 @@ def _exchanged(
 
 @dataclass(eq=False)
 class PartialStep:
-    """A step of which parts run planned. provisional: always False, for it is planned in full.
+    """A step of which parts run planned.
 
-    strict: a call that its plan does not serve is refused, for other ranks rely on the order of its gradients.
+    - provisional: always False, because it is planned in full.
+    - strict: a call that its plan does not serve is refused, because other ranks rely on the order of its gradients.
     """
 
     plan: PartialPlan
@@ -102,7 +103,7 @@ class PartialStep:
 
     @functools.cached_property
     def collectives(self) -> Collectives:
-        """Which parts run as programs, for those hand their gradients over all at once."""
+        """A signature that tells which parts run as programs, because those hand their gradients over all at once."""
         names = {m: n for n, m in self.model.named_modules()}
         programs = [
             f"{names[module]} (call {index})"
@@ -113,7 +114,7 @@ class PartialStep:
         return Collectives.of([f"{GRADIENT}of a step planned in parts", *(f"{GRADIENT}of {p}" for p in programs)])
 
     def mismatch(self, call: Call) -> str | None:
-        """What keeps this step from serving a call, in words; the data in its arguments may be any."""
+        """What keeps this step from serving a call, in words. It serves any data in the call's arguments."""
         return self.arguments.mismatch(call) or self.modes.mismatch()
 
     def check(self, call: Call) -> None:
@@ -123,7 +124,7 @@ class PartialStep:
             raise PlanMismatch(f"this call does not match the plan: {problem}")
 
     def settle(self, model: nn.Module) -> None:
-        """There is nothing that an eager forward would not do itself."""
+        """Does nothing: an eager forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
         """What the model's forward returns."""

@@ -1,7 +1,7 @@
 """A part of a model that runs again in backward as a whole: what eager PyTorch calls checkpointing.
 
-It builds the very autograd graph that the plain forward builds, so gradients are added in the same order. What the
-graph saves is recomputed when backward first asks for it.
+It builds the same autograd graph as the plain forward, so gradients are added in the same order. What the graph saves
+is recomputed when backward first asks for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 class UnitObserver:
-    """Told when passes of units begin and end; does nothing. `rerun`: a unit's forward runs again in its backward."""
+    """Called when passes of units begin and end. This one does nothing.
+
+    phase: as for `Event`; "rerun" is a unit's forward that runs again in its backward.
+    """
 
     def begin(self, index: int, phase: str) -> None: ...
 
@@ -52,9 +55,11 @@ def recomputed(
 ) -> Any:
     """`forward(*args, **kwargs)` of a module, saving only its arguments and the generator's state.
 
-    ignored: attributes of modules that change without changing what forward computes.
-    Raises RuntimeError in backward where an argument, or (in a step that counts, with no observer) the module, is
-    another than it was when forward began.
+    - observer: called at reruns, in a rehearsal.
+    - ignored: attributes of modules that change without changing what forward computes.
+
+    Raises RuntimeError in backward where an argument has been written to since forward began. In a real step, without
+    an observer, also where the module has changed.
     """
     given = tensors_in((args, kwargs))
     versions = [t._version for t in given]
@@ -92,7 +97,7 @@ def recomputed(
 
 
 def _state_of(module: nn.Module, ignored: Collection[str]) -> tuple[Any, ...]:
-    """What a forward may depend on: tensors with their versions, modes, attributes as far as they are easily told."""
+    """What a forward may depend on: tensors with their versions, modes, and attributes that are cheap to compare."""
     tensors = tuple((id(t), t._version) for t in (*module.parameters(), *module.buffers()))
     checked_elsewhere = _OF_NO_CONCERN.union(ignored)
     plain = tuple(
@@ -111,7 +116,7 @@ def _python_generators() -> tuple[Any, ...]:
 
 
 def _told(value: Any) -> Any:
-    """A value that does not change in place, or as much of another as can be told at little cost."""
+    """A value that does not change in place, or as much of any other value as is cheap to compare."""
     if is_plain(value):
         return value
     if isinstance(value, (list, tuple, deque)):
@@ -123,10 +128,10 @@ def _told(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RecomputedStep:
-    """Calls of a module that run again in backward as a whole, which holds as little as can be.
+    """Calls of a module that run again in backward as a whole, which saves as little as possible.
 
-    ignored: attributes of modules that change without changing what forward computes. provisional: never, for there is
-    nothing to plan.
+    - ignored: attributes of modules that change without changing what forward computes.
+    - provisional: never, because there is nothing to plan.
     """
 
     module: nn.Module
@@ -142,7 +147,7 @@ class RecomputedStep:
         return self.arguments.mismatch(call)
 
     def settle(self, model: nn.Module) -> None:
-        """There is nothing that an eager forward would not do itself."""
+        """Does nothing: the module's forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
         """What the module's forward returns."""

@@ -1,7 +1,7 @@
-"""Run a step on the sample to see what it holds and what reaches its units, and leave no trace of it.
+"""Run a step on the sample to see what it holds and what reaches its units, and leave no trace of that run.
 
-In a rehearsal every unit runs at the least memory: as its program, or recomputed as a whole. Arguments and results of
-the latter go through marks, which tell when backward enters and leaves the unit.
+In a rehearsal every unit runs at the least memory: as its program, or recomputed as a whole. In the second case its
+arguments and results go through marks, which tell when backward enters and leaves the unit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,13 @@ class EditedArguments(Exception):
 
 @dataclass(eq=False)
 class Visit:
-    """One call of a unit in a rehearsal. occurrence: which of its calls in this forward.
+    """One call of a unit in a rehearsal.
 
-    tangents: by output, the gradients that arrived. uses: by argument, how many ops in here read it, where they are
-    several. twice: two arguments are one tensor. edited: a result is written to later in forward.
+    - occurrence: which of its calls in this forward.
+    - tangents: by output, the layouts of the gradients that arrived.
+    - uses: by argument, how many ops of the unit read it, where they are several.
+    - twice: two arguments are one tensor.
+    - edited: a result is written to later in forward.
     """
 
     module: nn.Module
@@ -69,7 +72,11 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class Passage:
-    """One call of a block: the visits first to end - 1 are in it; what is held before and after it."""
+    """One call of a block.
+
+    - first, end: visits first to end - 1 are in it.
+    - before_bytes, after_bytes: held before and after it.
+    """
 
     block: nn.Module
     first: int
@@ -84,10 +91,11 @@ def nothing_kept(
 ) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
-    Hooks of parameters do not run. What autocast has cast of parameters is cast anew in here, and afterwards: a step
-    that shared those of another would add gradients in another order. takes_gradients: those of parameters are let go
-    of as they come, as where a hook takes them. written: what forward writes to, as an earlier run has told; None: ops
-    are watched, which takes time.
+    Hooks of parameters do not run. Parameters that autocast has cast are cast anew in here and afterwards, because a
+    step that shared casts with another would add gradients in another order.
+
+    - takes_gradients: gradients of parameters are freed as they come, as where a hook takes them.
+    - written: what forward writes to, known from an earlier run. With None, ops are watched for it, which takes time.
     """
     writes = WritesUndone(model, call, written or ())
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
@@ -142,8 +150,10 @@ def _let_go(parameter: torch.Tensor) -> None:
 class OneForward:
     """What one run of forward tells.
 
-    answers: what it read from tensors. left: what it left in the model. caches: of that, what depends on shapes and on
-    buffers that no data reach, not on parameters, inputs or random numbers, so that any first run leaves the same.
+    - answers: what it read from tensors.
+    - left: what it left in the model.
+    - caches: the part of `left` that any first run would leave. It depends on shapes, and on buffers that no data
+      reach, and not on parameters, inputs or random numbers.
     """
 
     answers: list[Answer]
@@ -157,9 +167,9 @@ def one_forward(
     call: Call,
     around: contextlib.AbstractContextManager[object] | None = None,
 ) -> OneForward:
-    """Run forward once on a call, inside of a context. Nothing of it stays.
+    """Run forward once on a call, within the context `around`. Nothing of that run stays.
 
-    Raises ForwardFails from what it raises.
+    Raises ForwardFails where forward raises.
     """
     with nothing_kept(model, call), nothing_saved(), AttributesKept(model) as attributes:
         data = DataFollowed([*model.parameters(), *call.tensors])
@@ -184,7 +194,7 @@ class ForwardFails(Exception):
 
 @contextlib.contextmanager
 def errors_of_forward() -> Iterator[None]:
-    """Lets through what the model's own forward raises, as it is."""
+    """A context that raises errors of the model's own forward as they were raised there."""
     try:
         yield
     except ForwardFails as failure:
@@ -194,8 +204,10 @@ def errors_of_forward() -> Iterator[None]:
 class Rehearsal(UnitObserver):
     """One step with real data.
 
-    events: passes of units, in order. visits: calls of units, in order. passages: calls of blocks, in order. written:
-    tensors that were there before forward, buffers aside, and that it writes to.
+    - events: of passes of units, in order.
+    - visits: calls of units, in order.
+    - passages: calls of blocks, in order.
+    - written: tensors that were there before forward, and that it writes to, buffers excepted.
     """
 
     def __init__(
@@ -207,8 +219,12 @@ class Rehearsal(UnitObserver):
         leaves_out: LeavesOut | None = None,
         takes_gradients: bool = False,
     ) -> None:
-        """metered: bytes are counted, which slows the step down. leaves_out: storages that do not count.
-        takes_gradients: those of parameters are let go of as they come."""
+        """Prepare a step.
+
+        - metered: bytes are counted, which slows the step down.
+        - leaves_out: storages that do not count.
+        - takes_gradients: gradients of parameters are freed as they come.
+        """
         self.events: list[Event] = []
         self.visits: list[Visit] = []
         self.passages: list[Passage] = []
@@ -225,11 +241,10 @@ class Rehearsal(UnitObserver):
         return step_measure(self.events, len(self.visits), self.last_bytes, self.left_bytes)
 
     def run(self, ways: Ways, blocks: Collection[nn.Module] = ()) -> None:
-        """Run forward and backward.
+        """Run forward and backward. Raises UnsupportedModel where no output is differentiable.
 
-        ways: how each call of a unit runs: as a program, or else recomputed as a whole. blocks: modules with units in
-        them that are looked at as well.
-        Raises UnsupportedModel where no output is differentiable.
+        ways: how each call of a unit runs: as a program, else recomputed as a whole. blocks: modules with units in them
+        whose calls are noted as well.
         """
         forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
         forwards |= {m: self._passed(m, m.forward) for m in blocks}
@@ -357,7 +372,7 @@ class Rehearsal(UnitObserver):
 
 
 class _Mark(torch.autograd.Function):
-    """Hands its arguments on, and tells when their gradients have all come back."""
+    """Hands its arguments on, and tells when gradients have come back for all of them."""
 
     @staticmethod
     def forward(ctx: Any, observer: UnitObserver, index: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -372,14 +387,14 @@ class _Mark(torch.autograd.Function):
 
 
 def starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
-    """The outputs from which backward is taken to start. Raises UnsupportedModel where there is none."""
+    """The outputs that backward starts from. Raises UnsupportedModel where there is none."""
     template = OutputTemplate(output, shared_objects(model))
     chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
     return [template.tensors[i] for i in chosen]
 
 
 def _run_backward(starts: Sequence[torch.Tensor]) -> None:
-    """Backward as a training loop calls it: after the context of autocast, which drops its casts when it ends."""
+    """Run backward as a training loop does: after the context of autocast, whose end drops its casts."""
     torch.clear_autocast_cache()
     with torch.autocast(starts[0].device.type, enabled=False):
         torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
@@ -392,8 +407,10 @@ def timed_step(
     written: Sequence[torch.Tensor],
     takes_gradients: bool = False,
 ) -> float:
-    """Seconds of one step, forward and backward. written: what forward writes to, beside buffers. takes_gradients:
-    those of parameters are let go of as they come."""
+    """Seconds of one step, forward and backward.
+
+    written: what forward writes to, beside buffers. takes_gradients: gradients of parameters are freed as they come.
+    """
     with nothing_kept(model, call, takes_gradients, written), torch.enable_grad():
         _wait_for_device(model)
         start = time.perf_counter()
@@ -409,7 +426,7 @@ def _wait_for_device(model: nn.Module) -> None:
 
 
 def resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
-    """What is there before a step: parameters (this rank's part of those that are sharded), buffers and inputs."""
+    """Tensors that are there before a step: parameters (this rank's part of sharded ones), buffers and inputs."""
     tensors = [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
     return [part for tensor in tensors for part in strided_parts(tensor)]
 
@@ -423,9 +440,10 @@ def measured_peak(
 ) -> int:
     """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
-    leaves_out: storages that do not count. takes_gradients: those of parameters are let go of as they come. Two steps
-    are run, because the first may leave something in Python attributes that the second still holds, and libraries on
-    the device.
+    Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
+    allocate on the device.
+
+    leaves_out: storages that do not count. takes_gradients: gradients of parameters are freed as they come.
     """
     meter = LiveMeter(leaves_out)
     allocated_bytes = 0
@@ -445,7 +463,7 @@ def measured_peak(
 
 @contextlib.contextmanager
 def _allocations(model: nn.Module) -> Iterator[list[int]]:
-    """The most by which what PyTorch's allocator has on a CUDA device grows for as long; 0 on a CPU."""
+    """A context that gives by how much PyTorch's allocations on the CUDA device grew at most; 0 on a CPU."""
     device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
     grown = [0]
     if device is None:

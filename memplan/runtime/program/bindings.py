@@ -1,8 +1,8 @@
 """The function of PyTorch's Python API that runs an op in the least time.
 
-`torch.ops.aten.mm.default(a, b)` matches its arguments to a schema whenever it is called; `torch.mm(a, b)` has a parser
-made for it, which takes a microsecond or two less. Which overload that picks depends on the arguments, so it is asked,
-once for each look of a call: a dispatch mode notes what arrives, and nothing runs.
+`torch.ops.aten.mm.default(a, b)` matches its arguments to a schema at each call. `torch.mm(a, b)` has a parser made for
+it, which takes a microsecond or two less, but which overload it picks depends on the arguments. So each kind of call is
+tried once, under a dispatch mode that notes the op and its arguments and runs nothing.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _KNOWN: dict[Any, Callable[..., Any]] = {}  # by op, function of its name, and l
 
 
 def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """What runs the op `target` where it is called in this way: `target` itself where nothing is known to be faster.
+    """The function that runs the op `target` in a call like this one; `target` itself where none is known to be faster.
 
-    args, kwargs: with nodes of a trace for tensors.
+    args, kwargs: the arguments, with nodes of a trace for tensors.
     """
     function = _function(target)
     if function is None:
@@ -56,7 +56,7 @@ def _function(target: Any) -> Callable[..., Any] | None:
 
 
 def _look(thing: Any) -> Any:
-    """All of an argument that a parser looks at: of a number its type."""
+    """The part of an argument on which a parser's choice depends: of a number its type."""
     if isinstance(thing, fx.Node):
         tensor = thing.meta["val"]
         return (tensor.dtype, tensor.dim() == 0)
@@ -70,7 +70,7 @@ def _look(thing: Any) -> Any:
 
 
 def _tensors(thing: Any) -> Any:
-    """Arguments with tensors in the places of nodes."""
+    """Arguments with tensors in place of nodes."""
     if isinstance(thing, MetaTensor):
         return thing.build()
     if isinstance(thing, fx.Node):

@@ -1,7 +1,7 @@
-"""A first run of a program, in which every result is compared with what the trace says of it.
+"""A first run of a program, in which every result is compared with the traced one.
 
-Measuring an op's cost makes the same comparison; programs of which no op was run here get it then. A fake kernel that
-is wrong about strides would otherwise lead to other kernels further on, and so to other bits.
+Where ops are measured, that makes the same comparison. This is for programs whose ops were not run here before. A fake
+kernel that is wrong about strides would otherwise lead to other kernels further on, and so to other bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TRACED = "traced"  # under this name a node's metadata has the node of the trace
 
 
 def run_checked(program: fx.GraphModule, arguments: list[Any]) -> Any:
-    """Run a boxed program op by op.
+    """Run a boxed program op by op, comparing each result with the traced one.
 
     Raises OtherResults where a result is another than was traced, UnsupportedModel where it could not be traced.
     """
@@ -50,8 +50,10 @@ class _Checked(fx.Interpreter):
 
 
 def _looks(facts: Facts, traced: fx.Node) -> list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...]] | None]:
-    """What of each result may tell an op further on which kernel to run: strides of dimensions of one element do too,
-    so they count where any op reads the result."""
+    """Properties of each result on which the kernels of later ops may depend.
+
+    Strides of dimensions of one element count only where an op reads the result.
+    """
     return [
         None
         if t is None

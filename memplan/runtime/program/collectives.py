@@ -1,4 +1,4 @@
-"""What a step makes other ranks wait for: the events that all ranks of a group have to run in one order."""
+"""The collective signature of a step: the events that all ranks of a group have to run in one order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ GRADIENT = "gradient "  # a gradient is handed over to autograd, where hooks may
 class Collectives:
     """The collective signature of a step.
 
-    events: what happens, in order: "gradient layers.0.weight" where that is handed over; any other event is a
-    collective that the step runs itself. Shapes are left out, for ranks may have other batches. digest: 8 bytes, equal
-    for equal events.
+    - events: what happens, in order. "gradient layers.0.weight" is the hand-over of that gradient; any other event is a
+      collective that the step runs itself. Shapes are left out, because ranks may have other batches.
+    - digest: 8 bytes, equal for equal events.
     """
 
     events: tuple[str, ...]

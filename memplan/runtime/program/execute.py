@@ -1,9 +1,9 @@
 """Run a program under autograd: one Function for the whole step, with nothing kept outside its context.
 
-Parameters are not inputs of the Function: an empty anchor tensor connects it to autograd, and each gradient is handed
-over in the middle of backward, as soon as it is final. (Under grads="edges" they are inputs, and their gradients are
-what backward returns, so that `torch.autograd.grad` finds them.) Saved tensors live in a list that backward takes
-away, so the version checks that autograd would make on them are made here.
+Parameters are not inputs of the Function. An empty anchor tensor connects it to autograd, and each gradient is handed
+over in the middle of backward, as soon as it is final. Under grads="edges" parameters are inputs, and backward returns
+their gradients, so that `torch.autograd.grad` finds them. Saved tensors live in a list that backward empties, so the
+version checks that autograd would make on them are made here.
 """
 
 from __future__ import annotations
@@ -36,15 +36,19 @@ from memplan.runtime.watch.observe import Observer
 
 
 class OtherTangents(PlanMismatch):
-    """Backward starts from other outputs, with gradients of another layout, or under another autocast than it was
-    captured for."""
+    """Backward starts from other gradients than it was captured for.
+
+    They arrive at other outputs, in another layout, or under another autocast.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """Buffers (by name) that forward writes to. matters: forward's results depend on such a write.
+    """What forward writes to, of that which is there before it.
 
-    for_good: it also writes to what can't be put back: inputs, constants, buffers that it exchanges.
+    - buffers: names of these buffers.
+    - for_good: it also writes to what can't be put back: inputs, constants, buffers that it exchanges.
+    - matters: forward's results depend on such a write.
     """
 
     buffers: tuple[str, ...] = ()
@@ -55,8 +59,9 @@ class Written:
 class ParameterStore:
     """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
 
-    transfers: the model's copies to and from host memory. updates: the optimizer in its backward, where there is one.
-    gathers: of sharded parameters, where somebody has sharded them.
+    - transfers: the model's copies to and from host memory.
+    - updates: the optimizer that steps in backward, where there is one.
+    - gathers: of sharded parameters, where there are any.
     """
 
     def __init__(
@@ -73,7 +78,7 @@ class ParameterStore:
             self._homes[name] = (home, leaf)
 
     def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
-        """Have these in common with the stores of the model's other steps."""
+        """Share these with the stores of the model's other steps."""
         self.transfers, self.updates = transfers or self.transfers, updates
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -84,7 +89,7 @@ class ParameterStore:
         return iter(self._homes)
 
     def get(self, name: str, default: torch.Tensor) -> torch.Tensor | None:
-        """The one called `name`; `default` where the store has none of that name."""
+        """The tensor called `name`; `default` where the store has none of that name."""
         return self[name] if name in self._homes else default
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
@@ -92,7 +97,7 @@ class ParameterStore:
         home[leaf] = tensor
 
     def is_sharded(self, name: str) -> bool:
-        """Whether that is a parameter that is empty between uses."""
+        """Whether a name is that of a parameter that is empty between uses."""
         parameter = self[name]
         return (
             self.gathers is not None
@@ -101,12 +106,12 @@ class ParameterStore:
         )
 
     def begin(self) -> None:
-        """A planned forward or backward begins."""
+        """Prepare for a planned forward or backward."""
         if self.gathers is not None:
             self.gathers.shards.begin()
 
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        """Put gradients into `.grad` through autograd, in this order, so that every kind of hook fires."""
+        """Put gradients into `.grad` through autograd, in this order, so that every kind of hook runs."""
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
         if not pairs:
             return
@@ -116,7 +121,7 @@ class ParameterStore:
             self._hand_over(names, gradients)
 
     def _accepting(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-        """Parameters have the shapes of their gradients for as long."""
+        """A context in which parameters have the shapes of their gradients."""
         if self.gathers is None:
             return contextlib.nullcontext()
         parameters = [p for p in map(self.__getitem__, names) if isinstance(p, nn.Parameter)]
@@ -133,7 +138,7 @@ class ParameterStore:
 
 
 class _SameGradient(torch.autograd.Function):
-    """Hands a gradient on with its strides; a view's backward would tidy up those of dimensions of size 1."""
+    """Hands a gradient on with its strides. A view's backward would change those of dimensions of size 1."""
 
     @staticmethod
     def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
@@ -150,7 +155,7 @@ def _same_gradient(parameter: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class TangentLayout:
-    """What backward was captured for: the gradient that arrives for one output."""
+    """The layout of the gradient that arrives for one output, as backward was captured for it."""
 
     output: str
     shape: tuple[int, ...]
@@ -163,7 +168,7 @@ class TangentLayout:
 
     @staticmethod
     def all_of(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
-        """By position of the output, for those that backward starts from. names: of all outputs."""
+        """Layouts by position of the output, for outputs that backward starts from. names: of all outputs."""
         return {
             index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
             for index, output in enumerate(traced.outputs)
@@ -172,7 +177,11 @@ class TangentLayout:
 
 
 class _Watched(NamedTuple):
-    """A tensor that backward reads, as it was when forward ended. storage, offset: where its contents lie."""
+    """A tensor that backward reads, as it was when forward ended.
+
+    - what: its name, for messages.
+    - storage, offset: where its contents lie.
+    """
 
     what: str
     tensor: torch.Tensor
@@ -214,10 +223,15 @@ class _Watched(NamedTuple):
 class InFlight:
     """One forward that waits for its backward.
 
-    watched: inputs and outputs. parameters: parameters and buffers by name. start: what it takes to run it once more.
-    surfaced: parameters whose gradients backward has handed over. surfacing: it is in the middle of doing so.
-    autocast: under which backward runs; None is none. decided: what forward has branched on. returned: what it has
-    returned, where that matters.
+    - saved: what the forward program hands to the backward program.
+    - watched: inputs and outputs, as they were when forward ended.
+    - parameters: parameters and buffers, as they were when forward ended.
+    - start: what it takes to run this forward once more.
+    - decided: booleans that forward has branched on.
+    - surfaced: parameters whose gradients backward has handed over.
+    - surfacing: backward is handing gradients over right now.
+    - autocast: under which backward runs; None: without autocast.
+    - returned: the outputs, where their use before backward has to be checked.
     """
 
     saved: list[Any]
@@ -232,16 +246,19 @@ class InFlight:
 
     @property
     def saved_bytes(self) -> int:
-        """What it holds for backward, beside its inputs and outputs; 0 once that has begun."""
+        """Bytes that it holds for backward, beside its inputs and outputs. 0 once backward has begun."""
         held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
         return sum(held.values()) - sum(held.get(storage_key(watched.tensor), 0) for watched in self.watched)
 
 
 @dataclass(frozen=True, slots=True)
 class _Start:
-    """Where a forward began. buffers: copies of those that it writes to, where they are kept.
+    """The state in which a forward began.
 
-    read: everything that forward reads and does not write to, as it was when it ended.
+    - inputs: the arguments' tensors.
+    - generator: states of generators, where forward draws from them.
+    - buffers: copies of those that it writes to, where they are kept.
+    - read: everything that forward reads and does not write to, as it was when forward ended.
     """
 
     inputs: tuple[torch.Tensor, ...]
@@ -255,7 +272,7 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program with the model whose parameters it reads."""
+    """A program, with the model whose parameters it reads."""
 
     def __init__(
         self,
@@ -270,10 +287,14 @@ class Runner:
         autocast: Autocast | None = None,
         decisions: tuple[int, ...] = (),
     ) -> None:
-        """draws: forward advances the generator. written: buffers and inputs that forward writes to. autocast: under
-        which backward was captured; None is none. decisions: outputs that tell which branches forward takes.
+        """Prepare to run a program.
 
-        trainable: the parameters that are inputs of the Function, under grads="edges".
+        - program, backwards: the program, and its backward programs with the gradients that each was captured for.
+        - trainable: the parameters that are inputs of the Function, under grads="edges".
+        - draws: forward advances the generator.
+        - written: buffers and inputs that forward writes to.
+        - autocast: under which backward was captured; None: without autocast.
+        - decisions: outputs that tell which branches forward takes.
         """
         self.program = program
         self.store = store
@@ -298,25 +319,26 @@ class Runner:
     def attend(
         self, rescue: Rescue, before_backward: Callable[[], None] = lambda: None, keeps_buffers: bool = False
     ) -> None:
-        """Have somebody look after the step from now on.
+        """Give the step a helper, from now on.
 
-        rescue: gives gradients where this program can't. before_backward: is told that one begins. keeps_buffers: what
-        forward writes to is put back where it runs again.
+        - rescue: gives gradients where this program can't.
+        - before_backward: called when a backward begins.
+        - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
         """
         self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
 
     @property
     def is_attended(self) -> bool:
-        """Whether somebody gives gradients where this program can't."""
+        """Whether a rescue gives gradients where this program can't."""
         return self._rescue is not None
 
     def begin_backward(self) -> None:
-        """Tell whom it concerns."""
+        """Call what is to be called when a backward begins."""
         if self._before_backward is not None:
             self._before_backward()
 
     def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
-        """Those of this program, or of another one where it can't give them and somebody knows better."""
+        """Gradients from this program, or from the rescue where this program can't give them."""
         tangents = dict(sorted(tangents.items()))
         try:
             return self.backward(state, tangents)
@@ -328,7 +350,10 @@ class Runner:
         return self._rescue(state, tangents, problem)
 
     def check_first_runs(self) -> None:
-        """Have every result compared with the trace's when the programs first run, for no op was run here before."""
+        """Compare every result with the traced one when the programs first run.
+
+        This is for programs whose ops were not run here before.
+        """
         self.unchecked = {self.program.forward, *(program for _, program in self._backwards)}
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -415,7 +440,7 @@ class Runner:
         return _Start(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
 
     def _go_back(self, start: _Start) -> None:
-        """Put the generator and the buffers to where they were when a forward began."""
+        """Put the generator and the buffers back to their state when a forward began."""
         if start.generator is not None:
             restore_held_rng(self.device, start.generator)
         for name, tensor in start.buffers.items():
@@ -428,9 +453,9 @@ class Runner:
         return all(watched.is_same(self.store) for watched in state.start.read)
 
     def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
-        """Run the forward of `state`, which another program ran, and its backward.
+        """Run the forward of `state` again, which another program ran first, and then its backward.
 
-        Buffers and the generator are left as they are; gradients that were handed over are not handed over again.
+        Buffers and the generator are left as they are. Gradients that were handed over are not handed over again.
         """
         present = _Start((), held_rng(self.device), {n: self.store[n].detach().clone() for n in self.written.buffers})
         self._go_back(state.start)
@@ -499,7 +524,7 @@ class Runner:
         return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
 
     def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
-        """Run one of the two programs; its first run is checked where no op of it was run before."""
+        """Run one of the two programs. Its first run is checked where none of its ops was run before."""
         with private.without_function_modes():
             if program not in self.unchecked:
                 return program.forward(arguments)
@@ -555,7 +580,7 @@ class _StepFunction(torch.autograd.Function):
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that takes no memory of the device, which the plan does not count."""
+    """A copy in memory of its own that does not count as the device's, because plans do not count it."""
     memory = bytearray(max(1, tensor.nbytes))
     with private.outside_of_tracing():
         flat = torch.frombuffer(memory, dtype=torch.uint8)[: tensor.nbytes]

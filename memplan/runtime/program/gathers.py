@@ -1,7 +1,7 @@
 """Gathers of sharded parameters: what a program calls where its plan says so.
 
-One `GatherSession` serves one forward and its backward. Several may be under way at once; a parameter is freed when the
-last of them lets go of it. A session that nobody holds any more, because its step was given up, lets go of everything.
+One `GatherSession` serves one forward and its backward. Several may be under way at once: a parameter is freed when the
+last of them releases it. A session that is collected, because its step was given up, releases all that it holds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from memplan.capture.shards import Handle, Shards
 
 
 class Gathers:
-    """The gathered parameters of one planned model. users: sessions that hold each, by its id."""
+    """The gathered parameters of one planned model. users: the number of sessions that hold each, by its id."""
 
     def __init__(self, shards: Shards) -> None:
         self.shards = shards
@@ -31,7 +31,7 @@ class Gathers:
         return self.shards.gather(parameter)
 
     def end(self, parameter: nn.Parameter) -> None:
-        """One user has done with it."""
+        """Note that one user has done with a parameter, and free it after the last."""
         self.users[id(parameter)] -= 1
         if not self.users[id(parameter)]:
             del self.users[id(parameter)]
@@ -57,7 +57,7 @@ class GatherSession:
         return name
 
     def wait(self, name: str) -> torch.Tensor:
-        """The whole parameter."""
+        """The whole parameter, once its gather is done."""
         parameter, handle = self._held[name]
         handle.wait()
         shard = self._gathers.shards.shard(parameter)
@@ -69,7 +69,7 @@ class GatherSession:
         return parameter.detach()
 
     def release(self, name: str) -> None:
-        """Let go of a parameter."""
+        """Note that this session has done with a parameter."""
         self._gathers.end(self._held.pop(name)[0])
 
 
@@ -93,7 +93,7 @@ def gather(session: GatherSession, name: str) -> str:
 
 @private.with_function_modes
 def gathered(session: GatherSession, ticket: str) -> torch.Tensor:
-    """Let what follows wait for a gather; gives the whole parameter."""
+    """The whole parameter. What follows waits for its gather."""
     return session.wait(ticket)
 
 

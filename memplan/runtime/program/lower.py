@@ -1,8 +1,8 @@
 """From a schedule to a program: two plain fx GraphModules, one for forward and one for backward.
 
-A recompute is a repeated node. Freeing is fx's own `x = None` after the last use, which is where the schedule drops.
-Views cost nothing: they are derived again wherever an op needs them. Both modules are boxed: they take one list and
-empty it.
+A recompute is a repeated node. Memory is freed by fx's own `x = None` after the last use, which is where the schedule
+drops the value. Views cost nothing: they are derived again wherever an op needs them. Both modules are boxed: they take
+one list and empty it.
 """
 
 from __future__ import annotations
@@ -79,15 +79,21 @@ def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tens
 class Program:
     """A lowered plan.
 
-    forward takes [store, *inputs] and returns [*outputs, *saved]; backward takes [store, sink, *tangents, *saved] and
-    returns the gradients of the inputs that require grad, then, under grads="edges", those of parameters.
-    forward_inputs: positions of the inputs that forward takes. backward_inputs: positions of those that backward reads.
-    backward_outputs: positions of the outputs whose memory it reads. backward_state: parameters and buffers that it
-    reads or gives gradients to. input_outputs: outputs that are inputs themselves. tangents: output index of each
-    tangent. input_gradients: position of the input that each of the first results of backward belongs to.
-    parameter_gradients: names of the parameters that the others belong to. grads: what `lower` was told.
-    collectives: what other ranks have to do in the same order, as `Collectives` has it. staying: parameters of which
-    copies stay on the device between steps.
+    - forward: takes [store, *inputs] and returns [*outputs, *saved].
+    - backward: takes [store, sink, *tangents, *saved] and returns the gradients of the inputs that require grad, then,
+      under grads="edges", those of parameters.
+    - forward_inputs: positions of the inputs that forward takes.
+    - backward_inputs: positions of the inputs that backward reads.
+    - backward_state: parameters and buffers that backward reads or gives gradients to.
+    - backward_outputs: positions of the outputs whose memory backward reads.
+    - input_outputs: outputs that are inputs themselves: position of the output -> position of the input.
+    - output_count: the number of outputs.
+    - tangents: output index of each tangent.
+    - input_gradients: position of the input that each of the first results of backward belongs to.
+    - parameter_gradients: names of the parameters that the other results of backward belong to.
+    - grads: what `lower` was told.
+    - collectives: events that other ranks have to run in the same order, as in `Collectives`.
+    - staying: parameters of which copies stay on the device between steps.
     """
 
     forward: fx.GraphModule
@@ -117,7 +123,7 @@ def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Progr
 
 
 def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether a view is one tensor, and not several as of unbind, in this dtype."""
+    """Whether a view is one tensor of this dtype, and not several, as of unbind."""
     tensor = node.meta["val"]
     return isinstance(tensor, torch.Tensor) and tensor.dtype == dtype
 
@@ -230,7 +236,7 @@ class _Lowering:
     # -- tensors ----------------------------------------------------------------------------------------------------
 
     def _tensor(self, node: fx.Node, value: int) -> fx.Node:
-        """The program's node for `node` of the trace, seen as a look at `value`'s memory."""
+        """The program's node for `node` of the trace, as a view of `value`'s memory."""
         if self.graph.values[value].resident and not self.graph.values[value].fetched:
             return self._look(node, self.side.residents, value)
         return self._look(node, self.live[value], value)
@@ -323,8 +329,11 @@ class _Lowering:
                 self.side.call(decide, (self.live[made.value][made.node], decision.value, decision.where))
 
     def _replaying(self, index: int) -> tuple[Any, torch.device]:
-        """How a random op runs again, and on what device: PyTorch's draw from the generator of where their results are,
-        which a step on a GPU may well move there later. Of a user's own op nobody knows."""
+        """How a random op runs again, and whose generator is put back for it.
+
+        PyTorch's ops draw from the generator of the device that their results are on. That may be the host in a step on
+        a GPU. What a user's own op draws from is not known, so all generators are put back for it.
+        """
         kernel, device = self.traced.kernels[index], self.traced.device
         if not op_facts.is_of_pytorch(kernel.target):
             return replay_all, device
@@ -346,7 +355,10 @@ class _Lowering:
         return tuple(argument(a) for a in args), {k: argument(v) for k, v in kwargs.items()}
 
     def _take_over(self, index: int) -> set[int]:
-        """Values written in place keep the program's nodes of the value that they took over."""
+        """Let values that are written in place keep the program's nodes of the values that they take over.
+
+        Gives the values that were not live before.
+        """
         fresh = set()
         for value in self.graph.ops[index].outputs:
             taken = self.graph.values[value].reuses
@@ -413,7 +425,10 @@ class _Lowering:
         self.awaited.add(value)
 
     def _arrive(self, value: int) -> None:
-        """What stays is there, unless this is the first step: that waits where the value is used first."""
+        """Wait for the copy of a value that stays between steps, where the value is used first.
+
+        Only a first step has to wait.
+        """
         if value in self.awaited:
             self.awaited.remove(value)
             self._wait(value)
@@ -451,8 +466,10 @@ class _Lowering:
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _see_on_host(self, value: int) -> None:
-        """Bind a gradient to its copy on the host, in the strides of its kernel: where a dimension has one element, the
-        trace may have others."""
+        """Bind a gradient to its copy on the host, with the strides that its kernel gave it.
+
+        In dimensions of one element, the trace may have other strides.
+        """
         roots = self.traced.roots[value]
         self.live[value] = instance = {}
         for root in roots:

@@ -1,8 +1,8 @@
-"""What a planned forward returns, and what its caller may do with that before backward.
+"""What a planned forward returns, and checks of what its caller did with that before backward.
 
-Outputs are results of one autograd node, which knows nothing of how they are connected within the plan. Of an output
-from which others derive, autograd sees only the gradient that is handed in from outside; and where two lie in the same
-memory, a differentiable edit of one does not become part of the other's history. Both are noticed in backward.
+Outputs are results of one autograd node, which knows nothing of how they depend on each other within the plan. Where
+other outputs derive from one, autograd sees only the part of its gradient that comes from outside. Where two lie in the
+same memory, a differentiable edit of one does not become part of the other's history. Both are noticed in backward.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ _NEVER = -1  # the number of no backward pass
 class Outputs:
     """The tensors that a planned forward returns.
 
-    inner: those from which others derive, and whether one that backward starts from does. shared: groups that are
-    differentiable and lie in the same memory.
+    - names, requires_grad: of each.
+    - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
+    - shared: groups of differentiable outputs that lie in the same memory.
     """
 
     names: tuple[str, ...]
@@ -47,7 +48,7 @@ class Outputs:
         )
 
     def returned(self, tensors: Sequence[torch.Tensor]) -> Returned:
-        """These tensors as they are returned, for a look at them in backward."""
+        """A record of these tensors as they are returned, for checks in backward."""
         looked_at = [_NEVER]
         return Returned(
             {i: _Onlookers(self.names[i], tensors[i], looked_at) for i in self.inner if tensors[i].grad_fn is not None},
@@ -55,7 +56,7 @@ class Outputs:
         )
 
     def check(self, returned: Returned, reached: Collection[int]) -> None:
-        """Raise RuntimeError where gradients that arrive for some outputs do not say all that eager's would."""
+        """Raise RuntimeError where gradients that arrive for some outputs are not all that eager's would be."""
         for index, onlookers in returned.onlookers.items():
             if self.inner.get(index):
                 onlookers.check()
@@ -65,16 +66,17 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """The outputs of one forward. Keeps none alive but in its memory, which the plan holds until backward ends."""
+    """The outputs of one forward. It keeps only their memory alive, which the plan holds until backward ends anyway."""
 
     onlookers: Mapping[int, _Onlookers]
     shared: Sequence[_SharedOutputs]
 
 
 class _Onlookers:
-    """Whoever asks for the gradient of an output.
+    """Hooks and the like that ask for the gradient of an output.
 
-    looked_at: the backward pass of which one of all outputs of a forward has seen that it runs the planned one.
+    looked_at: shared by all outputs of a forward: the number of the backward pass that was found to run the planned
+    one.
     """
 
     def __init__(self, name: str, output: torch.Tensor, looked_at: list[int]) -> None:
@@ -82,7 +84,7 @@ class _Onlookers:
         self._hooks = output.register_hook(self._begin).hooks_dict_ref
 
     def _begin(self, gradient: torch.Tensor | None) -> None:
-        """Called before all others, who would not know what to do with a gradient that is none."""
+        """Runs before all other hooks, which could not handle a gradient that is None."""
         if self._looked_at[0] != private.backward_in_progress():
             output = self._output()
             node = None if output is None else output.grad_fn
@@ -93,7 +95,7 @@ class _Onlookers:
             self.check()
 
     def check(self) -> None:
-        """Raise RuntimeError where there are any."""
+        """Raise RuntimeError where something asks for the gradient."""
         output, hooks = self._output(), self._hooks() or {}
         if output is not None and output.retains_grad:
             raise self._refusal("retain_grad()")
@@ -109,7 +111,7 @@ class _Onlookers:
 
 
 class _SharedOutputs:
-    """Outputs in the same memory, which have one version."""
+    """Outputs in the same memory, which share one version counter."""
 
     def __init__(self, names: Sequence[str], outputs: Mapping[int, torch.Tensor]) -> None:
         first = next(iter(outputs.values()))
@@ -118,7 +120,7 @@ class _SharedOutputs:
         self._node = id(first.grad_fn)  # which lives until its backward is over
 
     def check(self, reached: Collection[int]) -> None:
-        """Raise RuntimeError where an edit of one may have to do with the gradient of another."""
+        """Raise RuntimeError where an edit of one may change the gradient of another."""
         wanted = self._outputs.keys() & reached
         if self._memory._version == self._version or not wanted:
             return

@@ -1,4 +1,4 @@
-"""The generator's state: kept before a random op that will run again, and put back for that run alone."""
+"""States of random generators: kept before a random op that will run again, and put back for that run alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def save_rng(device: torch.device) -> Any:
 
 
 def restore_rng(device: torch.device, state: Any) -> None:
-    """Put the generator where `save_rng` found it."""
+    """Put the generator back to the state that `save_rng` gave."""
     if device.type == "cpu":
         torch.set_rng_state(state)
         return
@@ -34,13 +34,13 @@ def restore_rng(device: torch.device, state: Any) -> None:
 def held_rng(device: torch.device) -> tuple[bytearray, Any]:
     """The states of all generators that a step on the device may draw from: a step on a GPU also from the CPU's.
 
-    In a form that takes no tensor memory, for they are held for the length of the step.
+    They are held for the length of the step, so they are in a form that takes no tensor memory.
     """
     return bytearray(torch.get_rng_state().numpy()), None if device.type == "cpu" else save_rng(device)
 
 
 def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None:
-    """Put the generators where `held_rng` found them."""
+    """Put the generators back to the states that `held_rng` gave."""
     on_cpu, on_device = state
     torch.set_rng_state(torch.frombuffer(on_cpu, dtype=torch.uint8))
     if on_device is not None:
@@ -48,7 +48,7 @@ def restore_held_rng(device: torch.device, state: tuple[bytearray, Any]) -> None
 
 
 def replay_random(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run a random op with the generator state of its first run; the generator itself is left as it was."""
+    """Run a random op with the generator state of its first run, and leave the generator as it was."""
     present = save_rng(device)
     try:
         restore_rng(device, state)
@@ -58,7 +58,7 @@ def replay_random(state: Any, device: torch.device, target: Callable[..., Any], 
 
 
 def replay_all(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Run an op that draws from who knows what generator, with the states of its first run. state: from `held_rng`."""
+    """Run an op that draws from an unknown generator, with all states of its first run. state: from `held_rng`."""
     present = held_rng(device)
     try:
         restore_held_rng(device, state)

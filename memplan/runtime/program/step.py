@@ -25,7 +25,7 @@ _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's ord
 
 
 class PlannedStep(Protocol):
-    """What serves one kind of call of a model."""
+    """A step that serves one kind of call of a model."""
 
     @property
     def plan(self) -> Plan | PartialPlan | None: ...
@@ -43,8 +43,10 @@ class PlannedStep(Protocol):
 class WholeStep:
     """One plan of a model for one kind of call.
 
-    programs: the plan, lowered, and where there is a second one, for gradients of another layout.
-    provisional: found in a hurry, to be planned in full when such a call comes again. collectives: of all programs.
+    - programs: the plan, lowered; a second one serves gradients of another layout.
+    - key: tells which calls the step serves.
+    - collectives: of all programs.
+    - provisional: found in a hurry; planned in full when such a call comes again.
     """
 
     plan: Plan
@@ -64,7 +66,7 @@ class WholeStep:
         provisional: bool = False,
         gathers: Gathers | None = None,
     ) -> WholeStep:
-        """The step for the model that was captured. The batch that it was captured with is let go."""
+        """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
         runner = _runner(model, capture, programs, gathers)
         if plan.problem.costs.source == "estimated":
@@ -85,7 +87,7 @@ class WholeStep:
         return self.key.mismatch(call)
 
     def settle(self, model: nn.Module) -> None:
-        """Leave on the model what its first eager forward would."""
+        """Set on the model what its first eager forward would set."""
         self.capture.settle(model)
 
     def run(self, call: Call) -> Any:
@@ -105,7 +107,7 @@ class WholeStep:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """Calls that run unplanned, because they can't be captured and fit the budget as they are."""
+    """A step that runs the model's own forward, for calls that can't be captured and fit the budget as they are."""
 
     forward: Callable[..., Any]
     arguments: ArgumentsKey
@@ -127,7 +129,7 @@ class EagerStep:
         return self.arguments.mismatch(call) or self.modes.mismatch()
 
     def settle(self, model: nn.Module) -> None:
-        """There is nothing that an eager forward would not do itself."""
+        """Does nothing: an eager forward sets all by itself."""
 
     def run(self, call: Call) -> Any:
         """What the model's forward returns."""
@@ -157,7 +159,7 @@ def _runner(
 
 
 def _written(traced: Traced) -> Written:
-    """What forward writes to of that which is there before it."""
+    """What forward writes to, of that which is there before it."""
     graph, names = traced.graph, list[str]()
     for_good, versions = bool(traced.reassigned), set[int]()
     successors: dict[int | None, list[int]] = {}
@@ -178,7 +180,10 @@ def _written(traced: Traced) -> Written:
 
 
 def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
-    """A value and those that later take over its memory. successors: the values that take over that of each at once."""
+    """A value and those that later take over its memory.
+
+    successors: for each value, those that take over its memory next.
+    """
     yield value
     for later in successors.get(value, ()):
         yield from _versions(successors, later)

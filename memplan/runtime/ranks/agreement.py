@@ -1,23 +1,27 @@
 """Ranks that train one model together agree before each planned step: all of them run the same collectives, or none.
 
-A collective that one rank enters and another does not hangs, and gradients that reach hooks in another order on one
-rank may be reduced with the wrong partner, which nobody notices. So each rank says in sixteen bytes, over gloo on the
-CPU, what it is about to run. Where all have a step, and the signatures are equal, that is all. Where some have none,
-all of them take part in a round of planning: who asks for the same plan gets that of the lowest such rank, the others
-plan for themselves at the same time. What goes wrong on one rank is raised on all of them. Where the signatures differ
-and ranks have further steps for their calls, they tell each other of those, and run one that all have.
+A collective that only some ranks enter hangs. Gradients that reach hooks in another order on one rank may be reduced
+with the wrong partner, which nobody notices. So before each step each rank tells all others in sixteen bytes, over gloo
+on the CPU, what it is about to run:
 
-Each exchange is waited for as long as the group's own timeout says: a rank may well be planning, or evaluating. A rank
-that has died is noticed at once. What a rank that plans waits for elsewhere (a collective in the model's forward, a
-gather) is given up after a short while, for no other rank may ever come; that then is an error on all of them.
+- All ranks have a step, and the signatures are equal: they run their steps.
+- Some have none: all take part in a round of planning. Ranks that ask for the same plan get the one that one of them
+  makes; ranks that ask for other plans make theirs at the same time.
+- The signatures differ, and ranks have further steps for their calls: they tell each other of those, and run one that
+  all have.
+- Something goes wrong on one rank: it is raised on all of them.
 
-Where steps gather parameters, all ranks have to run one schedule. Those whose batches differ in size tell each other
-what sizes they have, in such a round, and one of them plans for the largest. Later a rank may have several steps for
-one call, made for one batch or another on other ranks: it runs that which all ranks have, or there is such a round.
+Each exchange waits as long as the group's own timeout says, because a rank may be planning or evaluating. A rank that
+has died is noticed at once. A rank that plans may wait elsewhere for others (in a collective of the model's forward, in
+a gather). They may never come, so it gives up after a short while, and that is an error on all ranks.
 
-What one rank does alone, in the middle of a step, others can't know of: it runs out of memory and plans again, or
-backward starts from other outputs than planned. Then the other plan must have the signature that was agreed on, and
-run no collective of its own, which would run twice; or that rank raises, and says so to the others when they next ask.
+Where steps gather parameters, all ranks have to run one schedule. In a round of planning, ranks whose batches differ in
+size exchange these sizes, and one of them plans for the largest. A rank may then have several steps for one call, made
+for different batches of other ranks. It runs the one that all ranks have; where there is none, there is a new round.
+
+A rank may also change its plan alone, in the middle of a step, where it runs out of memory or backward starts from
+other outputs than planned. The new plan must have the signature that was agreed on, and must run no collective of its
+own, which would run twice. Otherwise the rank raises, and tells the others when they next agree.
 """
 
 from __future__ import annotations
@@ -43,18 +47,28 @@ _LONGEST_WAIT_S = 20
 
 
 class SharedPlans(NamedTuple):
-    """Plans of one round. own: that which this rank asked for. others: of other kinds, by the rank that made each."""
+    """Plans of one round.
+
+    - own: the plan that this rank asked for.
+    - others: plans of other kinds, in the order of the ranks that made them.
+    """
 
     own: bytes
     others: list[bytes]
 
 
 class Share(Protocol):
-    """Gives plans, as bytes. Ranks that ask for the same kind of plan get the one that the rank with the lowest budget
-    makes (0 is one that is not known), the lowest such rank where several have it.
+    """Gives plans, as bytes, to ranks that ask for them at the same time.
 
-    exact: where it is equal on all of them, `make` gets no figures; else those of all of them, in any order. figures:
-    what this rank has to tell, which JSON can hold.
+    Among ranks that ask for one kind of plan, the one with the lowest known budget makes it; of equal ones, the one
+    with the lowest number.
+
+    - kind: equal for ranks that can share a plan.
+    - budget_bytes: this rank's budget; 0 is one that is not known.
+    - make: makes the plan, from the figures of these ranks, in any order; from none where `exact` is equal on all of
+      them.
+    - exact: equal for ranks whose steps are equal.
+    - figures: gives what this rank tells the others, in a form that JSON can hold.
     """
 
     def __call__(
@@ -68,7 +82,7 @@ class Share(Protocol):
 
 
 class _RankState(enum.IntEnum):
-    """What a rank has to say: it has a step, it needs a plan, it only looks on, something went wrong."""
+    """What a rank says: it has a step, it needs a plan, it only takes part, something went wrong."""
 
     READY = 1
     PLANS = 2
@@ -77,7 +91,7 @@ class _RankState(enum.IntEnum):
 
 
 class _Word(NamedTuple):
-    """What a rank says before a step, sixteen bytes of it: its state and the digest of its collectives."""
+    """The sixteen bytes that a rank sends before a step: its state, and the digest of its collectives."""
 
     state: _RankState
     digest: bytes = bytes(8)
@@ -91,10 +105,10 @@ class _Word(NamedTuple):
 
 
 class Ranks:
-    """Bytes exchanged between the ranks of a group, over a gloo group that is made for it. All ranks must make it."""
+    """Exchanges bytes between the ranks of a group, over a gloo group of its own. All of the ranks must make it."""
 
     def __init__(self, group: torch.distributed.ProcessGroup) -> None:
-        """Raises ValueError where this process is not one of the group."""
+        """Make the gloo group. Raises ValueError where this process is not one of the group's."""
         members = torch.distributed.get_process_group_ranks(group)
         own = torch.distributed.get_rank()
         if own not in members:
@@ -110,8 +124,10 @@ class Ranks:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Nothing that this rank does meanwhile, but for messages to the others, waits long for another. Raises
-        MemplanError where something would."""
+        """A context for work of this rank alone: waiting for other ranks in it ends soon. Raises MemplanError then.
+
+        Messages to the other ranks may wait as ever.
+        """
         try:
             with private.waits_end_within(_LONGEST_WAIT_S, but=self._group):
                 yield
@@ -124,7 +140,7 @@ class Ranks:
             ) from error
 
     def words(self, word: bytes) -> list[bytes]:
-        """Sixteen bytes of each rank. Raises MemplanError where a rank does not answer."""
+        """Sixteen bytes from each rank. Raises MemplanError where a rank does not answer."""
         self._word.numpy()[:] = memoryview(word)
         try:
             torch.distributed.all_gather(self._words, self._word, group=self._group)
@@ -136,7 +152,7 @@ class Ranks:
         return [word.numpy().tobytes() for word in self._words]
 
     def messages(self, message: Any) -> list[Any]:
-        """What each rank has to say: anything that JSON can hold."""
+        """One message of each rank: anything that JSON can hold."""
         data = json.dumps(message).encode()
         sizes = [int.from_bytes(w, "little") for w in self.words(len(data).to_bytes(16, "little"))]
         padded = torch.frombuffer(bytearray(data.ljust(max(sizes))), dtype=torch.uint8)
@@ -145,7 +161,7 @@ class Ranks:
         return [json.loads(t.numpy().tobytes()[:size]) for t, size in zip(told, sizes, strict=True)]
 
     def broadcast(self, data: bytes, size_bytes: int, source: int) -> bytes:
-        """The bytes of one rank, for all of them. data: what that rank has."""
+        """The bytes of rank `source`, on all ranks. data: these bytes, on that rank."""
         buffer = torch.frombuffer(bytearray(data.ljust(size_bytes)), dtype=torch.uint8)
         torch.distributed.broadcast(buffer, self.names[source], group=self._group)
         return buffer.numpy().tobytes()
@@ -154,7 +170,7 @@ class Ranks:
 class Agreement:
     """What the ranks of a group agree on before each step of one model.
 
-    one_schedule: all ranks run the same schedule, and so all of them take part in planning.
+    one_schedule: all ranks run one schedule, so all of them take part in planning.
     """
 
     def __init__(self, ranks: Ranks, one_schedule: bool = False) -> None:
@@ -174,9 +190,11 @@ class Agreement:
     ) -> PlannedStep | None:
         """The step that this rank runs next.
 
-        look: gives the step that is at hand, if there is one. plan: makes one; None where this rank only looks on while
-        others plan, and has no step to run. others: further steps at hand, which serve as well.
-        Raises what they raise, on every rank, and PlanMismatch where the steps have other collectives.
+        - look: gives the step that is at hand, if there is one.
+        - plan: makes a step. None where this rank only takes part while others plan, and has no step to run.
+        - others: gives further steps at hand that serve as well.
+
+        Errors of these are raised on every rank. Raises PlanMismatch where the ranks' steps have different collectives.
         """
         step, problem = (None, self._broken) if self._broken is not None else _attempt(look)
         planned = False
@@ -200,9 +218,10 @@ class Agreement:
             planning.finish()
 
     def together(self, run: Callable[[], _T]) -> _T:
-        """What `run` gives, where nothing went wrong in it on any rank; else what went wrong is raised on all.
+        """What `run` gives. What goes wrong in it on one rank is raised on all.
 
-        It may run collectives; before the first, and wherever a rank may have been busy by itself, it is to `meet`.
+        `run` may run collectives. It has to call `meet` before the first, and wherever a rank may have been busy by
+        itself.
         """
         result, problem = self._attempt(run)
         if isinstance(problem, _Told):
@@ -213,13 +232,13 @@ class Agreement:
         return result  # type: ignore[return-value]
 
     def meet(self) -> None:
-        """Within `together`: go on once all ranks are here. Where `run` ended with an error on one of them, it ends."""
+        """Within `together`: go on once all ranks are here. Raises where `run` ended with an error on one of them."""
         words = self._ranks.words(_word(None, None, idle=True).pack())
         if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
             raise _Told(self._failure(None))
 
     def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
-        """What `run` gives, or the error that it ends with, which it does where it waits for other ranks in vain."""
+        """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
 
         def alone() -> _T:
             with self._ranks.alone():
@@ -228,9 +247,9 @@ class Agreement:
         return _attempt(alone)
 
     def keep(self, before: PlannedStep, after: PlannedStep) -> None:
-        """Check a step that takes the place of the one that was agreed on, on this rank alone.
+        """Check a step that takes the place of the agreed one on this rank alone.
 
-        Raises PlanMismatch, here and at the next step of every rank, where others would notice.
+        Raises PlanMismatch where other ranks would notice: here, and at the next step of every rank.
         """
         if not before.collectives.only_gradients:
             reason = "the step has run collectives already, which would run again on this rank alone"
@@ -249,7 +268,7 @@ class Agreement:
     def _one_that_all_have(
         self, step: PlannedStep | None, others: Callable[[], Sequence[PlannedStep]]
     ) -> tuple[bool, PlannedStep | None]:
-        """Whether each rank has a step with the same collectives as one of every other, and this rank's."""
+        """Whether there are steps with equal collectives on all ranks, and the one that this rank has."""
         own: dict[str, PlannedStep] = {}
         for one in () if step is None else (step, *others()):
             own.setdefault(one.collectives.digest.hex(), one)
@@ -258,7 +277,7 @@ class Agreement:
         return (False, step) if common is None else (True, own.get(common))
 
     def _mismatch(self, words: Sequence[_Word], step: PlannedStep | None) -> PlanMismatch:
-        """What to raise on every rank where steps have other collectives."""
+        """The error for every rank where steps have different collectives."""
         told = self._ranks.messages(None if step is None else list(step.collectives.events))
         names = self._ranks.names
         kinds: dict[bytes, list[int]] = {}
@@ -277,7 +296,7 @@ class Agreement:
         )
 
     def _failure(self, problem: Exception | None) -> Exception:
-        """What to raise where something went wrong on some rank: on that rank the error itself."""
+        """The error for this rank where something went wrong on some rank: its own, or one that tells of another's."""
         told = self._ranks.messages(None if problem is None else _described(problem))
         if problem is not None:
             return problem
@@ -286,7 +305,7 @@ class Agreement:
 
 
 class _PlanningRound:
-    """One round of planning, in which every rank of the group takes part, whether it plans or not."""
+    """One round of planning. Every rank of the group takes part, whether it plans or not."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -300,7 +319,7 @@ class _PlanningRound:
         exact: str = "",
         figures: Callable[[], Any] = lambda: None,
     ) -> SharedPlans:
-        """The plan of the rank that makes it for those that ask for such a plan. At most one for each round."""
+        """The plan for ranks that ask for this kind, made by one of them. Called once in a round at most."""
         assert not self._shared, "a step has one plan"
         requests = self._ask(kind, budget_bytes, exact)
         alike = [rank for rank, (other, *_) in enumerate(requests) if other == kind]
@@ -319,7 +338,7 @@ class _PlanningRound:
         return SharedPlans(plans[leader], [made for rank, made in plans.items() if made and rank not in alike])
 
     def finish(self) -> None:
-        """Take part in what is left of the round."""
+        """Take part in the rest of the round."""
         if not self._shared:
             self._tell(self._ask(None, 0, ""), None)
             self._hand_over(b"")
@@ -330,7 +349,7 @@ class _PlanningRound:
         return self._ranks.messages([kind, budget_bytes, exact])
 
     def _tell(self, requests: Sequence[Any], own: Any) -> list[Any]:
-        """The figures of each rank, where some of those that ask for one plan have other ones."""
+        """The figures of each rank, where ranks that ask for one kind of plan have different steps; else nothing."""
         kinds = {kind for kind, *_ in requests if kind is not None}
         uneven = any(len({exact for other, _, exact in requests if other == kind}) > 1 for kind in kinds)
         return self._ranks.messages(own) if uneven else []
@@ -345,11 +364,11 @@ class _PlanningRound:
 
 
 class _LeaderFailed(Exception):
-    """The rank that was to plan could not; it says why itself."""
+    """The rank that was to plan could not. It tells the reason itself."""
 
 
 class _Told(Exception):
-    """What went wrong on another rank is known here."""
+    """An error of another rank, which all ranks know of already."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__(str(error))
@@ -398,7 +417,7 @@ def _named(names: Sequence[int], ranks: Sequence[int]) -> str:
 
 
 def _first_difference(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """Where two lists of events part, in words."""
+    """Where two lists of events differ first, in words."""
     for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
         if a != b:
             return f"number {index + 1} of them is {a} on the one and {b} on the other"

@@ -1,4 +1,4 @@
-"""What a step holds while it runs: bytes of every storage that an op returns, until the storage is freed."""
+"""What a step holds while it runs: bytes of every storage that an op returns, until that storage is freed."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ LeavesOut = Callable[[torch.UntypedStorage], bool]
 class LiveMeter(TorchDispatchMode):
     """Counts the bytes of storages from the op that returns them until they are freed.
 
-    A storage counts once, however many tensors look at it. What lives before the step (parameters, buffers, inputs) is
-    handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is seen. Kernel scratch and
-    tensors that are made without the dispatcher (a saved generator state) are not.
+    A storage counts once, however many tensors share it. What lives before the step (parameters, buffers, inputs) is
+    handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is counted too. Kernel
+    scratch and tensors that are made without the dispatcher (a saved generator state) are not counted.
 
-    live_bytes: held now. peak_bytes: the most held since the meter was made, or since `reset_peak`. leaves_out: says
-    of a storage that it does not count.
+    - live_bytes: held now.
+    - peak_bytes: the most held since the meter was made, or since `reset_peak`.
+    - leaves_out: says of a storage that it does not count.
     """
 
     def __init__(self, leaves_out: LeavesOut | None = None) -> None:
@@ -34,14 +35,14 @@ class LiveMeter(TorchDispatchMode):
         self.peak_bytes = 0
 
     def register(self, tensors: Any) -> None:
-        """Count tensors (in any nesting of containers) that exist already."""
+        """Count tensors that exist already, in any nesting of containers."""
         for tensor in pytree.tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                 self._see(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def reset_peak(self) -> int:
-        """Start a new peak at what is held now; gives the old one."""
+        """Start a new peak at what is held now. Gives the old one."""
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
 

@@ -1,4 +1,4 @@
-"""The first steps of a plan as they really run: what they held and took, to be compared with what was predicted."""
+"""The first steps of a plan as they really run: what they held and took, for a comparison with the prediction."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ Done = Callable[[int, float], None]
 
 
 class Observer:
-    """Watches the first step for its peak and the second for its seconds, then tells `done` and is finished.
+    """Watches the first step for its peak and the second for its seconds, then calls `done` and is finished.
 
-    Seconds of the first step would tell of warming up. On CUDA the device's peak counter is set back once.
-    held: gives the tensors that are there before a step and that it reads, in any nesting of containers.
-    leaves_out: says of a storage that it is host memory.
-    done: takes bytes beyond what was held when the step began, kernel scratch counted on CUDA only, and seconds.
+    The first step's seconds would include warming up. On CUDA the device's peak counter is reset once.
+
+    - held: gives the tensors that are there before a step and that it reads, in any nesting of containers.
+    - done: called with bytes beyond what was held when the step began, and seconds. Kernel scratch counts on CUDA only.
+    - leaves_out: says of a storage that it is host memory.
     """
 
     def __init__(
@@ -39,12 +40,12 @@ class Observer:
 
     @property
     def grown_bytes(self) -> int | None:
-        """The most that the first step held beyond what was held when it began; None before it is over."""
+        """The most that the first step held beyond what was held when it began. None until that step is over."""
         return self._grown_bytes if self._steps else None
 
     @contextlib.contextmanager
     def forward(self, inputs: object) -> Iterator[None]:
-        """Around the forward pass of a step that reads these inputs."""
+        """A context for the forward pass of a step. inputs: what that reads."""
         self._time_s = 0.0
         if not self._steps:
             self._start(inputs)
@@ -66,7 +67,7 @@ class Observer:
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
-        """Around its backward pass."""
+        """A context for the backward pass of a step."""
         with self._half():
             yield
         if not self._steps:
