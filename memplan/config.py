@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-METHODS = ("textbook", "rotor", "cuts", "blocks", "exact", "flat", "moments", "hierarchy")
+METHODS = ("rotor", "cuts", "blocks", "exact", "flat", "moments", "hierarchy")
 _FORMAT = "memplan.config"
 _VERSION = 1
 
@@ -96,6 +96,7 @@ _SCALED = (
 )  # fmt: skip
 # Of earlier versions, in their files.
 _GONE = ("backward_orders", "order_moves", *(field.name for field in dataclasses.fields(SearchFigures)))
+_METHODS_GONE = ("textbook",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +104,6 @@ class Config:
     """Which methods look for a plan, and how hard. A plan is the same on every machine, where `timeout_s` suffices.
 
     - methods: where schedules come from. Keeping everything is always among them.
-        - "textbook": recompute every block, or sqrt(n) segments.
         - "rotor": plain Rotor.
         - "cuts": minimum cuts over the whole step.
         - "blocks": Rotor over blocks with options from minimum cuts.
@@ -199,7 +199,7 @@ def save_config(config: Config, path: str | Path) -> None:
 def load_config(path: str | Path) -> Config:
     """Read a configuration; fields that are absent have their defaults.
 
-    Figures of the search that earlier versions wrote are left out. Raises ValueError or TypeError for anything but a
+    Figures and methods that earlier versions had are left out. Raises ValueError or TypeError for anything but a
     sound one (an unknown field is named), OSError where the file can't be read.
     """
     content = json.loads(Path(path).read_text())
@@ -214,4 +214,6 @@ def load_config(path: str | Path) -> Config:
         raise ValueError(f"{path} has an unknown field {unknown[0]!r}; there are {', '.join(_FIELDS)}")
     if not isinstance(content.get("methods", []), list):
         raise TypeError(f"methods must be a list of names, got {content['methods']!r}")
+    if "methods" in content:
+        content["methods"] = [method for method in content["methods"] if method not in _METHODS_GONE]
     return Config(**content)

@@ -10,7 +10,7 @@ import torch
 from memplan.config import PRESETS, Config
 from tests.support.configs import with_figures
 
-QUICK = with_figures(Config(("textbook", "rotor", "cuts", "blocks")), moments=1)
+QUICK = with_figures(Config(("rotor", "cuts", "blocks")), moments=1)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -69,8 +69,11 @@ def test_a_configuration_survives_a_file(tmp_path: Path) -> None:
         assert memplan.load_config(path) == config
     path.write_text('{"format": "memplan.config", "version": 1, "points": 3}')
     assert memplan.load_config(path) == Config(points=3)
-    path.write_text('{"format": "memplan.config", "version": 1, "points": 3, "grid": 9, "order_moves": 9}')
-    assert memplan.load_config(path) == Config(points=3)  # of an earlier version
+    earlier = {"format": "memplan.config", "version": 1, "points": 3, "grid": 9, "order_moves": 9}
+    path.write_text(json.dumps(earlier))
+    assert memplan.load_config(path) == Config(points=3)
+    path.write_text(json.dumps(earlier | {"methods": ["textbook", "cuts"]}))
+    assert memplan.load_config(path) == Config(("cuts",), points=3)
 
 
 @pytest.mark.parametrize(

@@ -196,7 +196,7 @@ def test_bound_is_under_every_plan(name: str) -> None:
     """The plans of a real step; the bound alone is taken at full strength."""
     problem = instances()[name]
     bound = lower_bound(problem)
-    front = solve_front(problem, with_figures(replace(SMALL, methods=("textbook", "cuts", "blocks")), grid=8))
+    front = solve_front(problem, with_figures(replace(SMALL, methods=("cuts", "blocks")), grid=8))
     assert len(front.points) > 2
     for point in front.points:
         assert bound.floor_bytes <= point.peak_bytes

@@ -27,7 +27,7 @@ from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.units import format_bytes
 
 _FRONT = Config(
-    ("textbook", "cuts", "blocks"),
+    ("cuts", "blocks"),
     _figures=SearchFigures(
         coarse_blocks=64, fine_blocks=96, coarse_slots=300, fine_slots=200, cuts=10, block_cuts=6, options=12, sizes=16,
         grid=8, descents=2, descent_steps=8, rounds=60, width=4, exchanges=0, neighbours=0, moments=1,

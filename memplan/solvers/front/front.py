@@ -23,7 +23,7 @@ from memplan.problem.schedule import Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.baselines import keep_all
-from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask
+from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
@@ -112,7 +112,7 @@ def textbook(problem: Problem) -> tuple[Candidate, ...]:
     flat = flatten(problem)
     sketches = [
         sketch_of(flat, "keep all", keep_all(flat)),
-        *METHODS["textbook"](MethodTask.of(problem, flat, Config())),
+        *baseline_schedules(MethodTask.of(problem, flat, Config())),
     ]
     legal = [_candidate(problem, sketch) for sketch in sketches if sketch.peak_bytes >= 0]
     return tuple(sorted(legal, key=lambda c: c.peak_bytes))

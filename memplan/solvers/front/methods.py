@@ -122,7 +122,6 @@ def hierarchy(task: MethodTask) -> Iterator[Sketch]:
 
 
 METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {
-    "textbook": baseline_schedules,
     "rotor": rotor,
     "cuts": cuts,
     "blocks": blocks,
@@ -134,7 +133,7 @@ METHODS: dict[str, Callable[[MethodTask], Iterator[Sketch]]] = {
 
 
 # What is found in like ways, and is refined together.
-FAMILIES = (("textbook", "rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
+FAMILIES = (("rotor", "cuts", "blocks"), ("exact", "flat"), ("moments",), ("hierarchy",))
 
 
 def _from_saved(task: MethodTask, name: str, sets: Iterable[Collection[int]]) -> Iterator[Sketch]:

@@ -3,6 +3,8 @@
 Cached, so that a process pays for compilation once per installation. Without the interpreter lock, so that callers may
 plan in a thread. Never `fastmath`, so that plans are equal on every machine.
 
+Kernels may be longer than a screen: whatever a kernel calls, numba optimises again for each of its callers.
+
 Where nothing can be written (a read-only installation and no home), each process compiles for itself.
 
 numba looks at a kernel's own file to see whether what it has compiled still holds. It does not look at the files that
