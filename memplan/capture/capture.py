@@ -103,87 +103,85 @@ def capture(
     where the step can be captured once `seen` is given.
     """
     with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
-        return _capture(model, forward, sample, loss_fn, device, tangents, shards, backward, seen)
+        refuse_wrappers(model)
+        _refuse_subclasses(model)
+        planned_device = device or model_device(model)
+        if planned_device.type not in ("cpu", "cuda"):
+            raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
+        run = forward if loss_fn is None else functools.partial(loss_fn, model)
+        reader = CallReader(run)
+        call = sample if isinstance(sample, Call) else reader.read_sample(sample)
+        _refuse_odd_arguments(call)
+        _check_devices(call, planned_device, device is not None)
+        _refuse_hooks(model, loss_fn is not None, shards)
+        around = None if tangents is None else PartSurroundings(tangents, whole=True)
+        memory, reads, autocast = KeptMemory(), _reads(model, shards), Autocast.ambient(planned_device.type)
+        with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
+            request = TraceRequest(
+                model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
+                moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
+                left=functools.partial(attributes.look, reads),
+            )  # fmt: skip
+            raw, settled = _settled_trace(request, reads, attributes, memory)
+            raw, other = _with_sums(raw, request, reads, memory), None
+            if around is None and any(raw.template.tensors[i].dim() for i in raw.tangents):  # the loss is outside
+                of_sum = dataclasses.replace(request, expanded=True)
+                other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
+            attributes.pass_over(reads)
+            key = StepKey(model, call, autocast, None if device is None else planned_device.type, shards, reads)
+        traced = build_traced(raw, call.names, planned_device)
+        _refuse_hidden_writes(traced, memory)
+        if traced.decisions:  # where forward takes another branch it has to run again
+            _refuse_writes_to(traced, "input", "constant")
+        expanded = None if other is None else build_traced(other, call.names, planned_device)
+        key.guard(traced, raw.attribute_reads)
+        answers = raw.answers[: raw.forward_reads]
+        return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
 
 
-def _capture(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    sample: Sample | Call,
-    loss_fn: Callable[..., Any] | None,
-    device: torch.device | None,
-    tangents: Mapping[int, GradientLayout] | None,
-    shards: Shards | None,
-    backward: Autocast | None,
-    seen: Sequence[Answer] | None,
-) -> Capture:
-    refuse_wrappers(model)
-    _refuse_subclasses(model)
-    planned_device = device or model_device(model)
-    if planned_device.type not in ("cpu", "cuda"):
-        raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
-    run = forward if loss_fn is None else functools.partial(loss_fn, model)
-    reader = CallReader(run)
-    call = sample if isinstance(sample, Call) else reader.read_sample(sample)
-    _refuse_odd_arguments(call)
-    _check_devices(call, planned_device, device is not None)
-    autocast = Autocast.ambient(planned_device.type)
-    _refuse_hooks(model, loss_fn is not None, shards)
-    around = None if tangents is None else PartSurroundings(tangents, whole=True)
-    memory, reads = KeptMemory(), _reads(model, shards)
-    with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
-        request = TraceRequest(
-            model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
-            moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
-            left=functools.partial(attributes.look, reads),
-        )  # fmt: skip
+def _settled_trace(
+    request: TraceRequest, reads: AttributeReads, attributes: AttributesKept, memory: KeptMemory
+) -> tuple[RawTrace, tuple[SetValue, ...]]:
+    """The trace of a step as it is from its second run on, and the attributes that the first one sets for good.
 
-        def traced_again(request: TraceRequest, in_place: frozenset[int]) -> RawTrace:
-            memory.undo()
-            return _heard(reads, dataclasses.replace(request, in_place=in_place))
-
+    Raises SetsAttribute or UnsupportedModel where each run would be another.
+    """
+    raw = _heard(reads, request)
+    settled = attributes.changes()
+    if settled and attributes.set_anew:
+        raise SetsAttribute(
+            f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
+            f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either"
+        )
+    if attributes.set_anew:  # some ways to read are not heard
+        seen_before = str(raw.module.graph)
+        memory.undo()
+        attributes.spoil()
         raw = _heard(reads, request)
-        settled = attributes.changes()
-        if settled and attributes.set_anew:
+        if str(raw.module.graph) != seen_before:
             raise SetsAttribute(
-                f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
-                f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either"
+                f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
+                "to tensors before; a planned step would not. Keep such state in a buffer"
             )
-        if attributes.set_anew:  # some ways to read are not heard
-            seen_before = str(raw.module.graph)
-            memory.undo()
-            attributes.spoil()
-            raw = _heard(reads, request)
-            if str(raw.module.graph) != seen_before:
-                raise SetsAttribute(
-                    f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
-                    "to tensors before; a planned step would not. Keep such state in a buffer"
-                )
-        if settled:
-            memory.undo()
-            raw = _heard(reads, request)
-            if attributes.changes() != settled:
-                raise UnsupportedModel(
-                    f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
-                    "planned step would not. Keep such state in a buffer, or change it outside of forward"
-                )
-        raw = with_sums_in_place(raw, functools.partial(traced_again, request))
-        loss_outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)
-        other = None
-        if loss_outside:
-            of_sum = dataclasses.replace(request, expanded=True)
-            other = with_sums_in_place(_heard(reads, of_sum), functools.partial(traced_again, of_sum))
-        elsewhere = None if device is None else planned_device.type
-        attributes.pass_over(reads)
-        key = StepKey(model, call, autocast, elsewhere, shards, reads)
-    traced = build_traced(raw, call.names, planned_device)
-    _refuse_hidden_writes(traced, memory)
-    if traced.decisions:  # where forward takes another branch it has to run again
-        _refuse_writes_to(traced, "input", "constant")
-    expanded = None if other is None else build_traced(other, call.names, planned_device)
-    key.guard(traced, raw.attribute_reads)
-    answers = raw.answers[: raw.forward_reads]
-    return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
+    if settled:
+        memory.undo()
+        raw = _heard(reads, request)
+        if attributes.changes() != settled:
+            raise UnsupportedModel(
+                f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
+                "planned step would not. Keep such state in a buffer, or change it outside of forward"
+            )
+    return raw, settled
+
+
+def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:
+    """The trace, with the sums made in place that eager makes in place."""
+
+    def again(in_place: frozenset[int]) -> RawTrace:
+        memory.undo()
+        return _heard(reads, dataclasses.replace(request, in_place=in_place))
+
+    return with_sums_in_place(raw, again)
 
 
 def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
@@ -237,10 +235,7 @@ def capture_part(
             request = TraceRequest(
                 module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen
             )  # fmt: skip
-            raw = with_sums_in_place(
-                _heard(reads, request),
-                lambda in_place: _heard(reads, dataclasses.replace(request, in_place=in_place)),
-            )
+            raw = _with_sums(_heard(reads, request), request, reads, memory)
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:
