@@ -10,7 +10,10 @@ import torch
 from memplan.config import PRESETS, Config
 from tests.support.configs import with_figures
 
-QUICK = with_figures(Config(("rotor", "cuts", "blocks")), moments=1)
+QUICK = with_figures(
+    Config(("rotor", "cuts", "blocks")), moments=1, cuts=8, block_cuts=4, options=12, sizes=8, grid=10, descents=3,
+    rounds=100, exchanges=10, neighbours=20,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -30,7 +33,7 @@ def cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans from fewer methods, in about a quarter of the time: most tests are about what is done with a plan.
+    """Plans from fewer methods, which do not go far: most tests are about what is done with a plan.
 
     Tests of the search itself are marked `full_search`.
     """

@@ -31,9 +31,8 @@ def _is_traced(hook: Any) -> bool:
     trace in another thread.
     """
     home, name = str(getattr(hook, "__module__", "")), str(getattr(hook, "__qualname__", ""))
-    return home in ("transformers.utils.output_capturing", "memplan.capture.trace.trace") or name.endswith(
-        _REQUIRES_GRADS
-    )
+    traced = home == "transformers.utils.output_capturing" or home.startswith("memplan.capture.trace.")
+    return traced or name.endswith(_REQUIRES_GRADS)
 
 
 _REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grads"

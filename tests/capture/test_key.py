@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import enum
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -70,14 +71,23 @@ class Keyed(nn.Module):
         return out.pow(2).mean() * float(getattr(factor, "value", factor))
 
 
+def unplanned() -> tuple[Keyed, torch.Tensor]:
+    torch.manual_seed(0)
+    return Keyed().train(), torch.randn(64, 8)
+
+
+@functools.cache
+def smallest_plan() -> memplan.Plan:
+    plan = memplan.explore(*unplanned(), costs="estimate")[0]
+    assert plan.recomputed
+    return plan
+
+
 @pytest.fixture
 def keyed() -> Iterator[tuple[nn.Module, torch.Tensor]]:
     """A planned model and its sample; a change is tried on it and taken back."""
-    torch.manual_seed(0)
-    net, sample = Keyed().train(), torch.randn(64, 8)
-    floor_bytes = memplan.explore(net, sample, costs="estimate")[0].floor_bytes
-    memplan.apply(net, sample, floor_bytes, costs="estimate", on_mismatch="raise")
-    assert memplan.plan_of(net).recomputed
+    net, sample = unplanned()
+    memplan.apply(net, sample, plan=smallest_plan(), on_mismatch="raise")
     yield net, sample
     memplan.remove(net)
 

@@ -146,6 +146,7 @@ def test_a_library_model_through_many_changes(plans_made: Callable[[], int]) -> 
     assert set(kinds(planned)) == {WholeStep}
 
 
+@pytest.mark.slow
 def test_channels_last() -> None:
     net, sample = MODELS["resnet50"](0)
     planned = planned_twin(net, sample, 1.0)

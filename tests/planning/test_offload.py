@@ -287,7 +287,7 @@ def planned(name: str, share: float, seed: int | None, host_budget: str = "1GiB"
     return net, sample
 
 
-QUICK = ("gpt2", "llama", "handmade")
+QUICK = ("gpt2", "handmade")
 CELLS = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 

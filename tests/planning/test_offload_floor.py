@@ -12,7 +12,7 @@ import memplan
 from tests.support.zoo import MODELS, assert_same_bits, run_steps
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("t5", marks=pytest.mark.slow)])
 def test_a_model_of_which_no_more_fits_than_the_promised_floor_is_timed_planned_and_run(name: str) -> None:
     """Its ops are timed too, though all parameters together are larger than the budget."""
     net, sample = MODELS[name](0)

@@ -135,7 +135,7 @@ def mixtral(experts: str) -> nn.Module:
     return MixtralForCausalLM._from_config(config, experts_implementation=experts)
 
 
-@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("experts", [pytest.param("eager", marks=pytest.mark.slow), "grouped_mm"])
 def test_a_mixture_of_experts_trains_at_half_of_its_activations(experts: str) -> None:
     net, plain = twins(lambda: mixtral(experts))
     ids = torch.randint(0, 64, (4, 64), generator=torch.Generator().manual_seed(1))

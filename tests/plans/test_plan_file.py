@@ -136,10 +136,10 @@ def test_what_is_no_plan_file(data: bytes) -> None:
 def test_a_gzip_bomb_is_refused_before_it_fills_memory() -> None:
     import zlib
 
-    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31)
     zeros = bytes(16 << 20)
     bomb = b"".join(packer.compress(zeros) for _ in range(72)) + packer.flush()
-    assert len(bomb) < 2 << 20
+    assert len(bomb) < 8 << 20
     with pytest.raises(InvalidPlanFile, match="1 GiB"):
         plan_from_bytes(bomb)
 

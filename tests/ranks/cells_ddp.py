@@ -140,7 +140,7 @@ CELLS = {" ".join(case): Cell(functools.partial(compare_training, *case), full=c
 CELLS |= {f"group: {name}": Cell(functools.partial(compare_groups, *case)) for name, case in GROUPS.items()}
 CELLS |= {
     f"Trainer {name}": Cell(
-        functools.partial(compare_trainers, **options), full=name != "default", needs=("transformers", "accelerate")
+        functools.partial(compare_trainers, **options), full=True, needs=("transformers", "accelerate")
     )
     for name, options in TRAINERS.items()
 }

@@ -103,7 +103,7 @@ def cell(run: Any, *arguments: Any, **settings: Any) -> Cell:
 CELLS = {
     "ZeRO 3, the first call is planned": cell(compare_sharded, False),
     "ZeRO 3, with a sample": cell(compare_sharded, True, full=True),
-    "ZeRO 3, budgets of ranks": cell(check_sharded_budgets),
+    "ZeRO 3, budgets of ranks": cell(check_sharded_budgets, full=True),
     "two stages": cell(compare_pipeline, 2),
     "two stages, two replicas": cell(compare_pipeline, 2, world=4, full=True),
 }

@@ -195,6 +195,6 @@ CELLS |= {
     "optimizer state": Cell(optimizer_state),
     "no room": Cell(no_room),
     "another batch": Cell(other_batch, full=True),
-    "llama": Cell(llama, needs=("transformers",)),
+    "llama": Cell(llama, full=True, needs=("transformers",)),
     "refusals": Cell(refusals),
 }

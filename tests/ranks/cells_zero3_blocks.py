@@ -230,9 +230,9 @@ CELLS |= {
 }
 CELLS["four ranks"] = Cell(functools.partial(compare, 0.9), world=4, full=True, needs=NEEDS)
 CELLS |= {
-    "what can't be captured": Cell(functools.partial(compare_by_section, Branching), needs=NEEDS),
+    "what can't be captured": Cell(functools.partial(compare_by_section, Branching), full=True, needs=NEEDS),
     "autocast": Cell(functools.partial(compare_by_section, Branching, "autocast", 0.95), full=True, needs=NEEDS),
-    "budgets of ranks": Cell(check_other_budgets, needs=NEEDS),
+    "budgets of ranks": Cell(check_other_budgets, full=True, needs=NEEDS),
     "other batches": Cell(compare_other_batches, full=True, needs=NEEDS),
     "refusals": Cell(check_refusals, needs=NEEDS),
     "secondary partitions": Cell(

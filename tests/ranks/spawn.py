@@ -118,10 +118,12 @@ def _be_a_rank(folder: Path) -> None:
     table: dict[str, Any] = cells()
     with (folder / f"findings-{rank}.jsonl").open("w") as findings:
         for name in wanted:
+            start = time.monotonic()
             try:
                 found = table[name].run()
             except Exception:
                 found = traceback.format_exc()
+            print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
             findings.write(json.dumps([name, found]) + "\n")
             findings.flush()
             torch.distributed.barrier()

@@ -15,19 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.skipif(missing() is not None, reason=f"there is no stand-in: {missing()}")
-@pytest.mark.parametrize("file", ["test_gpu", pytest.param("test_offload_gpu", marks=pytest.mark.slow)])
-def test_what_needs_a_device_passes_on_a_stand_in(file: str) -> None:
-    words = [
-        "-m",
-        "pytest",
-        "-p",
-        "tests.cuda_stand_in.faults",
-        "-p",
-        "no:cacheprovider",
-        "-q",
-        "-m",
-        "gpu and not slow",
-    ]
+@pytest.mark.parametrize(
+    ("file", "which"),
+    [
+        ("test_gpu", "bits and gpt2-fp32 or memory or precision or host or seeding or parts"),
+        pytest.param("test_gpu", "", marks=pytest.mark.slow),
+        pytest.param("test_offload_gpu", "", marks=pytest.mark.slow),
+    ],
+)
+def test_what_needs_a_device_passes_on_a_stand_in(file: str, which: str) -> None:
+    words = ["-m", "pytest", "-p", "tests.cuda_stand_in.faults", "-p", "no:cacheprovider", "-q"]
+    words += ["-m", "gpu and not slow", "-k", which]
     environment = {n: v for n, v in os.environ.items() if not n.startswith("PYTEST_")} | {
         "STAND_IN_WORKSPACE": "1048576"
     }

@@ -18,6 +18,7 @@ from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
 IN_EVERY_RUN = ("gpt2", "t5", "vit", "handmade")  # in bf16; of the others that is slow
+LIKE_ANOTHER = ("unet",)  # test_architectures has a larger one
 FEW, MANY = 3, 8  # budgets from the floor to the unplanned peak
 
 
@@ -25,7 +26,7 @@ def cells(*counts: int) -> list[Any]:
     """Every model in both precisions, with so many budgets; MANY are slow."""
     found = []
     for name, autocast, count in itertools.product(MODELS, (False, True), counts):
-        slow = count == MANY or (autocast and name not in IN_EVERY_RUN)
+        slow = count == MANY or name in LIKE_ANOTHER or (autocast and name not in IN_EVERY_RUN)
         kind = f"{name}-{'bf16' if autocast else 'fp32'}-{count}"
         found.append(pytest.param(name, autocast, count, id=kind, marks=pytest.mark.slow if slow else ()))
     return found
