@@ -112,7 +112,7 @@ def with_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
     return loss_of(model(*args, **kwargs))
 
 
-@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_the_captured_ops_are_those_of_the_plain_step(name: str, autocast: bool) -> None:
     model, sample = MODELS[name](0)

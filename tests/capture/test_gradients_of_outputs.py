@@ -138,7 +138,7 @@ def test_so_are_those_that_autograd_grad_is_asked_for(loss: Any, grads: str) -> 
     ("kind", "ask", "loss", "grads"),
     [
         *((Net, ask, of_the_middle, "surface") for ask in ASKS),  # backward starts from nothing that derives from it
-        *((Side, ask, of_both, "surface") for ask in ASKS),
+        *(pytest.param(Side, ask, of_both, "surface", marks=pytest.mark.slow) for ask in ASKS),
         *((Net, taken_back, loss, "surface") for loss in (of_both, of_what_comes_out)),
         *((kind, looked_at, loss, "edges") for kind, loss in ((Net, of_the_middle), (Side, of_both))),
     ],

@@ -159,7 +159,7 @@ def test_a_planned_run_is_the_plain_run(kind: str, plain: Any, tmp_path: Path) -
     assert memplan.plan_of(trainer.model) is None, "the plan is taken off when training ends"
 
 
-@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_resuming_from_a_checkpoint(kind: str, plain: Any, tmp_path: Path) -> None:
     """Stopped in the middle and resumed on a fresh model, both parts planned."""
 

@@ -97,7 +97,7 @@ def compare(loop: Loop, grads: str = "surface", build: Callable[[], nn.Module] =
     assert_same_bits(*results)
 
 
-@pytest.fixture(params=["surface", "edges"])
+@pytest.fixture(params=["surface", pytest.param("edges", marks=pytest.mark.slow)])
 def grads(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -157,7 +157,9 @@ def pipeline(stage: nn.Module, in_flight: int, with_input_gradient: bool, count:
 
 @pytest.mark.parametrize("with_input_gradient", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2, 4])
-@pytest.mark.parametrize("share", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize(
+    "share", [pytest.param(1.0, marks=pytest.mark.slow), 0.4, pytest.param(0.0, marks=pytest.mark.slow)]
+)
 def test_the_peak_of_several_in_flight_is_predicted_to_the_byte(
     share: float, in_flight: int, with_input_gradient: bool
 ) -> None:

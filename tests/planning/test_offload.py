@@ -457,7 +457,7 @@ class DeviceMeter(LiveMeter):
 
 
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.parametrize("share", [0.7, 0.9])
+@pytest.mark.parametrize("share", [0.7, pytest.param(0.9, marks=pytest.mark.slow)])
 def test_bytes_on_the_device_are_the_predicted_ones(name: str, share: float) -> None:
     """The most that tensors hold in a step, what is on the host left out; copies as late and as early as can be."""
     for seed in (None, 0):

@@ -259,7 +259,7 @@ def test_the_report_says_what_a_user_asks() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"host_budget": "1GiB", "link": memplan.Link(1e9, 1e9)}], ids=str)
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("kind", [pytest.param(torch.optim.AdamW, marks=pytest.mark.slow), torch.optim.SGD])
 def test_the_report_says_that_no_optimizer_was_given_only_where_none_was(kind: Any, options: Any) -> None:
     net, sample = MODELS["gpt2"](0)
     optimizer = kind(net.parameters(), 1e-3)

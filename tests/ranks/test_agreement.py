@@ -60,7 +60,9 @@ def arrivals(net: torch.nn.Module, sample: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("grads", ["surface", "edges"])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "handmade", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "handmade", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert"))]
+)
 def test_hooks_see_gradients_in_the_order_of_the_signature(name: str, grads: str) -> None:
     net, sample = MODELS[name](0)
     orders = []

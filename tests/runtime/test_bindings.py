@@ -77,7 +77,9 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama_eager", "resnet50", "unet", "handmade"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama_eager", "resnet50", pytest.param("unet", marks=pytest.mark.slow), "handmade"]
+)
 def test_programs_dispatch_the_ops_of_their_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, sample = MODELS[name](0)
     memplan.apply(net, sample, 0.9, costs="estimate")

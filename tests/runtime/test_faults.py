@@ -252,8 +252,8 @@ def plain_sequential() -> tuple[nn.Module, Any]:
     "build",
     [
         lambda: MODELS["gpt2"](0),
-        lambda: MODELS["llama"](0),
-        lambda: MODELS["bert"](0),
+        pytest.param(lambda: MODELS["llama"](0), marks=pytest.mark.slow),
+        pytest.param(lambda: MODELS["bert"](0), marks=pytest.mark.slow),
         in_place_resnet,
         plain_sequential,
     ],

@@ -54,7 +54,7 @@ def trained(net: nn.Module, optimizer: torch.optim.Optimizer, calls: list[bool])
 
 @pytest.mark.parametrize("update", ["step", "backward"])
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("first", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_calls_may_use_fewer_parameters_or_more(first: bool, frozen: bool, update: Any) -> None:
     torch.manual_seed(0)
     plain = Towers()
