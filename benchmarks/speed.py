@@ -167,7 +167,7 @@ def guards() -> dict[str, Any]:
 
     def ask(steps: list[Any]) -> None:
         for each in steps:
-            each.mismatch(planned.reader.read((), sample))
+            each.mismatch(planned.choice.reader.read((), sample))
 
     calls = [seconds(partial(ask, steps)) for steps in [[last], planned.steps] * 100]
     one, all_of_them = statistics.median(calls[::2]), statistics.median(calls[1::2])
