@@ -42,6 +42,7 @@ ARROWS = {
     "capture/analysis": "capture/ops capture/trace errors problem",
     "capture": "capture/analysis capture/attributes capture/ops capture/trace errors problem torch_private",
     "costs": "capture errors problem torch_private units",
+    "fusion": "capture logs problem torch_private",
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
     "runtime/program": "capture errors plans problem runtime/host runtime/watch torch_private",
@@ -62,7 +63,7 @@ THEIRS = {
     "plans": {"networkx"},
     "solvers": NUMERIC,
     **dict.fromkeys(
-        ("torch_private", "capture", "costs", "runtime", "planning", "installed", "api"), NUMERIC | {"torch"}
+        ("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api"), NUMERIC | {"torch"}
     ),
 }
 # Extras may be imported where they are used, by those layers that know about torch.

@@ -28,6 +28,9 @@ from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
 from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
 from memplan.torch_private.hooks import hooks_on_traced as hooks_on_traced
 from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
+from memplan.torch_private.inductor import CompiledCall as CompiledCall
+from memplan.torch_private.inductor import compiled_graph as compiled_graph
+from memplan.torch_private.inductor import functional_trace as functional_trace
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows

@@ -1,0 +1,7 @@
+"""Fuses a captured step: groups of pointwise ops and reductions become ops of their own, compiled by Inductor.
+
+Enters: a `Traced` step. Leaves: a `Traced` step with fewer ops, whose bits do not depend on budget or schedule. Start
+with `fuse_step`, which reads as its stages: `step_graph` writes the step as one functional graph, `groups` joins what
+can run together, `rematerialise` has backward make again what is cheap, `donations` has results written over what is
+read for the last time, `compile_groups` compiles and tries each distinct group, `fused_step` writes the result.
+"""

@@ -1,0 +1,45 @@
+"""From a captured step to the same step over fused groups. Reads as its stages."""
+
+from __future__ import annotations
+
+from memplan.capture.analysis.traced import Traced
+from memplan.fusion.compile_groups import GroupCompiler, NotCompiled
+from memplan.fusion.donations import donate
+from memplan.fusion.fused_step import fused_step
+from memplan.fusion.fusible import fusible_ops
+from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
+from memplan.fusion.rematerialise import rematerialise
+from memplan.fusion.step_graph import NotExpandable, StepGraph
+
+
+def fuse_step(traced: Traced, compiler: GroupCompiler) -> Traced:
+    """The step over fused groups, with equal bits at any budget and in any schedule.
+
+    An op that would be alone in its group, or of which the group can't be compiled, stays as it is.
+    """
+    extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
+    while True:
+        step, units = _units(traced, extern)
+        rematerialise(step, units)
+        set_ends(step, units)
+        donate(step, units)
+        try:
+            kernels = [None if isinstance(unit, int) else compiler.compiled(unit) for unit in units]
+        except NotCompiled as error:
+            extern |= error.ops
+            continue
+        return fused_step(step, units, kernels) if any(kernels) else traced
+
+
+def _units(traced: Traced, extern: set[int]) -> tuple[StepGraph, list[Unit]]:
+    """Groups of more than one op each, and the rest. Ops that are left as they are join `extern`."""
+    while True:
+        try:
+            step = StepGraph(traced, extern)
+        except NotExpandable as error:
+            extern.add(error.op)
+            continue
+        units, alone = grouped_units(step)
+        if not alone:
+            return step, without_dead(step, units)
+        extern |= alone

@@ -1,0 +1,244 @@
+"""Which primitives of a step run together: groups along producers, siblings and readers, in one phase, in no circle."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from memplan.fusion.step_graph import (
+    StepGraph,
+    base_of,
+    bases_read,
+    bytes_of_node,
+    is_tensor,
+    node_kind,
+    place_of_node,
+    readers_of,
+)
+from memplan.problem.data import Phase
+
+REACH = 3  # ops that are not fused and may lie between members of a group
+MOST_NODES = 120  # in a group
+
+
+@dataclass(eq=False)
+class FusedGroup:
+    """Primitives that are compiled as one op.
+
+    - nodes: in order; those that backward makes again first.
+    - inputs: the nodes whose memory it reads. outputs: what leaves it.
+    - over: position of an output -> that of the input in whose memory it is written.
+    """
+
+    nodes: list[fx.Node]
+    phase: Phase
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    over: dict[int, int] = field(default_factory=dict)
+
+    def read(self) -> list[fx.Node]:
+        """The nodes outside of it whose memory its primitives read."""
+        inside = set(self.nodes)
+        return list(dict.fromkeys(b for n in self.nodes for b in bases_read(n) if b not in inside))
+
+
+Unit = FusedGroup | int  # a group, or an op of the trace that is not fused
+
+
+def grouped_units(step: StepGraph) -> tuple[list[Unit], set[int]]:
+    """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's.
+
+    Also the ops that would be alone in their groups: these had better be left as they are, in place.
+    """
+    grouper = _Grouper(step)
+    return grouper.units(), grouper.alone()
+
+
+class _Grouper:
+    """Puts one node after the other into a group that is there, or into a new one."""
+
+    def __init__(self, step: StepGraph) -> None:
+        self._step = step
+        self._group: dict[fx.Node, int] = {}
+        self._members: dict[int, list[fx.Node]] = {}
+        self._successors: dict[int, set[int]] = defaultdict(set)
+        self._externs_before: dict[fx.Node, int] = {}
+        self._of_op: dict[int, list[fx.Node]] = defaultdict(list)
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._position = {node: position for position, node in enumerate(step.nodes.nodes)}
+        externs = 0
+        for node in step.nodes.nodes:
+            if node_kind(node) in ("computed", "extern"):
+                self._externs_before[node] = externs
+                externs += node_kind(node) == "extern"
+                self._place(node)
+
+    def alone(self) -> set[int]:
+        """Ops that make up a group by themselves, and are in no other."""
+        ops_of = [{place_of_node(m).op for m in ms if node_kind(m) == "computed"} for ms in self._members.values()]
+        joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
+        return {op for ops in ops_of if len(ops) == 1 for op in ops} - joined
+
+    def units(self) -> list[Unit]:
+        found: list[Unit] = []
+        for index in self._in_order():
+            members = self._members[index]
+            if node_kind(members[0]) == "extern":
+                found.append(place_of_node(members[0]).op)
+            else:
+                found.append(FusedGroup(members, place_of_node(members[0]).phase))
+        return found
+
+    # -- joining ----------------------------------------------------------------------------------------------------
+
+    def _sources(self, node: fx.Node) -> list[fx.Node]:
+        """The primitives and ops that make what a node reads."""
+        made_by = (b.all_input_nodes[0] if node_kind(b) == "result" else b for b in bases_read(node))
+        return list(dict.fromkeys(n for n in made_by if node_kind(n) in ("computed", "extern")))
+
+    def _place(self, node: fx.Node) -> None:
+        sources = self._sources(node)
+        if node.target is operator.getitem:  # one result of a primitive that has several
+            self._group[node] = self._group[sources[0]]
+            self._members[self._group[node]].append(node)
+            return
+        self._group[node] = own = len(self._group)
+        self._members[own] = [node]
+        for source in sources:
+            self._successors[self._group[source]].add(own)
+        if node_kind(node) == "extern":
+            return
+        op = place_of_node(node).op
+        producers = [s for s in reversed(sources) if node_kind(s) == "computed"]
+        for other in (*producers, *self._of_op[op]):
+            self._join(other, node)
+        self._of_op[op].append(node)
+        for base in bases_read(node):
+            if node_kind(base) != "source" and 2 * bytes_of_node(base) >= bytes_of_node(node):
+                for other in self._readers[base]:
+                    self._join(other, node)
+                self._readers[base].append(node)
+
+    def _join(self, other: fx.Node, node: fx.Node) -> None:
+        """Put the group of the newest node into that of another, where they can run together."""
+        a, b = self._group[other], self._group[node]
+        if a == b:
+            return
+        first, second = self._members[a], self._members[b]
+        if len(first) + len(second) > MOST_NODES or place_of_node(first[0]).phase != place_of_node(node).phase:
+            return
+        last = max(self._externs_before[m] for m in first if m in self._externs_before)
+        if self._externs_before[node] - last > REACH and not self._replaces(first, node, last):
+            return
+        if self._leads(a, b) or self._leads(b, a):
+            return
+        for member in second:
+            self._group[member] = a
+        first.extend(second)
+        del self._members[b]
+        self._successors[a] |= self._successors.pop(b, set())
+        for successors in self._successors.values():
+            if b in successors:
+                successors.discard(b)
+                successors.add(a)
+        self._successors[a].discard(a)
+
+    def _replaces(self, group: Collection[fx.Node], node: fx.Node, last: int) -> bool:
+        """Whether a node may as well run where a group does, for its result takes the place of one of the group's."""
+        inside, freed_bytes = set(group), 0
+        for base in bases_read(node):
+            if base in inside:
+                outside = {reader for reader in readers_of(base) if reader not in inside}
+                freed_bytes += bytes_of_node(base) if outside == {node} else 0
+            elif node_kind(base) != "source":
+                made_by = base.all_input_nodes[0] if node_kind(base) == "result" else base
+                if self._externs_before.get(made_by, 0) > last:
+                    return False
+        return freed_bytes >= bytes_of_node(node)
+
+    def _leads(self, a: int, b: int) -> bool:
+        """Whether a way through a third group leads from one to the other."""
+        seen, stack = set[int](), [s for s in self._successors[a] if s != b]
+        while stack:
+            group = stack.pop()
+            if group == b:
+                return True
+            if group not in seen:
+                seen.add(group)
+                stack.extend(self._successors[group])
+        return False
+
+    # -- order ------------------------------------------------------------------------------------------------------
+
+    def _in_order(self) -> Iterable[int]:
+        turn = {group: self._turn(members) for group, members in self._members.items()}
+        waiting = dict.fromkeys(self._members, 0)
+        for successors in (self._successors[g] for g in self._members):
+            for successor in successors:
+                waiting[successor] += 1
+        ready = [(turn[group], group) for group, count in waiting.items() if not count]
+        heapq.heapify(ready)
+        done = 0
+        while ready:
+            _, group = heapq.heappop(ready)
+            done += 1
+            yield group
+            for successor in self._successors[group]:
+                waiting[successor] -= 1
+                if not waiting[successor]:
+                    heapq.heappush(ready, (turn[successor], successor))
+        assert done == len(self._members), "groups in a circle"
+
+    def _turn(self, members: list[fx.Node]) -> int:
+        """When a group runs: as the first op of which something leaves it."""
+        members.sort(key=self._position.__getitem__)
+        inside = set(members)
+        leaving = [m for m in members if node_kind(m) == "extern" or any(u not in inside for u in readers_of(m))]
+        return min((place_of_node(m).op for m in leaving), default=place_of_node(members[-1]).op)
+
+
+def without_dead(step: StepGraph, units: list[Unit]) -> list[Unit]:
+    """Leave out ops whose results nobody reads any more: memory that an op in place was to write to."""
+    graph = step.traced.graph
+    lasting = {o.value for o in step.traced.outputs} | {g.value for g in step.traced.gradients}
+    kept: list[Unit] = []
+    needed: set[fx.Node] = set()
+    for unit in reversed(units):
+        if isinstance(unit, int):
+            op, node = graph.ops[unit], step.externs[unit]
+            used = any(user in needed for user in node.users) or any(v in lasting for v in op.outputs)
+            if not (used or op.random or op.effects or not op.recomputable):
+                continue
+            needed.update(bases_read(node))
+        else:
+            needed.update(unit.read())
+        kept.append(unit)
+    return kept[::-1]
+
+
+def kept_outside(step: StepGraph) -> set[fx.Node]:
+    """The nodes that somebody outside of the step holds: outputs and gradients."""
+    outputs = [(o.node, o.value) for o in step.traced.outputs]
+    gradients = [(node, g.value) for g in step.traced.gradients for _, node in g.nodes]
+    return {base_of(step.look(node, value)) for node, value in (*outputs, *gradients)}
+
+
+def set_ends(step: StepGraph, units: Iterable[Unit]) -> None:
+    """Set what each group reads, and what leaves it."""
+    units = list(units)
+    wanted = kept_outside(step)
+    for unit in units:
+        if isinstance(unit, int):
+            wanted.update(bases_read(step.externs[unit]))
+        else:
+            unit.inputs = unit.read()
+            wanted.update(unit.inputs)
+    for unit in units:
+        if not isinstance(unit, int):
+            own = [n for n in unit.nodes if place_of_node(n).phase == unit.phase]
+            unit.outputs = [n for n in own if n in wanted and is_tensor(n)]

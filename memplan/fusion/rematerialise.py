@@ -1,0 +1,96 @@
+"""Backward groups make again what forward's pointwise ops make, where they then read fewer bytes.
+
+That is independent of the budget, and so are the bits: what a group reads is chosen once, by a minimum cut over the
+pointwise ops behind it. A value that would exist only to be saved weighs twice, for it is written too; one that
+backward reads anyway weighs an eighth; what is there before the step weighs nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import networkx as nx
+import torch
+from torch import fx
+
+from memplan.fusion.groups import FusedGroup, Unit
+from memplan.fusion.step_graph import StepGraph, base_of, bases_read, bytes_of_node, is_tensor, node_kind, place_of_node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+_CHEAP = frozenset({prims.convert_element_type.default, aten.clone.default})  # beside what is tagged as pointwise
+_NEVER = frozenset({aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.cat.default})
+_SMALL = 8  # values of less than this part of the group's largest are saved
+_ROUNDS = 2  # the second knows what other groups read
+
+
+def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
+    """Put copies of forward's pointwise nodes into backward groups."""
+    units = list(units)
+    groups = [unit for unit in units if not isinstance(unit, int)]
+    externs = [step.externs[unit] for unit in units if isinstance(unit, int)]
+    read_anyway = {b for n in externs if place_of_node(n).phase == "backward" for b in bases_read(n)}
+    made_anyway = Counter(b for n in externs for b in set(bases_read(n)))
+    made_anyway.update(b for g in groups if g.phase == "forward" for b in g.read())
+    forward = {n for g in groups if g.phase == "forward" for n in g.nodes}
+    order = {node: position for position, node in enumerate(step.nodes.nodes)}
+    own = {id(group): list(group.nodes) for group in groups}
+    for _ in range(_ROUNDS):
+        for group in groups:
+            if group.phase == "backward":
+                group.nodes = list(own[id(group)])
+                cut = _Cut(group, forward, made_anyway, read_anyway)
+                group.nodes = sorted(cut.made_again, key=order.__getitem__) + group.nodes
+                read_anyway |= cut.saved
+
+
+class _Cut:
+    """What one backward group makes again, and which values of forward it then reads."""
+
+    def __init__(
+        self, group: FusedGroup, forward: set[fx.Node], made_anyway: Counter[fx.Node], read_anyway: set[fx.Node]
+    ) -> None:
+        self._forward, self._made_anyway, self._read_anyway = forward, made_anyway, read_anyway
+        self._largest = max((bytes_of_node(n) for n in group.nodes), default=0)
+        self._network = nx.DiGraph()
+        self._seen: dict[fx.Node, None] = {}
+        self.made_again: list[fx.Node] = []
+        self.saved: set[fx.Node] = set()
+        reads = [b for b in group.read() if b in forward]
+        for base in reads:
+            self._visit(base)
+            self._network.add_edge((base, "out"), "sink")
+        if reads:
+            _, (_, near_sink) = nx.minimum_cut(self._network, "source", "sink")
+            self.made_again = [n for n in self._seen if (n, "in") in near_sink]
+            self.saved = {n for n in self._seen if (n, "in") not in near_sink and (n, "out") in near_sink}
+
+    def _visit(self, node: fx.Node) -> None:
+        stack = [node]
+        while stack:
+            node = stack.pop()
+            if node in self._seen:
+                continue
+            self._seen[node] = None
+            self._network.add_edge((node, "in"), (node, "out"), capacity=self._weight(node))
+            if not self._can_make(node):
+                self._network.add_edge("source", (node, "in"))
+                continue
+            for base in (base_of(a) for a in node.all_input_nodes):
+                self._network.add_edge((base, "out"), (node, "in"))
+                stack.append(base)
+
+    def _weight(self, node: fx.Node) -> int:
+        if node_kind(node) == "source":
+            return 0
+        only_to_be_saved = node_kind(node) == "computed" and not self._made_anyway[node]
+        size = bytes_of_node(node) * (2 if only_to_be_saved else 1)
+        return max(1, size // (8 if node in self._read_anyway else 1))
+
+    def _can_make(self, node: fx.Node) -> bool:
+        """Whether the group may run it."""
+        if node not in self._forward or node.target in _NEVER or not is_tensor(node):
+            return False
+        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ()) or node.target in _CHEAP
+        return pointwise and bytes_of_node(node) * _SMALL >= self._largest

@@ -1,0 +1,291 @@
+"""A captured step as one functional graph: ops that can be fused as primitives, all others as opaque nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.dataflow import written_nodes
+from memplan.problem.data import Phase
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Views that are the very tensor that they look at, as far as a program without autograd can tell.
+SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+
+NodeKind = Literal["source", "extern", "result", "computed", "view"]
+
+
+@dataclass(frozen=True, slots=True)
+class NodePlace:
+    """What a node of a step graph stands for.
+
+    - kind: "source" is there before the step, or handed in. "extern" is an op that is not fused, "result" one of its
+      tensors. "computed" is a primitive that can be in a group. A "view" belongs to whoever reads it.
+    - op: the op of the trace that it comes from.
+    """
+
+    kind: NodeKind
+    phase: Phase
+    op: int
+
+
+def node_kind(node: fx.Node) -> NodeKind:
+    return place_of_node(node).kind
+
+
+def place_of_node(node: fx.Node) -> NodePlace:
+    place: NodePlace = node.meta["place"]
+    return place
+
+
+def is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta["val"], torch.Tensor)
+
+
+def bytes_of_node(node: fx.Node) -> int:
+    """Bytes of the elements of its tensor; 0 where it has several."""
+    tensor = node.meta["val"]
+    return tensor.numel() * tensor.element_size() if isinstance(tensor, torch.Tensor) else 0
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The node whose memory a view looks at."""
+    while node_kind(node) == "view":
+        node = node.all_input_nodes[0]
+    return node
+
+
+def bases_read(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory a node reads, each once."""
+    return list(dict.fromkeys(base_of(a) for a in node.all_input_nodes))
+
+
+def readers_of(base: fx.Node) -> Iterator[fx.Node]:
+    """Who reads a node's memory, through views too."""
+    stack = list(base.users)
+    while stack:
+        user = stack.pop()
+        if node_kind(user) == "view":
+            stack.extend(user.users)
+        else:
+            yield user
+
+
+def opaque(*args: Any) -> Any:
+    """Stands for an op that is not fused."""
+    raise NotImplementedError
+
+
+class NotExpandable(Exception):
+    """An op has to be left as it is."""
+
+    def __init__(self, op: int) -> None:
+        super().__init__(f"op {op}")
+        self.op = op
+
+
+class StepGraph:
+    """The functional graph of a step.
+
+    - nodes: its fx graph. Every node has a `NodePlace` in its meta.
+    - home: the value, and the node of the trace, that a node stands for.
+    - externs: the node of each op that is not fused.
+    """
+
+    def __init__(self, traced: Traced, extern: Collection[int]) -> None:
+        self.traced = traced
+        self.nodes = fx.Graph()
+        self.home: dict[fx.Node, tuple[int, fx.Node]] = {}
+        self.externs: dict[int, fx.Node] = {}
+        self._looks: dict[int, dict[fx.Node, fx.Node]] = {}  # by value: node of the trace -> node of this graph
+        self._expansions: dict[Any, fx.GraphModule] = {}
+        self._place: tuple[Phase, int] = ("forward", -1)
+        self._add_sources()
+        for index, op in enumerate(traced.graph.ops):
+            self._place = (op.phase, index)
+            if index in extern:
+                self._add_extern(index)
+            else:
+                self._add_fusible(index)
+
+    def look(self, node: fx.Node, value: int) -> fx.Node:
+        """The node for a node of the trace, seen as a look at a value's memory."""
+        looks = self._looks[value]
+        if node in looks:
+            return looks[node]
+        base = self.look(self.traced.parents[node], value)
+        if node.target in SAME_TENSOR or written_nodes(node):
+            return base
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: base)
+        looks[node] = self._call(node.target, args, kwargs, node.meta["val"], "view")
+        return looks[node]
+
+    # -- building ---------------------------------------------------------------------------------------------------
+
+    def _add_sources(self) -> None:
+        traced = self.traced
+        for value, roots in traced.roots.items():
+            facts = traced.graph.values[value]
+            if facts.role == "tangent":
+                nodes = [traced.tangent_nodes[value]]
+            elif facts.resident and facts.reuses is None:
+                nodes = [n for n in roots if n in traced.residents] or list(roots)
+            else:
+                continue
+            for node in nodes:
+                source = self.nodes.placeholder(f"v{value}_{node.name}")
+                source.meta.update(val=node.meta["val"], place=NodePlace("source", *self._place))
+                self._set(value, node, source)
+
+    def _call(self, target: Any, args: Any, kwargs: Any, val: Any, kind: NodeKind) -> fx.Node:
+        node = self.nodes.create_node("call_function", target, args, kwargs)
+        node.meta.update(val=val, place=NodePlace(kind, *self._place))
+        return node
+
+    def _set(self, value: int, root: fx.Node, node: fx.Node) -> None:
+        self._looks.setdefault(value, {})[root] = node
+        self.home[node] = (value, root)
+
+    def _add_extern(self, index: int) -> None:
+        traced, op, kernel = self.traced, self.traced.graph.ops[index], self.traced.kernels[index]
+        reads = [self.look(node, value) for node, value in kernel.reads.items() if value in self._looks]
+        taken: list[tuple[int, fx.Node]] = []
+        for value in op.outputs:
+            old = traced.graph.values[value].reuses
+            for root, node in self._looks.get(old, {}).items() if old is not None else ():
+                if root in traced.roots[value]:
+                    taken.append((value, root))
+                    reads.append(node)
+        run = self._call(opaque, (index, *dict.fromkeys(reads)), {}, None, "extern")
+        self.externs[index] = run
+        for made in kernel.made:
+            result = self._call(operator.getitem, (run, made.index), {}, made.node.meta["val"], "result")
+            self._set(made.value, made.node, result)
+        for value, root in taken:
+            self._set(value, root, self._call(operator.getitem, (run, root.name), {}, root.meta["val"], "result"))
+        for effect in op.effects:
+            self._looks[effect.new] = self._looks[effect.old]
+
+    def _add_fusible(self, index: int) -> None:
+        op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
+        target, in_place = functional_target(kernel)
+
+        def argument(thing: Any) -> Any:
+            if isinstance(thing, fx.Node):
+                return self.look(thing, kernel.reads[thing])
+            if isinstance(thing, (list, tuple)):
+                return type(thing)(argument(part) for part in thing)
+            return thing
+
+        kwargs = {name: argument(thing) for name, thing in kernel.kwargs.items()}
+        results = self._expanded(target, tuple(argument(a) for a in kernel.args), kwargs)
+        if in_place:
+            (value,) = op.outputs
+            old = self.traced.graph.values[value].reuses
+            assert old is not None
+            (root,) = self._looks[old].keys() & set(self.traced.roots[value])
+            self._bind(value, root, results[0])
+            return
+        for made in kernel.made:
+            self._bind(made.value, made.node, results[made.index or 0])
+
+    def _bind(self, value: int, root: fx.Node, node: fx.Node | None) -> None:
+        """Let a node stand for a value of the trace, with the dtype and the memory of its own that the value has."""
+        assert node is not None
+        wanted = root.meta["val"]
+        if node.meta["val"].dtype != wanted.dtype:
+            node = self._call(prims.convert_element_type.default, (node, wanted.dtype), {}, wanted, "computed")
+        if node in self.home or node_kind(node) != "computed" or node.meta["val"].shape != wanted.shape:
+            node = self._call(aten.clone.default, (node,), {}, wanted, "computed")
+        self._set(value, root, node)
+
+    def _expanded(self, target: Any, args: Any, kwargs: Any) -> list[fx.Node | None]:
+        """The nodes for the results of an op, decomposed as Inductor does."""
+        tensors: list[fx.Node] = []
+        look = _with_slots((args, kwargs), tensors)
+        layouts = [n.meta["val"] for n in tensors]
+        key = (target, repr(look), tuple((tuple(t.shape), t.stride(), t.dtype) for t in layouts))
+        if key not in self._expansions:
+
+            def run(*given: Any) -> Any:
+                real_args, real_kwargs = _filled(look, given)
+                return target(*real_args, **real_kwargs)
+
+            self._expansions[key] = private.functional_trace(run, layouts)
+        return self._inlined(self._expansions[key], tensors)
+
+    def _inlined(self, module: fx.GraphModule, tensors: list[fx.Node]) -> list[fx.Node | None]:
+        local: dict[fx.Node, fx.Node] = {}
+        given, results = iter(tensors), None
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                local[node] = next(given)
+            elif node.op == "output":
+                results = node.args[0]
+            elif node.op == "get_attr":  # a constant, of which a plan would not know
+                raise NotExpandable(self._place[1])
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), local.__getitem__)
+                view = op_facts.is_view(node.target) and isinstance(node.meta["val"], torch.Tensor)
+                local[node] = self._call(node.target, args, kwargs, node.meta["val"], "view" if view else "computed")
+        found = results if isinstance(results, (list, tuple)) else [results]
+        return [None if result is None else local[result] for result in found]
+
+
+@dataclass(frozen=True)
+class _TensorSlot:
+    """Stands for a tensor in an argument list."""
+
+    index: int
+
+
+def _with_slots(thing: Any, tensors: list[fx.Node]) -> Any:
+    """Arguments with slots in place of nodes, which are entered in the list."""
+    if isinstance(thing, fx.Node):
+        if thing not in tensors:
+            tensors.append(thing)
+        return _TensorSlot(tensors.index(thing))
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(_with_slots(part, tensors) for part in thing)
+    if isinstance(thing, dict):
+        return {key: _with_slots(part, tensors) for key, part in thing.items()}
+    return thing
+
+
+def _filled(thing: Any, given: Any) -> Any:
+    if isinstance(thing, _TensorSlot):
+        return given[thing.index]
+    if isinstance(thing, MetaTensor):
+        return thing.build()
+    if isinstance(thing, (list, tuple)):
+        return type(thing)(_filled(part, given) for part in thing)
+    if isinstance(thing, dict):
+        return {key: _filled(part, given) for key, part in thing.items()}
+    return thing
+
+
+def is_sum_in_place(kernel: Kernel) -> bool:
+    """Whether it is a sum that is traced out of place, and runs in place as in eager."""
+    return kernel.target is aten.add_.Tensor and kernel.node.target is aten.add.Tensor
+
+
+def functional_target(kernel: Kernel) -> tuple[Any, bool]:
+    """The op that gives the same results in new memory, and whether the trace has it write over an argument instead.
+
+    The op is None where there is none.
+    """
+    target = kernel.node.target if is_sum_in_place(kernel) else kernel.target
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return target, False
+    name = target._schema.name.removeprefix("aten::")
+    packet = getattr(aten, name[:-1], None) if name.endswith("_") else None
+    return getattr(packet, target._overloadname, None) if packet is not None else None, True
