@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import tensors_of
-from memplan.fusion.step_graph import SAME_TENSOR, functional_target, is_sum_in_place
+from memplan.fusion.step_graph import functional_target, is_sum_in_place
 
 aten = torch.ops.aten
 
@@ -72,6 +73,6 @@ def _writes_a_whole_value(traced: Traced, index: int) -> bool:
     if len(written) != 1:
         return False
     (node,) = written
-    while node in traced.parents and (node.target in SAME_TENSOR or written_nodes(node)):
+    while node in traced.parents and (node.target in op_facts.SAME_TENSOR or written_nodes(node)):
         node = traced.parents[node]
     return node is traced.roots[value][0]

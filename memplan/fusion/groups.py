@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
+import networkx as nx
 from torch import fx
 
 from memplan.fusion.step_graph import (
@@ -177,22 +177,11 @@ class _Grouper:
 
     def _in_order(self) -> Iterable[int]:
         turn = {group: self._turn(members) for group, members in self._members.items()}
-        waiting = dict.fromkeys(self._members, 0)
-        for successors in (self._successors[g] for g in self._members):
-            for successor in successors:
-                waiting[successor] += 1
-        ready = [(turn[group], group) for group, count in waiting.items() if not count]
-        heapq.heapify(ready)
-        done = 0
-        while ready:
-            _, group = heapq.heappop(ready)
-            done += 1
-            yield group
-            for successor in self._successors[group]:
-                waiting[successor] -= 1
-                if not waiting[successor]:
-                    heapq.heappush(ready, (turn[successor], successor))
-        assert done == len(self._members), "groups in a circle"
+        graph = nx.DiGraph()
+        graph.add_nodes_from(self._members)
+        graph.add_edges_from((group, after) for group in self._members for after in self._successors[group])
+        found: Iterable[int] = nx.lexicographical_topological_sort(graph, key=lambda group: (turn[group], group))
+        return found
 
     def _turn(self, members: list[fx.Node]) -> int:
         """When a group runs: as the first op of which something leaves it."""

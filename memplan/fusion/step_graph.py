@@ -18,9 +18,6 @@ from memplan.problem.data import Phase
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-# Views that are the very tensor that they look at, as far as a program without autograd can tell.
-SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-
 NodeKind = Literal["source", "extern", "result", "computed", "view"]
 
 
@@ -123,7 +120,7 @@ class StepGraph:
         if node in looks:
             return looks[node]
         base = self.look(self.traced.parents[node], value)
-        if node.target in SAME_TENSOR or written_nodes(node):
+        if node.target in op_facts.SAME_TENSOR or written_nodes(node):
             return base
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: base)
         looks[node] = self._call(node.target, args, kwargs, node.meta["val"], "view")

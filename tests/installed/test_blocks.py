@@ -145,6 +145,28 @@ def test_what_can_not_be_done_is_refused(twice: bool, blocks: Any, budget: Any, 
     assert net.seen == []
 
 
+class Edits(Net):
+    """Writes to what it has handed to a block, once that has run."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + 1
+        y = self.blocks[0](x)
+        x.mul_(2)
+        return y.pow(2).mean() + x.mean()
+
+
+def test_a_block_whose_arguments_are_edited_later_is_refused() -> None:
+    torch.manual_seed(0)
+    net = Edits().train()
+    with pytest.raises(memplan.UnsupportedModel, match=r"arguments of blocks\.0.*Leave it out"):
+        memplan.apply_blocks(net, net.blocks[:1], torch.randn(64, 16), 0.8, costs="estimate", config=QUICK)
+
+
+def test_no_blocks_are_no_plan() -> None:
+    net, sample = net_and_sample()
+    assert memplan.apply_blocks(net, [], sample, 1.0, costs="estimate", config=QUICK).units == ()
+
+
 def test_earlier_plans_stay_where_new_ones_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     net, sample = net_and_sample()
     memplan.apply_blocks(net, net.blocks, sample, 0.8, costs="estimate", config=QUICK)

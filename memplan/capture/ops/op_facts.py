@@ -63,6 +63,10 @@ _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
 )
 
 
+# Views that are the very tensor that they look at, as far as a program without autograd can tell.
+SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
+
+
 def is_of_pytorch(target: Any) -> bool:
     """Whether an op is PyTorch's own, or one of memplan's. What other ops do is not known."""
     return not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN

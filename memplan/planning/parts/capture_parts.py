@@ -48,6 +48,8 @@ def _named_sites(request: PartsRequest, blocks: Sequence[nn.Module]) -> Sites:
 
 def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], sites: Sites) -> list[Part]:
     """The calls of units in a forward, in order. Each is captured where its gradients can stay the same bits."""
+    if not sites and request.blocks is None:
+        raise UnsupportedModel(f"no part of the model can be planned either. {request.reason}")
     rehearsal = rehearse(metered=False)
     rehearsal.run(dict.fromkeys(sites, ()))
     calls = Counter(visit.module for visit in rehearsal.visits)

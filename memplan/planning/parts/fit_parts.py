@@ -46,21 +46,20 @@ def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves
     """
     around = request.around
     least = smallest(parts.problem)
-    choice, ways, peak_bytes, more_bytes = least, parts.ways(least), limit + 1, 0
+    choice = choose_ways(parts.problem, limit - held_bytes) or least
+    ways, more_bytes = parts.ways(choice), 0
     for left in reversed(range(_ROUNDS)):
-        if peak_bytes > limit:
-            found = choose_ways(parts.problem, limit - held_bytes - more_bytes) if left else None
-            choice = found or least
-            ways = parts.ways(choice)
-        elif around.meet is None:
-            break
         around.wait()
         run = functools.partial(run_in_parts, ways, request.forward, request.call, ignored=around.ignored)
         measured_bytes = measured_peak(request.model, request.call, run, leaves_out, around.shards is not None)
         peak_bytes = max(choice.peak_bytes, measured_bytes) + held_bytes
-        more_bytes = max(more_bytes, measured_bytes - choice.peak_bytes)
-        if choice is least and around.meet is None:
+        if around.meet is None and (peak_bytes <= limit or choice is least):
             break
+        if peak_bytes > limit and left:
+            more_bytes = max(more_bytes, measured_bytes - choice.peak_bytes)
+            found = choose_ways(parts.problem, limit - held_bytes - more_bytes) if left > 1 else None
+            choice = found or least
+            ways = parts.ways(choice)
     if peak_bytes > limit:
         raise BudgetInfeasible(
             f"planned in parts, the model does not fit {format_bytes(limit)}; {format_bytes(peak_bytes)} ({peak_bytes} "

@@ -9,10 +9,11 @@ run with these options is measured before they are used.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import allocated_bytes, storage_key
@@ -27,6 +28,7 @@ from memplan.plans.partial_plan import PartialPlan
 from memplan.runtime.parts.part_step import PartTangents
 from memplan.runtime.parts.partial_step import Ways, run_in_parts
 from memplan.runtime.parts.rehearsal import EditedArguments, Rehearsal, resident_tensors, timed_step
+from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers.parts.ways import appraise
 
 
@@ -50,36 +52,22 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
     can't.
     """
     model, call, around = request.model, request.call, request.around
-    device = request.device
-
-    def elsewhere(storage: torch.UntypedStorage) -> bool:
-        on_host = device is not None and storage.device.type != device.type
-        return on_host or (around.leaves_out is not None and around.leaves_out(storage))
-
     rehearse = functools.partial(
-        Rehearsal, model, request.forward, call, leaves_out=elsewhere, takes_gradients=around.shards is not None
+        Rehearsal, model, request.forward, call, takes_gradients=around.shards is not None
     )  # fmt: skip
     sites, blocks = found_sites(request)
     while True:
-        if not sites:
-            raise UnsupportedModel(f"no part of the model can be planned either. {request.reason}")
         try:
             units = captured_units(request, rehearse, sites)
             around.wait()
             solve_units(request, units)
-            device = device or next((u.captured.traced.device for u in units if u.captured is not None), None)
+            device = request.device or next((u.captured.traced.device for u in units if u.captured is not None), None)
+            elsewhere = functools.partial(_is_elsewhere, device, around.leaves_out)
             around.wait()
-            parts = _measured(request, rehearse, units, blocks)
+            parts = _measured(request, functools.partial(rehearse, leaves_out=elsewhere), units, blocks)
             break
         except EditedArguments as error:  # they can't run again in backward
-            edited = [site.name for module, site in sites.items() if module in error.modules]
-            if request.blocks is not None:
-                raise UnsupportedModel(
-                    f"forward writes to arguments of {', '.join(edited)} after it has run, so it can't run again in "
-                    "backward. Leave it out of the blocks"
-                ) from None
-            sites = {m: site for m, site in sites.items() if m not in error.modules}
-            blocks = {m: site for m, site in blocks.items() if m not in error.modules}
+            sites, blocks = (_without(error.modules, found, request) for found in (sites, blocks))
     beside = request.beside(device)
     parts, held_bytes = parts.updated(beside.update_bytes), beside.held_bytes
     keep_all = appraise(parts.problem, [(0, tuple(len(o) - 1 for o in s[0].units)) for s in parts.problem.stages])
@@ -101,6 +89,23 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         units=tuple(parts.rows(fitted.choice)),
     )
     return PlannedParts(plan, fitted.ways)
+
+
+def _is_elsewhere(device: torch.device | None, leaves_out: LeavesOut | None, storage: torch.UntypedStorage) -> bool:
+    """Whether a storage does not count: it is on the host, or somebody else counts it."""
+    on_host = device is not None and storage.device.type != device.type
+    return on_host or (leaves_out is not None and leaves_out(storage))
+
+
+def _without(edited: Collection[nn.Module], sites: Sites, request: PartsRequest) -> Sites:
+    """The sites but those of modules whose arguments are edited. Raises UnsupportedModel for what the user named."""
+    names = [site.name for module, site in sites.items() if module in edited]
+    if names and request.blocks is not None:
+        raise UnsupportedModel(
+            f"forward writes to arguments of {', '.join(names)} after it has run, so it can't run again in backward. "
+            "Leave it out of the blocks"
+        )
+    return {module: site for module, site in sites.items() if module not in edited}
 
 
 def _measured(request: PartsRequest, rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: Sites) -> Parts:

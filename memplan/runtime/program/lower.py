@@ -55,11 +55,6 @@ from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
 from memplan.runtime.program.rng import held_rng, replay_all, replay_random, save_rng
 
-aten = torch.ops.aten
-
-# Views that are the very tensor that they look at, as far as a program without autograd can tell.
-SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fresh.default})
-
 Grads = Literal["surface", "edges"]
 Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
 
@@ -251,7 +246,7 @@ class _Lowering:
             instance[node] = self._resident(node)
             return instance[node]
         parent = self.traced.parents[node]
-        if node.target in SAME_TENSOR or written_nodes(node):
+        if node.target in op_facts.SAME_TENSOR or written_nodes(node):
             found = self._look(parent, instance, value)
         elif (shortcut := self._strided(node, parent, instance, value)) is not None:
             found = shortcut
