@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import UnsupportedModel as UnsupportedModel
     from memplan.installed.blocks import apply_blocks as apply_blocks
+    from memplan.kernel_errors import KernelErrors as KernelErrors
+    from memplan.kernel_errors import compare_kernels as compare_kernels
     from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
@@ -46,6 +48,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
     "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api",
+    "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "UnsupportedModel": "errors",

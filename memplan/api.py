@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from memplan import torch_private as private
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike
@@ -20,8 +21,9 @@ from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
 from memplan.installed.unused import refuse_without_forward
+from memplan.logs import log
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, LossFunction, Settings, Update
+from memplan.planning.settings import CostSource, Kernels, LossFunction, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
@@ -33,7 +35,32 @@ from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
 
+_Apply = TypeVar("_Apply", bound=Callable[..., Any])
 
+
+def _beneath_compiled(function: _Apply) -> _Apply:
+    """`apply`, which for fused kernels plans the module that is beneath `torch.compile`."""
+
+    @functools.wraps(function)
+    def apply_beneath(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        plan = kwargs.get("plan")
+        fused = kwargs.get("kernels") == "fused" or (plan is not None and plan.exact == "program")
+        if not fused or not isinstance(model, nn.Module) or not private.is_compiled(model):
+            return cast(nn.Module, function(model, *args, **kwargs))
+        inner, compile_again = private.beneath_compiled(model), private.set_compiled_aside(model)
+        try:
+            function(inner, *args, **kwargs)
+        except BaseException:
+            compile_again()
+            raise
+        on_remove(inner, compile_again)
+        log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
+        return model
+
+    return cast(_Apply, apply_beneath)
+
+
+@_beneath_compiled
 def apply(
     model: nn.Module,
     sample: Sample | None = None,
@@ -53,6 +80,7 @@ def apply(
     shards: Shards | None = None,
     init: Init | None = None,
     keep_frozen: bool = False,
+    kernels: Kernels = "eager",
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     surroundings: Surroundings | None = None,
@@ -104,6 +132,11 @@ def apply(
         would then be stale. All other changes are noticed (in place, `load_state_dict`, other parameters), and copies
         are freed where the model runs in eval mode or under no_grad (so `merge_adapter` of peft for an evaluation is
         fine), or another plan runs.
+    kernels: "eager" runs the kernels that the model runs by itself, and gives its bits. "fused" compiles groups of
+        pointwise ops and reductions with PyTorch's Inductor, which is faster and takes less memory. The step then gives
+        the bits of that program, the same at any budget and in any process with the same versions and device; they
+        differ from plain PyTorch's by rounding (`plan.exact` says which, `compare_kernels` how much). It needs a C++
+        compiler, or Triton on a GPU.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -137,6 +170,7 @@ def apply(
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
+        "fused" if plan is not None and plan.exact == "program" else kernels,
     )  # fmt: skip
     planner = Planner(settings, decides=group is None and shards is None and in_flight == 1)
     with _unplanned(model) as original:
@@ -188,7 +222,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) 
     """The plan that `apply` would run, without touching the model.
 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-    shards, keep_frozen and surroundings, as for `apply`, which says what they are and what they raise.
+    shards, keep_frozen, kernels and surroundings, as for `apply`, which says what they are and what they raise.
     """
     planner = Planner(_settings("plan", budget, settings))
     with _unplanned(model) as original:

@@ -1,4 +1,7 @@
-"""The logger "memplan". Its lines go where the program has log lines go, or to stderr where that says nothing of it."""
+"""The logger "memplan", and a progress bar.
+
+Log lines go where the program has them go, or to stderr where that says nothing of it.
+"""
 
 from __future__ import annotations
 
@@ -19,3 +22,13 @@ class _ToStderr(logging.Handler):
 _handler = _ToStderr(logging.WARNING)
 _handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
 log.addHandler(_handler)
+
+
+def show_count(what: str, done: int, total: int) -> None:
+    """Show on a terminal how many of several things are done."""
+    if sys.stderr.isatty():
+        width = 30
+        filled = width * done // total
+        end = "\n" if done == total else ""
+        sys.stderr.write(f"\rmemplan: {what} [{'#' * filled}{'.' * (width - filled)}] {done}/{total}{end}")
+        sys.stderr.flush()

@@ -41,7 +41,7 @@ ARROWS = {
     "capture/trace": "capture/attributes capture/ops errors torch_private",
     "capture/analysis": "capture/ops capture/trace errors problem",
     "capture": "capture/analysis capture/attributes capture/ops capture/trace errors problem torch_private",
-    "costs": "capture errors problem torch_private units",
+    "costs": "capture errors logs problem torch_private units",
     "fusion": "capture logs problem torch_private",
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
@@ -50,11 +50,13 @@ ARROWS = {
     "runtime/ranks": "errors runtime/program torch_private",
     "runtime": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
-    "planning": "capture config costs errors logs planning/parts plans problem runtime solvers torch_private units",
+    "planning": "capture config costs errors fusion logs planning/parts plans problem runtime solvers torch_private "
+    "units",
     "installed": "capture config costs errors logs planning plans problem runtime solvers torch_private units",
-    "api": "capture config costs errors installed planning plans problem runtime units",
+    "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
+    "kernel_errors": "api capture planning",
     "__main__": "costs",
-    "__init__": "api capture config errors installed planning plans problem units",
+    "__init__": "api capture config errors installed kernel_errors planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
@@ -63,7 +65,8 @@ THEIRS = {
     "plans": {"networkx"},
     "solvers": NUMERIC,
     **dict.fromkeys(
-        ("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api"), NUMERIC | {"torch"}
+        ("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api", "kernel_errors"),
+        NUMERIC | {"torch"},
     ),
 }
 # Extras may be imported where they are used, by those layers that know about torch.

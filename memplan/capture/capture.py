@@ -67,6 +67,11 @@ class Capture:
     answers: tuple[Answer, ...] = ()
     left: LeftBehind | None = None
 
+    def changed(self, change: Callable[[Traced], Traced]) -> Capture:
+        """The capture with a change made to its step, and to that for `out.sum().backward()`."""
+        expanded = None if self.expanded is None else change(self.expanded)
+        return dataclasses.replace(self, traced=change(self.traced), expanded=expanded)
+
     def settle(self, model: nn.Module) -> None:
         """Set the attributes, and add the hooks, that the first eager forward would."""
         if self.left is not None:
@@ -356,12 +361,11 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
                 "torch.no_grad(), before you plan it"
             )
-        own_forward = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
-        wrapped = "OptimizedModule" in {kind.__name__ for kind in type(module).__mro__}
-        if wrapped or own_forward is not None or module._compiled_call_impl is not None:
+        if private.is_compiled(module):
             raise UnsupportedModel(
-                f"module {name or type(model).__name__} is compiled, and a plan is made of the ops that eager PyTorch "
-                "runs. Leave torch.compile and compile() out, and apply memplan to the original model"
+                f"module {name or type(model).__name__} is compiled, and a plan of eager kernels would lose what that "
+                'gains in time. For a model that is compiled as a whole say kernels="fused", which compiles groups of '
+                "ops; else leave torch.compile and compile() out, and apply memplan to the original model"
             )
 
 

@@ -20,7 +20,6 @@ import dataclasses
 import json
 import os
 import platform
-import sys
 import tempfile
 import time
 from bisect import bisect_left, bisect_right
@@ -40,6 +39,7 @@ from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.errors import BudgetInfeasible, UnsupportedModel
+from memplan.logs import show_count
 from memplan.problem.data import Costs, Roofline
 from memplan.units import format_bytes
 
@@ -211,7 +211,7 @@ class _Bench:
             for done, index in enumerate(indices):
                 times.append(self._first_run(index, *self._arguments(index))[1])
                 if progress:
-                    _show_progress(done + 1, len(indices))
+                    show_count("timing ops", done + 1, len(indices))
         events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
         marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
@@ -239,7 +239,7 @@ class _Bench:
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
             if progress:
-                _show_progress(done + 1, len(indices))
+                show_count("timing ops", done + 1, len(indices))
         return peaks, [0.0] * len(indices)  # launches return before kernels end
 
     def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -371,14 +371,6 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
-
-
-def _show_progress(done: int, total: int) -> None:
-    width = 30
-    filled = width * done // total
-    end = "\n" if done == total else ""
-    sys.stderr.write(f"\rmemplan: timing ops [{'#' * filled}{'.' * (width - filled)}] {done}/{total}{end}")
-    sys.stderr.flush()
 
 
 @dataclass(slots=True)

@@ -1,134 +1,104 @@
-"""Compiles each distinct group once, and tries it: what it gives, and which memory it writes over."""
+"""Compiles each distinct group once for all layers, steps and processes, and tries it.
+
+Compilers crash and hang, and take a second a group. So on CPUs groups that no process has compiled before are compiled
+by others (`workers`), in parallel, which leave the code in Inductor's cache on disk. A record beside it says what the
+compiled group writes over what. This process then loads the code.
+"""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.ops.layout import storage_key
-from memplan.fusion.groups import FusedGroup
+from memplan.fusion.group_program import GroupProgram
+from memplan.fusion.groups import FusedGroup, Unit
+from memplan.fusion.records import read_record, write_record
 from memplan.fusion.step_graph import place_of_node
+from memplan.fusion.workers import compile_elsewhere
 from memplan.logs import log
-
-OPTIONS: Mapping[str, Any] = {"size_asserts": False}  # of Inductor
 
 
 class FusedKernel:
-    """A compiled group, as a function of tensors."""
+    """A compiled group, as a function of tensors. One of a dry run has no code."""
 
     __name__ = "fused"
 
-    def __init__(self, key: str, call: private.CompiledCall) -> None:
+    def __init__(self, key: str, call: private.CompiledCall | None) -> None:
         self.key, self._call = key, call
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
+        assert self._call is not None, "a group of a dry run"
         return self._call([*tensors])
 
 
 class NotCompiled(Exception):
-    """A group can't be compiled, or does not give what it should. ops: those of the trace that it is made of."""
+    """Groups can't be compiled, or do not give what they should. ops: those of the trace that they are made of."""
 
-    def __init__(self, ops: set[int], reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, ops: set[int]) -> None:
+        super().__init__(f"ops {sorted(ops)}")
         self.ops = ops
 
 
 class GroupCompiler:
-    """Compiled groups by key, for all steps of a process."""
+    """Compiled groups by key. Keys tell all that the code depends on, so that all steps of a process may share them."""
 
     def __init__(self) -> None:
         self._kernels: dict[str, tuple[FusedKernel, dict[int, int]]] = {}
+        self._failed: dict[str, str] = {}
 
     def __len__(self) -> int:
         return len(self._kernels)
 
-    def compiled(self, group: FusedGroup) -> FusedKernel:
-        """The kernel of a group. Sets `group.over` to what is really written over what. Raises NotCompiled."""
-        key = _key(*_graph_of(group))
-        if key not in self._kernels:
-            try:
-                self._kernels[key] = self._made(key, group)
-            except Exception as error:
-                ops = {place_of_node(node).op for node in group.nodes}
-                log.warning("a group of ops stays as it is: %s", str(error).partition("\n")[0])
-                raise NotCompiled(ops, str(error)) from error
-        kernel, group.over = self._kernels[key]
-        return kernel
+    def check(self, device: torch.device) -> None:
+        """Raise ValueError where nothing can be compiled for a device."""
+        missing = private.missing_compiler(device)
+        if missing:
+            raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
 
-    def _made(self, key: str, group: FusedGroup) -> tuple[FusedKernel, dict[int, int]]:
-        while True:
-            graph, _ = _graph_of(group)
-            layouts = [node.meta["val"] for node in group.inputs]
-            kernel = FusedKernel(key, private.compiled_graph(graph, layouts, list(group.over.values()), OPTIONS))
-            over = _tried(kernel, group)
-            if over == group.over:
-                return kernel, over
-            group.over = over  # what was given away for nothing is kept
+    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None]:
+        """The kernel of each unit that is a group. Sets their `over` to what is really written over what.
 
+        dry: nothing is compiled, and groups are taken to write over all that they may. Raises NotCompiled.
+        """
+        groups = [unit for unit in units if isinstance(unit, FusedGroup)]
+        programs = {id(group): GroupProgram.of(group) for group in groups}
+        keys = {group: program.key for group, program in programs.items()}
+        if dry:
+            return [FusedKernel(keys[id(unit)], None) if isinstance(unit, FusedGroup) else None for unit in units]
+        self._compile({keys[group]: program for group, program in programs.items()})
+        failed = [group for group in groups if keys[id(group)] in self._failed]
+        if failed:
+            log.warning(
+                "%d groups of ops can't be compiled and run as they are: %s",
+                len(failed), self._failed[keys[id(failed[0])]],
+            )  # fmt: skip
+            raise NotCompiled({place_of_node(node).op for group in failed for node in group.nodes})
+        found: list[FusedKernel | None] = []
+        for unit in units:
+            kernel = None
+            if isinstance(unit, FusedGroup):
+                kernel, unit.over = self._kernels[keys[id(unit)]]
+            found.append(kernel)
+        return found
 
-def _graph_of(group: FusedGroup) -> tuple[fx.Graph, list[str]]:
-    """A group as a graph of its own, and as text that is equal for equal groups."""
-    graph, local = fx.Graph(), dict[fx.Node, fx.Node]()
-    text: list[str] = []
-    donated = set(group.over.values())
-    for position, node in enumerate(group.inputs):
-        # The name is part of the key of Inductor's own cache, which does not know of memory that is given away.
-        local[node] = graph.placeholder(f"{'donated' if position in donated else 'read'}_{position}")
-        local[node].meta["val"] = node.meta["val"]
-        text.append(_shown(node))
-
-    def copy(node: fx.Node) -> fx.Node:
-        if node not in local:
-            args, kwargs = fx.map_arg((node.args, node.kwargs), copy)
-            local[node] = graph.create_node("call_function", node.target, args, kwargs, name=f"n_{len(local)}")
-            local[node].meta["val"] = node.meta["val"]
-            text.append(f"{node.target}{args}{kwargs}{_shown(node)}")
-        return local[node]
-
-    for node in group.nodes:
-        copy(node)
-    outputs = [copy(node) for node in group.outputs]
-    graph.output(outputs)
-    text += [str(outputs), *map(_shown, group.outputs), str(sorted(group.over.items()))]
-    return graph, text
+    def _compile(self, programs: dict[str, GroupProgram]) -> None:
+        missing = {k: p for k, p in programs.items() if k not in self._kernels and k not in self._failed}
+        unknown = {k: p for k, p in missing.items() if read_record(k) is None}
+        if all(layout.device == "cpu" for p in unknown.values() for layout in p.inputs):
+            self._failed |= compile_elsewhere(unknown)
+        for key, program in missing.items():
+            if key not in self._failed:
+                try:
+                    self._kernels[key] = _loaded(key, program)
+                except Exception as error:
+                    self._failed[key] = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-def _key(graph: fx.Graph, text: list[str]) -> str:
-    identity = [*text, str(sorted(OPTIONS.items())), torch.__version__, str(torch.get_num_threads())]
-    return hashlib.sha256("|".join(identity).encode()).hexdigest()[:20]
-
-
-def _shown(node: fx.Node) -> str:
-    t = node.meta["val"]
-    if not isinstance(t, torch.Tensor):
-        return "several"
-    return f"{t.dtype}{tuple(t.shape)}{tuple(t.stride())}{t.storage_offset()}{t.device.type}"
-
-
-def _tried(kernel: FusedKernel, group: FusedGroup) -> dict[int, int]:
-    """Run a group once, which loads its code, and see which outputs lie in the memory of which inputs."""
-    given = [_made_up(node.meta["val"]) for node in group.inputs]
-    inputs = {storage_key(t): position for position, t in enumerate(given)}
-    made = kernel(*given)
-    if len({storage_key(t) for t in made}) != len(made):
-        raise ValueError("two results share memory")
-    for tensor, node in zip(made, group.outputs, strict=True):
-        wanted = node.meta["val"]
-        if (tensor.shape, tensor.stride(), tensor.dtype) != (wanted.shape, wanted.stride(), wanted.dtype):
-            raise ValueError(f"a result has strides {tensor.stride()} instead of {wanted.stride()}")
-        if tensor.untyped_storage().nbytes() != wanted.numel() * wanted.element_size():
-            raise ValueError("a result lies in something larger")
-    return {o: inputs[storage_key(t)] for o, t in enumerate(made) if storage_key(t) in inputs}
-
-
-def _made_up(layout: torch.Tensor) -> torch.Tensor:
-    """A real tensor like a fake one. Indices of 0 are valid everywhere."""
-    count = layout.untyped_storage().nbytes() // layout.element_size()
-    value = 0.5 if layout.dtype.is_floating_point else 0
-    flat = torch.full((count,), value, dtype=layout.dtype, device=layout.device)
-    return flat.as_strided(layout.shape, layout.stride(), layout.storage_offset())
+def _loaded(key: str, program: GroupProgram) -> tuple[FusedKernel, dict[int, int]]:
+    """The kernel of a program, and what it writes over what. Quick where a record and the code are on disk."""
+    call, over = program.writing(read_record(key)).compiled()
+    write_record(key, over)
+    return FusedKernel(key, call), over

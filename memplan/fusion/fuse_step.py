@@ -11,12 +11,21 @@ from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
 from memplan.fusion.step_graph import NotExpandable, StepGraph
 
+_COMPILER = GroupCompiler()
 
-def fuse_step(traced: Traced, compiler: GroupCompiler) -> Traced:
+
+def fuse_step(traced: Traced, compiler: GroupCompiler = _COMPILER, dry: bool = False) -> Traced:
     """The step over fused groups, with equal bits at any budget and in any schedule.
 
     An op that would be alone in its group, or of which the group can't be compiled, stays as it is.
+
+    - compiler: has the groups that there are already.
+    - dry: nothing is compiled. Groups are taken to write over all that they may, and can't run.
+
+    Raises ValueError where there is no compiler.
     """
+    if not dry:
+        compiler.check(traced.device)
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
     while True:
         step, units = _units(traced, extern)
@@ -24,7 +33,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler) -> Traced:
         set_ends(step, units)
         donate(step, units)
         try:
-            kernels = [None if isinstance(unit, int) else compiler.compiled(unit) for unit in units]
+            kernels = compiler.kernels(units, dry)
         except NotCompiled as error:
             extern |= error.ops
             continue

@@ -11,12 +11,11 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, Made, Traced
+from memplan.capture.ops.layout import device_bytes_of
 from memplan.fusion.compile_groups import FusedKernel
 from memplan.fusion.groups import FusedGroup, Unit
-from memplan.fusion.step_graph import StepGraph, bytes_of_node, place_of_node
-from memplan.problem.data import Effect, Graph, Op, Phase, Value
-
-FUSED = "memplan.fused"  # how kinds of ops begin that are groups of others, compiled as one
+from memplan.fusion.step_graph import StepGraph, place_of_node
+from memplan.problem.data import FUSED, Effect, Graph, Op, Phase, Value
 
 
 def fused_step(step: StepGraph, units: Sequence[Unit], kernels: Sequence[FusedKernel | None]) -> Traced:
@@ -93,7 +92,8 @@ class _Writer:
             return self._new(value, facts, (root,)), root
         name = self._names.create_node("call_function", operator.getitem, (), name=f"inner_{len(self._values)}")
         name.meta["val"] = self._like(node.meta["val"])
-        return self._new(node, Value(name.name, bytes_of_node(node), reuses=reuses), (name,)), name
+        size_bytes = device_bytes_of(name.meta["val"], self._old.device)
+        return self._new(node, Value(name.name, size_bytes, reuses=reuses), (name,)), name
 
     # -- ops --------------------------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
-from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.analysis.traced import Kernel, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
+from memplan.fusion.slots import filled, with_slots
 from memplan.problem.data import Phase
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -207,18 +208,18 @@ class StepGraph:
 
     def _expanded(self, target: Any, args: Any, kwargs: Any) -> list[fx.Node | None]:
         """The nodes for the results of an op, decomposed as Inductor does."""
-        tensors: list[fx.Node] = []
-        look = _with_slots((args, kwargs), tensors)
-        layouts = [n.meta["val"] for n in tensors]
-        key = (target, repr(look), tuple((tuple(t.shape), t.stride(), t.dtype) for t in layouts))
+        tensors: dict[fx.Node, int] = {}
+        look = with_slots((args, kwargs), lambda node: tensors.setdefault(node, len(tensors)))
+        layouts = tuple(private.MemoryLayout.of(n.meta["val"]) for n in tensors)
+        key = (target, repr(look), layouts)
         if key not in self._expansions:
 
             def run(*given: Any) -> Any:
-                real_args, real_kwargs = _filled(look, given)
+                real_args, real_kwargs = filled(look, given)
                 return target(*real_args, **real_kwargs)
 
             self._expansions[key] = private.functional_trace(run, layouts)
-        return self._inlined(self._expansions[key], tensors)
+        return self._inlined(self._expansions[key], list(tensors))
 
     def _inlined(self, module: fx.GraphModule, tensors: list[fx.Node]) -> list[fx.Node | None]:
         local: dict[fx.Node, fx.Node] = {}
@@ -236,38 +237,6 @@ class StepGraph:
                 local[node] = self._call(node.target, args, kwargs, node.meta["val"], "view" if view else "computed")
         found = results if isinstance(results, (list, tuple)) else [results]
         return [None if result is None else local[result] for result in found]
-
-
-@dataclass(frozen=True)
-class _TensorSlot:
-    """Stands for a tensor in an argument list."""
-
-    index: int
-
-
-def _with_slots(thing: Any, tensors: list[fx.Node]) -> Any:
-    """Arguments with slots in place of nodes, which are entered in the list."""
-    if isinstance(thing, fx.Node):
-        if thing not in tensors:
-            tensors.append(thing)
-        return _TensorSlot(tensors.index(thing))
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(_with_slots(part, tensors) for part in thing)
-    if isinstance(thing, dict):
-        return {key: _with_slots(part, tensors) for key, part in thing.items()}
-    return thing
-
-
-def _filled(thing: Any, given: Any) -> Any:
-    if isinstance(thing, _TensorSlot):
-        return given[thing.index]
-    if isinstance(thing, MetaTensor):
-        return thing.build()
-    if isinstance(thing, (list, tuple)):
-        return type(thing)(_filled(part, given) for part in thing)
-    if isinstance(thing, dict):
-        return {key: _filled(part, given) for key, part in thing.items()}
-    return thing
 
 
 def is_sum_in_place(kernel: Kernel) -> bool:

@@ -262,8 +262,8 @@ class _Unbound:
 
 
 def planned_forward(model: nn.Module) -> PlannedForward | None:
-    """The model's planned forward; None where it has none."""
-    forward = vars(model).get("forward")
+    """The planned forward of a model, or of the one that is compiled in it; None where it has none."""
+    forward = vars(private.beneath_compiled(model)).get("forward")
     if isinstance(forward, _Unbound):
         forward = forward.bind()
     return forward if isinstance(forward, PlannedForward) else None

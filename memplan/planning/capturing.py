@@ -16,6 +16,7 @@ from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.optimizer import update_needs
+from memplan.fusion.fuse_step import fuse_step
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
@@ -47,12 +48,14 @@ class Capturing:
         tangents: dict[int, TangentLayout] | None = None,
         backward: Autocast | None = None,
         seen: Sequence[Answer] = (),
+        dry: bool = False,
     ) -> Capture:
         """The captured step.
 
         - tangents: outputs at which gradients arrive, with their layouts.
         - backward: the autocast that backward runs under.
         - seen: what forward read from tensors on this very call, where an earlier capture tells.
+        - dry: it is not to run, so that nothing is compiled.
         """
         settings = self._settings
         trace = functools.partial(
@@ -75,6 +78,8 @@ class Capturing:
             if not runs:
                 raise
             captured = _with_caches(model, self._one_forward(model, forward, sample), traced, error)
+        if settings.kernels == "fused":
+            captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         return captured if settings.update == "step" else self._with_updates(model, captured)
 
     def _with_updates(self, model: nn.Module, captured: Capture) -> Capture:
@@ -84,12 +89,7 @@ class Capturing:
         if self._placement.updates is not None:  # a later one of their plans
             needs = {p: needs.get(p, 0) for p in self._placement.updates.parameters}
         update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
-        expanded = captured.expanded
-        return dataclasses.replace(
-            captured,
-            traced=with_updates(captured.traced, update_bytes),
-            expanded=None if expanded is None else with_updates(expanded, update_bytes),
-        )
+        return captured.changed(lambda step: with_updates(step, update_bytes))
 
     def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         """Run forward where its parameters are, to see what it does. Raises ForwardFails."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 
 import torch
 from torch import nn
@@ -137,10 +136,7 @@ class Placement:
                 return with_shards(traced, sharded)
             return with_homes(traced, self.host or (), lasting)
 
-        expanded = captured.expanded
-        return dataclasses.replace(
-            captured, traced=homed(captured.traced), expanded=None if expanded is None else homed(expanded)
-        )
+        return captured.changed(homed)
 
     # -- moving them ------------------------------------------------------------------------------------------------
 

@@ -84,12 +84,16 @@ class Planner:
     @once_more_where_results_differ
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
-        return self._plans.plan(model, self.capturing.capture(model, forward, sample))
+        return self._plans.plan(model, self._to_look_at(model, forward, sample))
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        return self._plans.curve(model, self.capturing.capture(model, forward, sample))
+        return self._plans.curve(model, self._to_look_at(model, forward, sample))
+
+    def _to_look_at(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Capture:
+        """A captured step. Where its costs are only estimated nothing is compiled either."""
+        return self.capturing.capture(model, forward, sample, dry=self.settings.costs != "measure")
 
     # -- steps ------------------------------------------------------------------------------------------------------
 

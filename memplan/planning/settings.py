@@ -20,6 +20,7 @@ from memplan.runtime.program.lower import Grads
 LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
+Kernels = Literal["eager", "fused"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Settings:
     surroundings: Surroundings = field(default_factory=Surroundings)
     init: Init | None = None
     keep_frozen: bool = False
+    kernels: Kernels = "eager"
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -62,6 +64,8 @@ class Settings:
             raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
         if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
             raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
+        if self.kernels not in ("eager", "fused"):
+            raise ValueError(f"kernels must be 'eager' or 'fused', got {self.kernels!r}")
         if self.update not in ("step", "backward"):
             raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
         if self.update == "backward":

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from memplan.problem.addresses import host_bytes_beside, place_host_copies
 from memplan.problem.data import Problem
 from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned
+
+Exactness = Literal["eager", "program"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,14 @@ class PlanFigures:
     def peak_bytes(self) -> int:
         """Most bytes held at any moment of the step: everything that the budget counts, kernel scratch included."""
         return self.timeline.peak_bytes
+
+    @property
+    def exact(self) -> Exactness:
+        """Whose bits a step has: "eager" is plain PyTorch; "program" is this step's ops, some of them compiled groups.
+
+        Either way they are the same at any budget, and in any process with the same versions and device.
+        """
+        return "program" if any(op.fused for op in self.problem.graph.ops) else "eager"
 
     @property
     def live_peak_bytes(self) -> int:

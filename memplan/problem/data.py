@@ -78,6 +78,9 @@ class Effect(NamedTuple):
     new: int
 
 
+FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
+
+
 @dataclass(frozen=True, slots=True)
 class Op:
     """One kernel-launching node.
@@ -100,6 +103,11 @@ class Op:
     recomputable: bool = True
     layer: str = ""
     key: str = ""
+
+    @property
+    def fused(self) -> bool:
+        """Whether it is a group of ops that are compiled as one."""
+        return self.kind.startswith(FUSED)
 
 
 @dataclass(frozen=True, slots=True)

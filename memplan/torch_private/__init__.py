@@ -29,8 +29,11 @@ from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
 from memplan.torch_private.hooks import hooks_on_traced as hooks_on_traced
 from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
 from memplan.torch_private.inductor import CompiledCall as CompiledCall
+from memplan.torch_private.inductor import MemoryLayout as MemoryLayout
 from memplan.torch_private.inductor import compiled_graph as compiled_graph
 from memplan.torch_private.inductor import functional_trace as functional_trace
+from memplan.torch_private.inductor import inductor_cache_dir as inductor_cache_dir
+from memplan.torch_private.inductor import missing_compiler as missing_compiler
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows
@@ -53,11 +56,14 @@ from memplan.torch_private.tracing import READ_DEVICE as READ_DEVICE
 from memplan.torch_private.tracing import READ_SCALAR as READ_SCALAR
 from memplan.torch_private.tracing import TRACING as TRACING
 from memplan.torch_private.tracing import Recording as Recording
+from memplan.torch_private.tracing import beneath_compiled as beneath_compiled
 from memplan.torch_private.tracing import boxed as boxed
 from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
+from memplan.torch_private.tracing import is_compiled as is_compiled
 from memplan.torch_private.tracing import leave_out as leave_out
 from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
 from memplan.torch_private.tracing import seeding_refused as seeding_refused
+from memplan.torch_private.tracing import set_compiled_aside as set_compiled_aside
 from memplan.torch_private.tracing import someone_traces as someone_traces
 from memplan.torch_private.tracing import trace_with_fakes as trace_with_fakes
 from memplan.torch_private.tracing import tracer_constants as tracer_constants

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,18 +15,40 @@ from torch.fx.experimental.proxy_tensor import make_fx
 CompiledCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties the list that it is given
 
 
-def functional_trace(function: Callable[..., Any], layouts: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """A function of tensors as ops that Inductor has kernels for. layouts: fake tensors like its arguments."""
+class MemoryLayout(NamedTuple):
+    """How a tensor lies in memory.
+
+    - offset: of its first element, in elements of its storage.
+    - storage_bytes: of all that its storage holds.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    offset: int
+    storage_bytes: int
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> MemoryLayout:
+        return MemoryLayout(
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, int(tensor.storage_offset()),
+            int(tensor.untyped_storage().nbytes()),
+        )  # fmt: skip
+
+
+def functional_trace(function: Callable[..., Any], layouts: Sequence[MemoryLayout]) -> fx.GraphModule:
+    """A function of tensors as ops that Inductor has kernels for. layouts: of its arguments."""
     mode = FakeTensorMode()
     return _traced(function, mode, _fakes(mode, layouts))
 
 
 def compiled_graph(
-    graph: fx.Graph, layouts: Sequence[torch.Tensor], donated: Sequence[int], options: Mapping[str, Any]
+    function: Callable[..., Any], layouts: Sequence[MemoryLayout], donated: Collection[int], options: Mapping[str, Any]
 ) -> CompiledCall:
     """A functional graph compiled by Inductor.
 
-    - layouts: fake tensors like its inputs.
+    - layouts: of its inputs.
     - donated: positions of inputs whose memory outputs may be written to. Inductor decides which it takes.
     - options: of `torch._inductor.config`.
 
@@ -39,7 +61,10 @@ def compiled_graph(
 
     mode = FakeTensorMode()
     fakes = _fakes(mode, layouts)
-    module = _traced(fx.GraphModule({}, graph), mode, fakes)
+    module = _traced(function, mode, fakes)
+    for position, node in enumerate(module.graph.find_nodes(op="placeholder")):
+        # The name is part of the key of Inductor's own cache, which does not know of memory that is given away.
+        node._rename(f"{'donated' if position in donated else 'read'}_{position}")
     with torch.no_grad(), inductor_config.patch(dict(options)):
         with V.set_fake_mode(mode), mode:
             module = joint_graph_passes(module)
@@ -55,6 +80,29 @@ def compiled_graph(
     return call
 
 
+def inductor_cache_dir() -> str:
+    """Where Inductor keeps code."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
+
+
+def missing_compiler(device: torch.device) -> str:
+    """What Inductor lacks to compile for a device, and how to get it. Empty where it has all."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        return "" if has_triton() else "Triton (pip install triton) and a device that it knows"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler: install g++ (apt install g++, or conda install gxx), or set CXX to one"
+    return ""
+
+
 def _traced(function: Callable[..., Any], mode: FakeTensorMode, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
@@ -62,6 +110,6 @@ def _traced(function: Callable[..., Any], mode: FakeTensorMode, fakes: Sequence[
         return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
 
 
-def _fakes(mode: FakeTensorMode, layouts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _fakes(mode: FakeTensorMode, layouts: Sequence[MemoryLayout]) -> list[torch.Tensor]:
     with mode:
-        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in layouts]
+        return [torch.empty_strided(t.shape, t.stride, dtype=t.dtype, device=t.device) for t in layouts]

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import forward_ad
@@ -90,6 +91,34 @@ def someone_traces() -> bool:
 
 
 uncompiled = _disable_dynamo  # a decorator: torch.compile leaves such a function as it is, and goes on around it
+
+
+def beneath_compiled(model: nn.Module) -> nn.Module:
+    """The module that `torch.compile(module)` has wrapped; any other model itself."""
+    wrapped = "OptimizedModule" in {kind.__name__ for kind in type(model).__mro__}  # to import it takes a second
+    return model.get_submodule("_orig_mod") if wrapped else model
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether it is `torch.compile(module)`, or its forward or all of it was compiled in place."""
+    own_forward = getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
+    return beneath_compiled(model) is not model or own_forward is not None or model._compiled_call_impl is not None
+
+
+def set_compiled_aside(model: nn.Module) -> Callable[[], None]:
+    """Let a compiled model run the module beneath as it is. Gives a function that lets it run compiled again."""
+    inner = beneath_compiled(model)
+    forward, in_place = vars(model).get("forward"), inner._compiled_call_impl
+
+    def again() -> None:
+        inner._compiled_call_impl = in_place
+        if inner is not model:
+            model.forward = forward  # type: ignore[assignment]
+
+    inner._compiled_call_impl = None
+    if inner is not model:
+        model.forward = inner.__call__
+    return again
 
 
 def is_call_of_compiled_code(error: BaseException) -> bool:

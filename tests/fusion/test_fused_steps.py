@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +15,9 @@ import torch
 from torch import nn
 
 import memplan
-from memplan.capture.capture import Capture, capture
+from memplan.capture.capture import capture
 from memplan.fusion.compile_groups import GroupCompiler
 from memplan.fusion.fuse_step import fuse_step
-from memplan.fusion.fused_step import FUSED
-from memplan.planning.capturing import Capturing
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
@@ -26,19 +27,6 @@ pytestmark = [
 ]
 QUICK = ("handmade", "gpt2")
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
-
-
-@pytest.fixture
-def fusing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned is captured over fused groups."""
-    compiler, plain = GroupCompiler(), Capturing.capture
-
-    def fused(self: Capturing, *args: Any, **kwargs: Any) -> Capture:
-        found = plain(self, *args, **kwargs)
-        expanded = None if found.expanded is None else fuse_step(found.expanded, compiler)
-        return dataclasses.replace(found, traced=fuse_step(found.traced, compiler), expanded=expanded)
-
-    monkeypatch.setattr(Capturing, "capture", fused)
 
 
 def allocator_peak(net: nn.Module, sample: Sample) -> int:
@@ -53,12 +41,11 @@ def allocator_peak(net: nn.Module, sample: Sample) -> int:
     return profiler_peak(step, storage_bytes([*net.parameters(), *net.buffers(), *tensors_of([sample])]))
 
 
-@pytest.mark.usefixtures("fusing")
 @pytest.mark.parametrize("name", NAMES)
 def test_bits_are_equal_at_any_budget_and_next_to_those_of_eager(name: str) -> None:
     net, sample = MODELS[name](0)
-    points = memplan.explore(net, sample, costs="estimate")
-    assert any(op.kind.startswith(FUSED) for op in points[0].problem.graph.ops)
+    points = memplan.explore(net, sample, kernels="fused")
+    assert any(op.fused for op in points[0].problem.graph.ops)
     found = []
     for point in (points[-1], points[len(points) // 2], points[0]):
         planned = copy.deepcopy(net)
@@ -71,10 +58,9 @@ def test_bits_are_equal_at_any_budget_and_next_to_those_of_eager(name: str) -> N
     assert_same_bits(plain["rng_state"], found[0]["rng_state"])
 
 
-@pytest.mark.usefixtures("fusing")
 def test_held_bytes_are_the_predicted_ones() -> None:
     net, sample = MODELS["gpt2"](0)
-    points = memplan.explore(net, sample)
+    points = memplan.explore(net, sample, kernels="fused")
     for point in (points[0], points[len(points) // 2], points[-1]):
         planned = copy.deepcopy(net)
         memplan.apply(planned, sample, plan=point)
@@ -87,7 +73,7 @@ def test_each_distinct_group_is_compiled_once() -> None:
     sample = torch.randn(64, 32)
     compiler = GroupCompiler()
     fused = fuse_step(capture(net, net.forward, sample).traced, compiler)
-    groups = [op for op in fused.graph.ops if op.kind.startswith(FUSED)]
+    groups = [op for op in fused.graph.ops if op.fused]
     assert len(groups) >= 10
     assert len(compiler) == len({op.key for op in groups}) <= 6
 
@@ -102,4 +88,83 @@ def test_what_can_not_be_compiled_stays_as_it_is(
     net, sample = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.GELU(), nn.Tanh()), torch.randn(4, 8)
     traced = capture(net, net.forward, sample).traced
     assert fuse_step(traced, GroupCompiler()) is traced
-    assert "stays as it is: no compiler" in caplog.text
+    assert "run as they are: RuntimeError: no compiler" in caplog.text
+
+
+def test_a_dry_run_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are estimated by what they read and write."""
+    monkeypatch.setattr("memplan.torch_private.missing_compiler", lambda device: "a compiler")
+    monkeypatch.setattr("memplan.torch_private.compiled_graph", None)
+    net, sample = MODELS["handmade"](0)
+    fused = memplan.plan(net, sample, 1.0, kernels="fused", costs="estimate")
+    eager = memplan.plan(net, sample, 1.0, costs="estimate")
+    assert (fused.exact, eager.exact) == ("program", "eager")
+    assert len(fused.problem.graph.ops) < len(eager.problem.graph.ops)
+    with pytest.raises(ValueError, match="needs a compiler"):
+        memplan.apply(net, sample, 1.0, kernels="fused", costs="estimate")
+    assert memplan.plan_of(net) is None
+
+
+def test_a_plan_file_runs_the_same_program(tmp_path: Path) -> None:
+    net, sample = MODELS["handmade"](0)
+    plan = memplan.plan(net, sample, 0.9, kernels="fused")
+    plan.save(tmp_path / "plan.json")
+    found = []
+    for _ in range(2):
+        planned = copy.deepcopy(net)
+        memplan.apply(planned, sample, plan=memplan.Plan.load(tmp_path / "plan.json"))
+        found.append(run_steps(planned, sample, 2))
+    assert_same_bits(*found)
+
+
+def test_another_process_has_the_same_bits(tmp_path: Path) -> None:
+    """Compiled there from nothing, with a cache of its own."""
+    script = """
+import sys, torch, memplan
+from tests.support.zoo import MODELS, run_steps
+net, sample = MODELS["handmade"](0)
+memplan.apply(net, sample, float(sys.argv[1]), kernels="fused", costs="estimate")
+torch.save(run_steps(net, sample, 2), sys.argv[2])
+"""
+    for name, budget in (("one", "0.9"), ("other", "1.0")):
+        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / name)}
+        command = [sys.executable, "-c", script, budget, str(tmp_path / f"{name}.pt")]
+        subprocess.run(command, env=environment, check=True)
+    assert_same_bits(*(torch.load(tmp_path / f"{name}.pt", weights_only=False) for name in ("one", "other")))
+
+
+def test_errors_against_float64_are_those_of_eager_kernels() -> None:
+    net, sample = MODELS["gpt2"](0)
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    errors = memplan.compare_kernels(net, sample)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in net.parameters())
+    assert memplan.plan_of(net) is None
+    assert 0 < errors.eager_gradients < 1e-6
+    assert errors.fused_gradients < 1.1 * errors.eager_gradients
+    assert errors.fused_loss < max(1e-7, 1.1 * errors.eager_loss)
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "compile()"])
+def test_compiled_models_are_planned_beneath(way: str, caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.GELU(), nn.Tanh()), torch.randn(64, 32)
+    expected = copy.deepcopy(net)
+    memplan.apply(expected, sample, 1.0, kernels="fused", costs="estimate")
+    compiled: Any = torch.compile(net) if way == "torch.compile" else net
+    if way == "compile()":
+        net.compile()
+    assert memplan.apply(compiled, sample, 1.0, kernels="fused", costs="estimate") is compiled
+    assert "in place of what torch.compile made" in caplog.text
+    assert isinstance(memplan.plan_of(compiled), memplan.Plan)
+    results = []
+    for model in (expected, compiled):
+        loss = model(sample).square().sum()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
+    memplan.remove(compiled)
+    assert memplan.plan_of(compiled) is None
+    assert (net._compiled_call_impl is not None) == (way == "compile()")
+    with pytest.raises(memplan.UnsupportedModel, match='kernels="fused"'):
+        memplan.apply(compiled, sample, 1.0, costs="estimate")

@@ -1,0 +1,121 @@
+"""A group as plain data: equal for equal groups, readable by other processes, compiled and tried by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
+from memplan.fusion.groups import FusedGroup
+from memplan.fusion.slots import filled, with_slots
+
+
+@dataclass(frozen=True)
+class GroupProgram:
+    """What a group computes. Called with its inputs it runs the primitives one by one.
+
+    - steps: its primitives, each with its arguments. Slots count inputs first, then what steps made.
+    - results: the slots that it returns.
+    - inputs, outputs: how they lie in memory.
+    - over: position of an output -> that of the input that it may be written over.
+    - options: of `torch._inductor.config`.
+    """
+
+    steps: tuple[tuple[str, Any], ...]
+    results: tuple[int, ...]
+    inputs: tuple[private.MemoryLayout, ...]
+    outputs: tuple[private.MemoryLayout, ...]
+    over: Mapping[int, int]
+    options: Mapping[str, Any]
+
+    @staticmethod
+    def of(group: FusedGroup) -> GroupProgram:
+        slots = {node: position for position, node in enumerate(group.inputs)}
+        steps: list[tuple[str, Any]] = []
+
+        def slot(node: fx.Node) -> int:
+            if node not in slots:  # its views come with it
+                arguments = with_slots((node.args, node.kwargs), slot)
+                slots[node] = len(slots)
+                steps.append((_name_of(node.target), arguments))
+            return slots[node]
+
+        for node in group.nodes:
+            slot(node)
+        results = tuple(map(slot, group.outputs))
+        return GroupProgram(
+            tuple(steps),
+            results,
+            tuple(private.MemoryLayout.of(node.meta["val"]) for node in group.inputs),
+            tuple(private.MemoryLayout.of(node.meta["val"]) for node in group.outputs),
+            dict(group.over),
+            {"size_asserts": False, "cpp.threads": torch.get_num_threads()},
+        )
+
+    def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        made = list(inputs)
+        for name, arguments in self.steps:
+            args, kwargs = filled(arguments, made)
+            made.append(_function_of(name)(*args, **kwargs))
+        return [made[slot] for slot in self.results]
+
+    @property
+    def key(self) -> str:
+        """Equal for programs that are compiled to the same code."""
+        identity = (
+            self.steps, self.results, self.inputs, self.outputs, sorted(self.over.items()),
+            sorted(self.options.items()), torch.__version__,
+        )  # fmt: skip
+        return hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
+
+    def writing(self, over: Mapping[int, int] | None) -> GroupProgram:
+        """The program with what it really writes over what, where that is known."""
+        return self if over is None else dataclasses.replace(self, over=over)
+
+    def compiled(self) -> tuple[private.CompiledCall, dict[int, int]]:
+        """The program compiled and run once, and what it really writes over what.
+
+        Where that is less than it may, it is compiled again, and keeps what it would have given away for nothing.
+        Raises whatever Inductor and the compiler raise, and ValueError where results are not what they should be.
+        """
+        call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
+        over = self._tried(call)
+        if over == self.over:
+            return call, over
+        return self.writing(over).compiled()
+
+    def _tried(self, call: private.CompiledCall) -> dict[int, int]:
+        """Run it once, which loads its code, and see which outputs lie in the memory of which inputs."""
+        given = [_made_up(layout) for layout in self.inputs]
+        inputs = {storage_key(t): position for position, t in enumerate(given)}
+        made = call([*given])
+        if len({storage_key(t) for t in made}) != len(made):
+            raise ValueError("two results share memory")
+        for tensor, wanted in zip(made, self.outputs, strict=True):
+            if private.MemoryLayout.of(tensor) != wanted:
+                raise ValueError(f"a result lies as {private.MemoryLayout.of(tensor)} instead of {wanted}")
+        return {o: inputs[storage_key(t)] for o, t in enumerate(made) if storage_key(t) in inputs}
+
+
+def _name_of(target: Any) -> str:
+    """The name of a primitive, for ops themselves can't be pickled."""
+    return "getitem" if target is operator.getitem else str(target)
+
+
+def _function_of(name: str) -> Any:
+    return operator.getitem if name == "getitem" else operator.attrgetter(name)(torch.ops)
+
+
+def _made_up(layout: private.MemoryLayout) -> torch.Tensor:
+    """A real tensor of a layout. Indices of 0 are valid everywhere."""
+    value = 0.5 if layout.dtype.is_floating_point else 0
+    flat = torch.full((layout.storage_bytes // layout.dtype.itemsize,), value, dtype=layout.dtype, device=layout.device)
+    return flat.as_strided(layout.shape, layout.stride, layout.offset)
