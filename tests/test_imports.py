@@ -52,7 +52,7 @@ ARROWS = {
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
     "planning": "capture config costs errors fusion logs planning/parts plans problem runtime solvers torch_private "
     "units",
-    "installed": "capture config costs errors logs planning plans problem runtime solvers torch_private units",
+    "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "kernel_errors": "api capture planning",
     "__main__": "costs",

@@ -23,12 +23,13 @@ from memplan.config import ConfigLike
 from memplan.costs.libraries import most_library_bytes
 from memplan.costs.optimizer import optimizer_needs
 from memplan.errors import MemplanError
+from memplan.fusion.fuse_step import fuse_step
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.logs import log
 from memplan.planning.parts.plan_parts import PlannedParts, plan_parts
 from memplan.planning.parts.request import AroundParts, BesideParts, PartsRequest, WholeParameters
 from memplan.planning.planner import Planner
-from memplan.planning.settings import Settings
+from memplan.planning.settings import Kernels, Settings
 from memplan.plans.partial_plan import PartialPlan
 from memplan.problem.budgets import BudgetLike, budget_bytes_of
 from memplan.problem.data import Roofline
@@ -53,6 +54,7 @@ def apply_blocks(
     accumulate: bool = False,
     costs: Literal["measure", "estimate"] = "measure",
     config: ConfigLike = None,
+    kernels: Kernels = "eager",
     whole: WholeParameters = contextlib.nullcontext,
     reserved_bytes: Callable[[], int] = lambda: 0,
     leaves_out: LeavesOut | None = None,
@@ -64,6 +66,7 @@ def apply_blocks(
     - blocks: submodules of `model`, each called once in a forward, none inside another.
     - sample, budget, optimizer, accumulate, config: as for `apply`.
     - costs: "measure" or "estimate". Kernel scratch outside of blocks is not known.
+    - kernels: "eager" or "fused", as for `apply`: blocks that can't be captured keep eager kernels.
     - whole: a context that gathers the parameters of a block, where they are there only while it runs.
     - reserved_bytes: gives what is held beside all that the step itself makes, and that blocks do not schedule
       (gathered parameters). It is called after a first step.
@@ -87,7 +90,9 @@ def apply_blocks(
     around = AroundParts(whole, leaves_out, shards, meet)
 
     def planned_blocks() -> PlannedParts:
-        settings = Settings(budget, optimizer=optimizer, accumulate=accumulate, costs=costs, config=config)
+        settings = Settings(
+            budget, optimizer=optimizer, accumulate=accumulate, costs=costs, config=config, kernels=kernels
+        )
         call = CallReader(model.forward).read_sample(sample).detached()
         refuse_without_data(call, next(model.parameters()).device)
         return plan_parts(_request(model, blocks, call, settings, reserved_bytes, around))
@@ -134,6 +139,7 @@ def _request(
         solve=functools.partial(solve_saved, config=settings.search),
         beside=beside,
         around=around,
+        fuse=fuse_step if settings.kernels == "fused" else None,
     )
 
 

@@ -13,6 +13,7 @@ from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.trace import CompiledCode
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
+from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
 from memplan.planning.at_hand import unplanned_bytes
 from memplan.planning.limits import Limits
@@ -138,6 +139,7 @@ class UncapturedSteps:
             decides=decides,
             device=device,
             beside=beside,
+            fuse=fuse_step if self._settings.kernels == "fused" else None,
         )
         try:
             planned = plan_parts(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from memplan.plans.figures import Exactness
 from memplan.units import format_bytes, format_seconds
 
 _MOST_REASONS = 8
@@ -14,7 +15,7 @@ class UnitRow:
     """What one call of a unit does.
 
     - kind: "captured", "opaque", or "block" (units and what is between them).
-    - way: "keep" (it runs as it is), "recompute" (all of it runs again in backward) or "planned".
+    - way: "keep" (nothing of it runs again), "recompute" (all of it runs again in backward) or "planned".
     - saved_bytes: held for its backward, beyond what it saves at the least memory.
     - recompute_s: seconds more than where it runs as it is.
     - reason: why it can't be captured (an opaque unit, a block), or what is around it can't (a captured unit).
@@ -36,6 +37,7 @@ class PartialPlan:
     - baseline_peak_bytes: worked out for the unplanned step.
     - floor_bytes: the smallest budget that could have been met.
     - time_s: measured on the sample.
+    - exact: whose bits a step has: "eager" is plain PyTorch, "program" has fused groups in its captured parts.
     """
 
     peak_bytes: int
@@ -46,6 +48,7 @@ class PartialPlan:
     time_s: float
     baseline_time_s: float
     units: tuple[UnitRow, ...]
+    exact: Exactness = "eager"
 
     @property
     def activation_peak_bytes(self) -> int:

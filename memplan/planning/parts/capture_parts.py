@@ -61,7 +61,14 @@ def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], si
             )
     around = request.around
     units = [
-        Part(visit.module, sites[visit.module], visit, shards=around.shards, fixed=around.comes_and_goes)
+        Part(
+            visit.module,
+            sites[visit.module],
+            visit,
+            shards=around.shards,
+            fixed=around.comes_and_goes,
+            fuse=request.fuse,
+        )
         for visit in rehearsal.visits
     ]
     for unit in units:
@@ -91,7 +98,8 @@ def capture_unit(unit: Part, shares: bool) -> None:
         if shares and autocast.enabled and autocast.cache_enabled:
             raise UnsupportedModel("it shares parameters, whose casts autocast shares too")
         with autocast.context():
-            unit.captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around, unit.shards)
+            captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around, unit.shards)
+            unit.captured = captured if unit.fuse is None else captured.changed(unit.fuse)
     except UnsupportedModel as error:
         unit.give_up(str(error))
         return

@@ -9,7 +9,7 @@ from torch import nn
 
 from memplan.capture.probe import Site
 from memplan.errors import UnsupportedModel
-from memplan.planning.parts.part import MOST_POINTS, Part, Parts, PartStage
+from memplan.planning.parts.part import MOST_POINTS, Part, Parts, PartStage, Unscheduled
 from memplan.runtime.parts.measures import StepMeasure, UnitMeasure
 from memplan.runtime.parts.partial_step import Way, Ways
 from memplan.runtime.parts.rehearsal import Passage, Rehearsal
@@ -121,7 +121,8 @@ def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
         unit.ways, found = ["recompute", "keep"], _opaque_options(around)
     else:
         measured = pass_of(unit.problem, unit.least.schedule)
-        unit.ways, found = [*_spread(unit.front.spread(MOST_POINTS), _MOST_OPTIONS), "keep"], []
+        keeps_all: Candidate | Unscheduled = "keep" if unit.fuse is None else unit.front.keep_all
+        unit.ways, found = [*_spread(unit.front.spread(MOST_POINTS), _MOST_OPTIONS), keeps_all], []
         for way in unit.ways:
             figures = pass_of(unit.problem, unit.front.keep_all.schedule if isinstance(way, str) else way.schedule)
             found.append(

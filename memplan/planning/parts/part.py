@@ -17,6 +17,7 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.raw_trace import PartSurroundings
 from memplan.costs.measure import estimate
 from memplan.logs import log
+from memplan.planning.parts.request import Fuse
 from memplan.plans.partial_plan import UnitRow
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
@@ -47,6 +48,7 @@ class Part:
     - shares: some of its parameters are used elsewhere too.
     - shards: whatever has sharded its parameters, and gathers them around its passes.
     - fixed: it keeps its one program, on which others rely; none is made for gradients of other layouts.
+    - fuse: turns it into a part over fused groups, once it is captured.
     - problem, front: of a captured part.
     - ways: what each of its options runs: a schedule, "recompute" or "keep".
     - options: what each of its ways would hold and take.
@@ -60,6 +62,7 @@ class Part:
     shares: bool = False
     shards: Shards | None = None
     fixed: bool = False
+    fuse: Fuse | None = None
     problem: Problem | None = None
     front: Front | None = None
     ways: list[Candidate | Unscheduled] = field(default_factory=list)
@@ -110,7 +113,7 @@ class Part:
         again = None
         if self.visit is not None and not self.fixed:
             planned = pass_of(self.problem, candidate.schedule)
-            again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, planned)
+            again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, self.fuse, planned)
         return PartStep.of(plan, self.module, self.captured, program, self.further, gathers, again)
 
 
@@ -170,10 +173,11 @@ class Parts:
         for stage, (alternative, options) in zip(self.stages, choice.picks, strict=True):
             for part, option in zip(stage.running(alternative), options, strict=True):
                 way, figures = part.ways[option], part.options[option]
+                keeps_all = part.front is not None and way is part.front.keep_all
                 yield UnitRow(
                     part.site.name,
                     "captured" if part.captured is not None else part.site.kind,
-                    way if isinstance(way, str) else "planned",
+                    way if isinstance(way, str) else "keep" if keeps_all else "planned",
                     figures.extra_bytes,
                     max(0.0, figures.time_s),
                     part.site.reason,
@@ -184,6 +188,7 @@ def _planned_again(
     site: Site,
     call: UnitCall,
     uses: Mapping[int, int],
+    fuse: Fuse | None,
     planned: Pass,
     module: nn.Module,
     tangents: Mapping[int, TangentLayout],
@@ -197,6 +202,8 @@ def _planned_again(
     with torch.enable_grad(), call.autocast.context():
         captured = capture_part(module, module.forward, call.sample(), around)
     captured = dataclasses.replace(captured, call=captured.call.without_tensors())
+    if fuse is not None:
+        captured = captured.changed(fuse)
     problem = Problem(captured.traced.graph, estimate(captured.traced))
     found = [
         (candidate, pass_of(problem, candidate.schedule)) for candidate in solve_front(problem).spread(MOST_POINTS)

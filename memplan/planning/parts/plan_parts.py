@@ -56,6 +56,8 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         Rehearsal, model, request.forward, call, takes_gradients=around.shards is not None
     )  # fmt: skip
     sites, blocks = found_sites(request)
+    if request.fuse is not None:  # a block that is recomputed as a whole would run eager kernels
+        blocks = {}
     while True:
         try:
             units = captured_units(request, rehearse, sites)
@@ -87,6 +89,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         time_s=time_s,
         baseline_time_s=max(0.0, time_s - fitted.choice.time_s),
         units=tuple(parts.rows(fitted.choice)),
+        exact="eager" if request.fuse is None else "program",
     )
     return PlannedParts(plan, fitted.ways)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.capture.analysis.traced import Traced
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward
 from memplan.problem.data import Problem
@@ -17,6 +18,7 @@ from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers import Front, solve_front
 
 LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
+Fuse = Callable[[Traced], Traced]
 WholeParameters = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
 
@@ -79,6 +81,8 @@ class PartsRequest:
     - device: where parts run; None: where those that can be captured do.
     - beside: gives what is held beside the step on a device; asked once a first step has run.
     - around: what else takes part in the step.
+    - fuse: turns a captured part into one over fused groups. Such parts always run as their programs, for other ways
+      would give eager's bits. None: kernels are eager's.
     """
 
     model: nn.Module
@@ -93,3 +97,4 @@ class PartsRequest:
     device: torch.device | None = None
     beside: Callable[[torch.device | None], BesideParts] = lambda device: BesideParts()
     around: AroundParts = AroundParts()
+    fuse: Fuse | None = None
