@@ -122,5 +122,5 @@ def _plan_sharded(
     for said, what in lost:
         if said:
             log.warning("with planned blocks %s", what)
-    taken = {key: apply_keywords[key] for key in ("costs", "config") if key in apply_keywords}
+    taken = {key: apply_keywords[key] for key in ("costs", "config", "kernels") if key in apply_keywords}
     return apply_sharded_blocks(engine, sample, budget, **taken)

@@ -181,9 +181,55 @@ def random_problems(draw: st.DrawFn, most_ops: int = 12, most_size: int = 6) -> 
         b.values[held] = replace(b.values[held], held=True)
     loss = b.forward("loss", tuple(outputs[-2:]), (8,), saved=tuple(outputs[-1:]), time_s=1.0)[0]
     step = b.finish(loss, tangent=draw(st.booleans()), rng_state_bytes=16, time_factor=2.0)
+    if draw(st.integers(0, 2)) == 0:
+        step = _fused(draw, step)
     accumulate, takes = draw(st.sampled_from([(False, False), (True, False), (False, True)]))
     update_bytes = draw(st.sampled_from([0, 0, 8, 200]))
     return replace(step, accumulate=accumulate, takes_gradients=takes, update_bytes=update_bytes)
+
+
+def _fused(draw: st.DrawFn, step: Problem) -> Problem:
+    """The step as fused groups have it: backward ops with several results, some written over forward values."""
+    ops, times, scratch = list(step.graph.ops), list(step.costs.time_s), list(step.costs.scratch_bytes)
+    index = step.graph.boundary
+    while index + 1 < len(ops):
+        first, second = ops[index : index + 2]
+        apart = not {*first.outputs} & {*second.inputs} and all(
+            step.graph.values[v].reuses is None for v in second.outputs
+        )
+        if apart and draw(st.booleans()):
+            inputs = tuple(dict.fromkeys((*first.inputs, *second.inputs)))
+            kind, outputs = f"{first.kind}+{second.kind}", (*first.outputs, *second.outputs)
+            ops[index : index + 2] = [replace(first, kind=kind, inputs=inputs, outputs=outputs, key=kind + first.key)]
+            times[index : index + 2] = [times[index] + times[index + 1]]
+            scratch[index : index + 2] = [max(scratch[index : index + 2])]
+        index += 1
+    graph = replace(step.graph, ops=tuple(ops))
+    for index in range(graph.boundary, len(ops)):
+        pairs = [
+            (v, old) for v in ops[index].outputs for old in ops[index].inputs if _may_overwrite(graph, index, v, old)
+        ]
+        if pairs and draw(st.booleans()):
+            value, old = draw(st.sampled_from(pairs))
+            values = list(graph.values)
+            values[value] = replace(values[value], reuses=old)
+            graph = replace(graph, values=tuple(values))
+    return replace(step, graph=graph, costs=Costs(tuple(times), tuple(scratch)))
+
+
+def _may_overwrite(graph: Graph, index: int, value: int, old: int) -> bool:
+    """Whether a backward op may write a result over a forward value: nobody needs that later, to run again either."""
+    new, before = graph.values[value], graph.values[old]
+    made = {v for op in graph.ops[: graph.boundary] for v in op.outputs}
+    if new.reuses is not None or new.size_bytes != before.size_bytes or old not in made or new.role != "activation":
+        return False
+    if before.held or before.role != "activation" or any(v.reuses == old for v in graph.values):
+        return False
+    from_it = {old}
+    for op in graph.ops[: graph.boundary]:
+        if from_it & {*op.inputs}:
+            from_it |= {*op.outputs}
+    return not any(from_it & {*op.inputs} for op in graph.ops[index + 1 :])
 
 
 def _draw_op(draw: st.DrawFn, b: StepBuilder, current: list[int], gone: set[int],
