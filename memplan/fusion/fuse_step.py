@@ -11,19 +11,20 @@ from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
 from memplan.fusion.step_graph import NotExpandable, StepGraph
 
-_COMPILER = GroupCompiler()
+_process_compiler = GroupCompiler()
 
 
-def fuse_step(traced: Traced, compiler: GroupCompiler = _COMPILER, dry: bool = False) -> Traced:
+def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool = False) -> Traced:
     """The step over fused groups, with equal bits at any budget and in any schedule.
 
     An op that would be alone in its group, or of which the group can't be compiled, stays as it is.
 
-    - compiler: has the groups that there are already.
+    - compiler: has the groups that there are already. None: that of this process.
     - dry: nothing is compiled. Groups are taken to write over all that they may, and can't run.
 
     Raises ValueError where there is no compiler.
     """
+    compiler = compiler or _process_compiler
     if not dry:
         compiler.check(traced.device)
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)

@@ -77,8 +77,10 @@ class GroupProgram:
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
 
     def writing(self, over: Mapping[int, int] | None) -> GroupProgram:
-        """The program with what it really writes over what, where that is known."""
-        return self if over is None else dataclasses.replace(self, over=over)
+        """The program with what it really writes over what. Itself where that is not known, or is more than it may."""
+        if over is None or not over.items() <= self.over.items():
+            return self
+        return dataclasses.replace(self, over=over)
 
     def compiled(self) -> tuple[private.CompiledCall, dict[int, int]]:
         """The program compiled and run once, and what it really writes over what.

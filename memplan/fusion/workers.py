@@ -8,16 +8,15 @@ the state of threads and devices.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import os
 import pickle
-import queue
 import select
+import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 from memplan.fusion.group_program import GroupProgram
@@ -27,93 +26,81 @@ from memplan.logs import show_count
 PATIENCE_S = 300.0  # for one group
 _READY = "ready"
 
-_Jobs = queue.SimpleQueue[tuple[str, GroupProgram]]
-
 
 def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
     """Compile programs in other processes, which leave the code on disk. Gives those that failed, with the reason.
 
     Programs are not touched where no worker comes up.
     """
-    jobs: _Jobs = queue.SimpleQueue()
-    for job in programs.items():
-        jobs.put(job)
-    failed: dict[str, str] = {}
-    done = itertools.count(1)
-
-    def one_more() -> None:
-        show_count("compiling groups", next(done), len(programs))
-
-    workers = min(len(programs), os.cpu_count() or 1)
-    threads = [threading.Thread(target=_drive, args=(jobs, failed, one_more)) for _ in range(workers)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    left, failed, done = list(programs.items()), dict[str, str](), 0
+    count = 0 if sys.platform == "win32" else min(len(left), os.cpu_count() or 1)  # which can't wait for pipes
+    workers = [_Worker() for _ in range(count)]
+    try:
+        while workers:
+            for worker, answer in _answers(workers):
+                if worker.job is not None:
+                    done += 1
+                    show_count("compiling groups", done, len(programs))
+                    if answer != "":
+                        failed[worker.job] = answer or "the compiler crashed, or took too long"
+                elif answer != _READY:
+                    left = []  # no worker can run here
+                if answer is None or not left:
+                    worker.stop()
+                    workers.remove(worker)
+                    workers += [_Worker()] if left else []
+                else:
+                    worker.give(*left.pop(0))
+    finally:
+        for worker in workers:
+            worker.stop()
     return failed
 
 
-def _drive(jobs: _Jobs, failed: dict[str, str], one_more: Callable[[], None]) -> None:
-    """Give one job after the other to a worker, and to a new one after a crash."""
-    worker: _Worker | None = None
-    try:
-        while True:
-            if worker is None:
-                worker = _Worker()
-                if worker.answer() != _READY:
-                    return
-            try:
-                key, program = jobs.get_nowait()
-            except queue.Empty:
-                return
-            answer = worker.ask(key, program)
-            if answer is None:
-                worker.stop()
-                worker = None
-                answer = "the compiler crashed, or took too long"
-            if answer:
-                failed[key] = answer
-            one_more()
-    finally:
-        if worker is not None:
-            worker.stop()
-
-
 class _Worker:
+    """Another process. job: the key of what it compiles; None while it starts."""
+
     def __init__(self) -> None:
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
+        path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
-        )
-
-    def ask(self, key: str, program: GroupProgram) -> str | None:
-        """What went wrong with a program; empty where nothing did, None where no answer comes."""
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        )  # fmt: skip
         assert self._process.stdin is not None
-        try:
-            pickle.dump((key, program), self._process.stdin)
-            self._process.stdin.flush()
-        except OSError:
-            return None
-        return self.answer()
-
-    def answer(self) -> str | None:
         assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], PATIENCE_S)
-        line = self._process.stdout.readline() if ready else b""
-        return str(json.loads(line)) if line else None
+        self.stdin, self.stdout = self._process.stdin, self._process.stdout
+        self.job: str | None = None
+        self.until_s = time.monotonic() + PATIENCE_S
+
+    def give(self, key: str, program: GroupProgram) -> None:
+        self.job, self.until_s = key, time.monotonic() + PATIENCE_S
+        with contextlib.suppress(OSError):  # it has died, which its output tells
+            pickle.dump((key, program), self.stdin)
+            self.stdin.flush()
 
     def stop(self) -> None:
-        self._process.kill()
+        """End it, and the compilers that it runs."""
+        with contextlib.suppress(OSError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        for pipe in (self._process.stdin, self._process.stdout):
+        for pipe in (self.stdin, self.stdout):
             with contextlib.suppress(OSError):
-                assert pipe is not None
                 pipe.close()
+
+
+def _answers(workers: Sequence[_Worker]) -> list[tuple[_Worker, str | None]]:
+    """Wait for answers of workers: what went wrong, empty where nothing did; None where no answer will come."""
+    wait_s = max(0.0, min(worker.until_s for worker in workers) - time.monotonic())
+    ready, _, _ = select.select([worker.stdout for worker in workers], [], [], wait_s)
+    found: list[tuple[_Worker, str | None]] = []
+    for worker in workers:
+        if worker.stdout in ready:
+            line = worker.stdout.readline()
+            found.append((worker, str(json.loads(line)) if line else None))
+        elif worker.until_s <= time.monotonic():
+            found.append((worker, None))
+    return found
 
 
 def serve() -> None:

@@ -31,6 +31,11 @@ def first_difference(planned: Graph, captured: Graph) -> str | None:
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a != b:
                 fields = [k for k, v in asdict(a).items() if asdict(b)[k] != v]
+                if fields == ["key"] and isinstance(b, Op) and b.fused:
+                    return (
+                        f"op {index} ({b.name}) is a group that is compiled otherwise here: with another version of "
+                        "PyTorch, another number of threads, or for other sizes"
+                    )
                 shown = ", ".join(
                     f"{k}: {asdict(a)[k]!r} in the plan, {asdict(b)[k]!r} in the model" for k in fields[:3]
                 )

@@ -137,6 +137,7 @@ def test_memory_at_other_addresses_gives_the_same_bits(model: tuple[nn.Module, S
         assert_same_bits(results[0], other)
 
 
+@pytest.mark.slow
 def test_another_batch_is_planned_with_the_same_kernels(model: tuple[nn.Module, Sample]) -> None:
     net, sample = model
     planned = fused(net, sample, NO_LIMIT)

@@ -117,6 +117,7 @@ def test_a_plan_file_runs_the_same_program(tmp_path: Path) -> None:
     assert_same_bits(*found)
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_bits(tmp_path: Path) -> None:
     """Compiled there from nothing, with a cache of its own."""
     script = """
