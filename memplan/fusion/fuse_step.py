@@ -24,7 +24,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
 
     Raises ValueError where there is no compiler.
     """
-    compiler = compiler or _process_compiler
+    compiler = _process_compiler if compiler is None else compiler
     if not dry:
         compiler.check(traced.device)
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
