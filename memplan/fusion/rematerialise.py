@@ -22,7 +22,6 @@ aten, prims = torch.ops.aten, torch.ops.prims
 _CHEAP = frozenset({prims.convert_element_type.default, aten.clone.default})  # beside what is tagged as pointwise
 _NEVER = frozenset({aten.embedding.default, aten.index.Tensor, aten.gather.default, aten.cat.default})
 _SMALL = 8  # values of less than this part of the group's largest are saved
-_ROUNDS = 2  # the second knows what other groups read
 
 
 def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
@@ -35,14 +34,11 @@ def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
     made_anyway.update(b for g in groups if g.phase == "forward" for b in g.read())
     forward = {n for g in groups if g.phase == "forward" for n in g.nodes}
     order = {node: position for position, node in enumerate(step.nodes.nodes)}
-    own = {id(group): list(group.nodes) for group in groups}
-    for _ in range(_ROUNDS):
-        for group in groups:
-            if group.phase == "backward":
-                group.nodes = list(own[id(group)])
-                cut = _Cut(group, forward, made_anyway, read_anyway)
-                group.nodes = sorted(cut.made_again, key=order.__getitem__) + group.nodes
-                read_anyway |= cut.saved
+    for group in groups:
+        if group.phase == "backward":
+            cut = _Cut(group, forward, made_anyway, read_anyway)
+            group.nodes = sorted(cut.made_again, key=order.__getitem__) + group.nodes
+            read_anyway |= cut.saved
 
 
 class _Cut:
