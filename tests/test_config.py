@@ -39,7 +39,12 @@ def test_auto_is_never_worse_than_any_preset(problem: Problem) -> None:
 
 
 @pytest.mark.parametrize(
-    "build", [pytest.param(encoder_decoder_like, marks=pytest.mark.slow), unet_like, lambda: llama_like(4)]
+    "build",
+    [
+        pytest.param(encoder_decoder_like, marks=pytest.mark.slow),
+        pytest.param(unet_like, marks=pytest.mark.slow),
+        lambda: llama_like(4),
+    ],
 )
 def test_auto_is_never_worse_on_shapes_of_real_models(build: object) -> None:
     assert_best(build())  # type: ignore[operator]

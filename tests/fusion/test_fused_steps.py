@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # of Inductor
     pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++"),
 ]
-QUICK = ("handmade", "gpt2")
+QUICK = ("handmade",)
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 

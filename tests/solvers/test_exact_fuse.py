@@ -128,7 +128,8 @@ def test_a_table_reads_only_what_has_been_written_to_it(monkeypatch: pytest.Monk
         assert table[after, sets].tolist() == filled[after, sets].tolist()
 
 
-@pytest.mark.parametrize("beside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["alone", "beside"])
+@pytest.mark.slow
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside"])
 def test_runs_are_joined_only_where_nothing_is_lost(beside: bool) -> None:
     """One value between two ops, with operands and outputs smaller and larger than it, at every kind of budget."""
     for sizes in itertools.product((8, 128, 256), repeat=3):
