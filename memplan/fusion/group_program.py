@@ -78,9 +78,10 @@ class GroupProgram:
 
     def writing(self, over: Mapping[int, int] | None) -> GroupProgram:
         """The program with what it really writes over what. Itself where that is not known, or is more than it may."""
-        if over is None or not over.items() <= self.over.items():
-            return self
-        return dataclasses.replace(self, over=over)
+        return self if over is None or not self._may(over) else dataclasses.replace(self, over=over)
+
+    def _may(self, over: Mapping[int, int]) -> bool:
+        return set(over.values()) <= set(self.over.values()) and all(output < len(self.outputs) for output in over)
 
     def compiled(self) -> tuple[private.CompiledCall, dict[int, int]]:
         """The program compiled and run once, and what it really writes over what.
@@ -90,9 +91,11 @@ class GroupProgram:
         """
         call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
         over = self._tried(call)
-        if over == self.over:
+        if not self._may(over):
+            raise ValueError("it writes over what others read")
+        if len(over) == len(self.over):  # it may have put results elsewhere among the memory that it was given
             return call, over
-        return self.writing(over).compiled()
+        return dataclasses.replace(self, over=over).compiled()
 
     def _tried(self, call: private.CompiledCall) -> dict[int, int]:
         """Run it once, which loads its code, and see which outputs lie in the memory of which inputs."""
