@@ -133,6 +133,7 @@ def test_caches_are_deleted_between_save_and_load(fresh: Path, tmp_path: Path) -
     assert_same_bits(here, results_elsewhere(tmp_path / "result", fresh, str(tmp_path / "plan.json")))
 
 
+@pytest.mark.slow
 def test_a_plan_for_another_number_of_threads_says_so() -> None:
     net, sample = net_and_sample()
     plan = memplan.plan(net, sample, NO_LIMIT, kernels="fused")

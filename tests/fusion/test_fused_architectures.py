@@ -12,6 +12,7 @@ from tests.fusion.test_fused_steps import allocator_peak
 from tests.support.architectures import ARCHITECTURES
 from tests.support.zoo import MODELS, assert_same_bits, copied
 from tests.whole.test_architectures import seeded_steps
+from tests.whole.test_exact import loss_inside
 
 pytestmark = [
     pytest.mark.slow,
@@ -47,9 +48,10 @@ def test_bits_at_all_kept_half_way_floor_and_with_offload(name: str) -> None:
 def test_held_bytes_are_the_predicted_ones(name: str) -> None:
     """By the allocator's own events: what groups allocate no dispatch mode sees."""
     net, sample = MODELS[name](0)
-    points = memplan.explore(net, sample, kernels="fused")
+    loss_fn = loss_inside(sample)
+    points = memplan.explore(net, sample, kernels="fused", loss_fn=loss_fn)
     assert [p.peak_bytes for p in points] == sorted({p.peak_bytes for p in points})
     assert [p.time_s for p in points] == sorted({p.time_s for p in points}, reverse=True)
     for point in (points[0], points[len(points) // 2], points[-1]):
-        planned = memplan.apply(copy.deepcopy(net), sample, plan=point)
+        planned = memplan.apply(copy.deepcopy(net), sample, plan=point, loss_fn=loss_fn)
         assert point.live_peak_bytes <= allocator_peak(planned, sample) <= point.peak_bytes
