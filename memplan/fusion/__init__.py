@@ -1,7 +1,13 @@
 """Fuses a captured step: groups of pointwise ops and reductions become ops of their own, compiled by Inductor.
 
 Enters: a `Traced` step. Leaves: a `Traced` step with fewer ops, whose bits do not depend on budget or schedule. Start
-with `fuse_step`, which reads as its stages: `step_graph` writes the step as one functional graph, `groups` joins what
-can run together, `rematerialise` has backward make again what is cheap, `donations` has results written over what is
-read for the last time, `compile_groups` compiles and tries each distinct group, `fused_step` writes the result.
+with `fuse_step`, which reads as its stages:
+
+- `step_graph` writes the step as one functional graph (`fusible` says which ops can be fused).
+- `groups` joins what can run together.
+- `rematerialise` has backward make again what is cheap.
+- `donations` has results written over what is read for the last time.
+- `compile_groups` compiles and tries each distinct group: `group_program` is a group as plain data, `workers` are the
+  processes that compile it, `records` what is known of it on disk.
+- `fused_step` writes the result.
 """

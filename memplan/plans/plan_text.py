@@ -36,6 +36,9 @@ def _headline(plan: PlanFigures) -> list[str]:
     beside = any(v.home == "host" and v.updates for v in problem.graph.values)
     updated = f"{format_seconds(problem.host_update_s)} of the CPU, {'beside' if beside else 'after'} the step"
     stays = f"{format_bytes(plan.staying_bytes)} of frozen parameters, on the device from one step to the next"
+    groups = sum(op.fused for op in problem.graph.ops)
+    dry = "; a dry run takes them to write over all that they may" if problem.costs.source == "estimated" else ""
+    fused = f"fused: {groups} of {len(problem.graph.ops)} ops are compiled groups, with the bits of this program{dry}"
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
@@ -48,6 +51,7 @@ def _headline(plan: PlanFigures) -> list[str]:
         f"  (at most {plan.gap:.1%} faster is possible in this budget{extra})",
         f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
         f"found by          {plan.solver}",
+        *([f"kernels           {fused}"] if groups else []),
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),
         *([f"copied out        {copied}"] if plan.host_bytes else []),
         *([f"updated there     {updated}"] if problem.host_update_s else []),

@@ -176,3 +176,11 @@ def test_compiled_models_are_planned_beneath(way: str, caplog: pytest.LogCapture
     assert (net._compiled_call_impl is not None) == (way == "compile()")
     with pytest.raises(memplan.UnsupportedModel, match='kernels="fused"'):
         memplan.apply(compiled, sample, 1.0, costs="estimate")
+
+
+def test_the_report_says_that_kernels_are_fused() -> None:
+    net, sample = MODELS["handmade"](0)
+    report = memplan.plan(net, sample, 1.0, kernels="fused", costs="estimate").report()
+    assert "kernels           fused: " in report
+    assert "a dry run takes them to write over all that they may" in report
+    assert "fused" not in memplan.plan(net, sample, 1.0, costs="estimate").report()
