@@ -184,3 +184,31 @@ def test_the_report_says_that_kernels_are_fused() -> None:
     assert "kernels           fused: " in report
     assert "a dry run takes them to write over all that they may" in report
     assert "fused" not in memplan.plan(net, sample, 1.0, costs="estimate").report()
+
+
+def test_gradients_are_finite_differences_with_dropout() -> None:
+    torch.manual_seed(0)
+    parts = [nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(0.3), nn.Linear(64, 16)]
+    net, sample = nn.Sequential(*parts).double(), torch.randn(32, 16, dtype=torch.float64)
+    memplan.apply(net, sample, 1.0, kernels="fused", costs="estimate")
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(1)
+        return net(sample).square().mean()
+
+    loss().backward()
+    for parameter in net.parameters():
+        direction, step = torch.randn_like(parameter), 1e-5
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                parameter.add_(direction, alpha=sign * step)
+            values.append(loss().item())
+            with torch.no_grad():
+                parameter.sub_(direction, alpha=sign * step)
+        assert parameter.grad is not None
+        slope = (parameter.grad * direction).sum().item()
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-5, abs=1e-9)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    assert plan.exact == "program"
