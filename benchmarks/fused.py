@@ -2,6 +2,8 @@
 
     python -m benchmarks.fused [--models gpt2 llama ...] [--autocast] [--repeats 21] [--output FILE]
 
+What the file has of other models stays in it.
+
 Each contender is a process of its own with one thread: plain eager, gradient checkpointing of transformers,
 torch.compile as it is and at several activation memory budgets, plans of eager kernels, and plans of fused ones. Plans
 run at the measured peaks of the compiled steps, at half of the lowest of these, and at their floors. Once all are set
@@ -72,8 +74,6 @@ def gpt2(width: int, vocabulary: int, length: int, dropout: float = 0.0) -> Made
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = dropout
-        elif hasattr(module, "attn_dropout"):
-            module.attn_dropout.p = dropout
     return language(model, vocabulary, 8, length)
 
 

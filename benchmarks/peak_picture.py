@@ -22,7 +22,7 @@ def picture_of(models: dict[str, dict[str, Any]]) -> str:
 
 
 def _panel(name: str, table: dict[str, Any], index: int) -> str:
-    rows = {kind: [] for kind in _COLOURS} | dict[str, list[tuple[float, float]]]()
+    rows: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _COLOURS}
     for contender, row in table.items():
         if "over_eager" in row:
             rows[contender.split()[0]].append((row["peak_bytes"] / 1e6, row["over_eager"][1]))

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,32 +35,7 @@ from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
 
-_Apply = TypeVar("_Apply", bound=Callable[..., Any])
 
-
-def _beneath_compiled(function: _Apply) -> _Apply:
-    """`apply`, which for fused kernels plans the module that is beneath `torch.compile`."""
-
-    @functools.wraps(function)
-    def apply_beneath(model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        plan = kwargs.get("plan")
-        fused = kwargs.get("kernels") == "fused" or (plan is not None and plan.exact == "program")
-        if not fused or not isinstance(model, nn.Module) or not private.is_compiled(model):
-            return cast(nn.Module, function(model, *args, **kwargs))
-        inner, compile_again = private.beneath_compiled(model), private.set_compiled_aside(model)
-        try:
-            function(inner, *args, **kwargs)
-        except BaseException:
-            compile_again()
-            raise
-        on_remove(inner, compile_again)
-        log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
-        return model
-
-    return cast(_Apply, apply_beneath)
-
-
-@_beneath_compiled
 def apply(
     model: nn.Module,
     sample: Sample | None = None,
@@ -164,45 +139,51 @@ def apply(
         raise TypeError(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
-    refuse_without_forward(model)
-    before = planned_forward(model)
-    less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
         "fused" if plan is not None and plan.exact == "program" else kernels,
     )  # fmt: skip
-    planner = Planner(settings, decides=group is None and shards is None and in_flight == 1)
-    with _unplanned(model) as original:
-        planner.check_optimizer(model)
-        reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-        agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
-        alone = shards is None
-        planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
-        planner.limits.recall(model, planner.placement.device)
+    given, is_compiled = model, private.is_compiled(model)
+    with contextlib.ExitStack() as aside:
+        model = aside.enter_context(_compiled_aside(given, settings.kernels))
+        refuse_without_forward(model)
+        before = planned_forward(model)
+        less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
+        planner = Planner(settings, decides=group is None and shards is None and in_flight == 1)
+        with _unplanned(model) as original:
+            planner.check_optimizer(model)
+            reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
+            agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
+            alone = shards is None
+            planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
+            planner.limits.recall(model, planner.placement.device)
 
-        def first_step(share: Share | None = None) -> PlannedStep:
-            assert sample is not None
-            with planner.looking():
-                if plan is not None:
-                    return planner.adopt(model, original, sample, plan)
-                try:
-                    return planner.step(model, original, sample, share=share)
-                except BudgetInfeasible as error:
-                    raise _with_floor_of_fewer_outputs(error, less_bytes) from None
+            def first_step(share: Share | None = None) -> PlannedStep:
+                assert sample is not None
+                with planner.looking():
+                    if plan is not None:
+                        return planner.adopt(model, original, sample, plan)
+                    try:
+                        return planner.step(model, original, sample, share=share)
+                    except BudgetInfeasible as error:
+                        raise _with_floor_of_fewer_outputs(error, less_bytes) from None
 
-        if agreement is not None:
-            step = agreement.step(lambda: None, None if sample is None else first_step)
-        else:
-            with errors_of_forward():
-                step = None if sample is None else first_step()
-        if step is not None:
-            planned.add(step)
-    if before is not None:
-        before.uninstall()
-        planned.undo = before.undo
-    planned.install()
-    return model
+            if agreement is not None:
+                step = agreement.step(lambda: None, None if sample is None else first_step)
+            else:
+                with errors_of_forward():
+                    step = None if sample is None else first_step()
+            if step is not None:
+                planned.add(step)
+        if before is not None:
+            before.uninstall()
+            planned.undo = before.undo
+        planned.install()
+        if is_compiled:
+            planned.undo.append(aside.pop_all().close)
+            log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
+    return given
 
 
 def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None) -> BudgetInfeasible:
@@ -225,7 +206,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) 
     shards, keep_frozen, kernels and surroundings, as for `apply`, which says what they are and what they raise.
     """
     planner = Planner(_settings("plan", budget, settings))
-    with _unplanned(model) as original:
+    with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.plan(model, original, sample)
 
@@ -237,7 +218,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
     planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen")))
-    with _unplanned(model) as original:
+    with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)
 
@@ -347,3 +328,8 @@ def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
     finally:
         if planned is not None:
             planned.install()
+
+
+def _compiled_aside(model: nn.Module, kernels: Kernels) -> contextlib.AbstractContextManager[nn.Module]:
+    """For fused kernels a context with the module beneath `torch.compile`, of which nothing then runs compiled."""
+    return private.compiled_aside(model) if kernels == "fused" else contextlib.nullcontext(model)

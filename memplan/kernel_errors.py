@@ -14,7 +14,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from memplan.api import apply
+from memplan import torch_private as private
+from memplan.api import apply, remove
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.planning.settings import LossFunction
 
@@ -46,9 +47,11 @@ def compare_kernels(model: nn.Module, sample: Sample, *, loss_fn: LossFunction |
 
     The model, its gradients and the generator stay as they are. Raises what `apply` raises.
     """
-    call = CallReader(model.forward if loss_fn is None else functools.partial(loss_fn, model)).read_sample(sample)
+    with private.compiled_aside(model) as inner:
+        eager, fused, double = (remove(copy.deepcopy(inner)) for _ in range(3))
+    double.double()
+    call = CallReader(eager.forward if loss_fn is None else functools.partial(loss_fn, eager)).read_sample(sample)
     device = next(model.parameters()).device
-    eager, fused, double = copy.deepcopy(model), copy.deepcopy(model), copy.deepcopy(model).double()
     apply(fused, sample, _NO_LIMIT, loss_fn=loss_fn, kernels="fused", costs="estimate")
     step = functools.partial(_step, loss_fn=loss_fn, device=device)
     with torch.autocast(device.type, enabled=False), _StaysDouble():

@@ -54,7 +54,7 @@ ARROWS = {
     "units",
     "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
-    "kernel_errors": "api capture planning",
+    "kernel_errors": "api capture planning torch_private",
     "__main__": "costs",
     "__init__": "api capture config errors installed kernel_errors planning plans problem units",
 }

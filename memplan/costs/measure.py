@@ -78,7 +78,6 @@ def measure(
     traced: Traced,
     resident: StateOf,
     budget_bytes: int | None = None,
-    progress: bool = False,
     use_cache: bool = True,
     quick: bool = False,
 ) -> Costs:
@@ -86,7 +85,6 @@ def measure(
 
     - resident: gives the real parameters, buffers and inputs.
     - budget_bytes: kept while ops are timed, as far as the largest op fits it with everything resident.
-    - progress: shows on standard error how far it is.
     - use_cache: reads known figures from disk, and saves new ones there.
     - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
       not.
@@ -105,7 +103,7 @@ def measure(
         bench = _Bench(traced, resident, budget_bytes)
         with _generator_and_grad_mode_kept(traced.device):
             try:
-                scratch, first_s = bench.first_runs(missing, progress)
+                scratch, first_s = bench.first_runs(missing)
             except RuntimeError as error:
                 if not private.is_out_of_memory(error):
                     raise
@@ -171,13 +169,13 @@ class _Bench:
             room_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
         return max(0, min(self.cache_bytes, room_bytes))
 
-    def first_runs(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+    def first_runs(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
         """Run each op once, and compare its result with the traced one.
 
         Gives what each kernel holds at its peak beyond its new outputs, and the seconds, which count for long ops.
         """
         run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
-        peaks, times = run(indices, progress)
+        peaks, times = run(indices)
         if self._other:
             raise OtherResults(self._told, self._other)
         return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times
@@ -201,7 +199,7 @@ class _Bench:
         self._compare(index, result, (*args, *kwargs.values()))
         return result, time_s
 
-    def _first_runs_cpu(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+    def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
         """Peaks from the profiler's memory events, all ops in one session (starting the first one costs a second)."""
         times, cpu = [], [torch.profiler.ProfilerActivity.CPU]
         with (
@@ -210,8 +208,7 @@ class _Bench:
         ):
             for done, index in enumerate(indices):
                 times.append(self._first_run(index, *self._arguments(index))[1])
-                if progress:
-                    show_count("timing ops", done + 1, len(indices))
+                show_count("timing ops", done + 1, len(indices))
         events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
         memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
         marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
@@ -223,7 +220,7 @@ class _Bench:
             peaks.append(max(accumulate(changes), default=0))
         return peaks, times
 
-    def _first_runs_cuda(self, indices: Sequence[int], progress: bool) -> tuple[list[int], list[float]]:
+    def _first_runs_cuda(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
         """Peaks from the allocator, in the second run of each op.
 
         In the first one, libraries take workspaces, which they keep, and look for the fastest algorithm.
@@ -238,8 +235,7 @@ class _Bench:
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
             peaks.append(torch.cuda.max_memory_allocated(device) - before)
-            if progress:
-                show_count("timing ops", done + 1, len(indices))
+            show_count("timing ops", done + 1, len(indices))
         return peaks, [0.0] * len(indices)  # launches return before kernels end
 
     def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -63,24 +63,23 @@ class GroupCompiler:
 
         dry: nothing is compiled, and groups are taken to write over all that they may. Raises NotCompiled.
         """
-        groups = [unit for unit in units if isinstance(unit, FusedGroup)]
-        programs = {id(group): GroupProgram.of(group) for group in groups}
+        programs = {unit: GroupProgram.of(unit) for unit in units if isinstance(unit, FusedGroup)}
         keys = {group: program.key for group, program in programs.items()}
         if dry:
-            return [FusedKernel(keys[id(unit)], None) if isinstance(unit, FusedGroup) else None for unit in units]
+            return [FusedKernel(keys[unit], None) if isinstance(unit, FusedGroup) else None for unit in units]
         self._compile({keys[group]: program for group, program in programs.items()})
-        failed = [group for group in groups if keys[id(group)] in self._failed]
+        failed = [group for group, key in keys.items() if key in self._failed]
         if failed:
             log.warning(
                 "%d groups of ops can't be compiled and run as they are: %s",
-                len(failed), self._failed[keys[id(failed[0])]],
+                len(failed), self._failed[keys[failed[0]]],
             )  # fmt: skip
             raise NotCompiled({place_of_node(node).op for group in failed for node in group.nodes})
         found: list[FusedKernel | None] = []
         for unit in units:
             kernel = None
             if isinstance(unit, FusedGroup):
-                kernel, unit.over = self._kernels[keys[id(unit)]]
+                kernel, unit.over = self._kernels[keys[unit]]
             found.append(kernel)
         return found
 

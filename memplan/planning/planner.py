@@ -230,7 +230,10 @@ class Planner:
             if plan.problem.costs.source == "measured":  # the plan may know of results that nobody has seen here yet
                 with contextlib.suppress(ValueError):  # ops of a model on the meta device can't run
                     self._problems.costs(model, captured, quick=True)
-            raise PlanMismatch(f"the plan was made for another training step: {difference}. Make a plan for this one")
+            advice = "Make a plan for this one"
+            if plan.exact == "program" and plan.problem.costs.source == "estimated":
+                advice += ' with costs="measure": a dry run takes fused groups to write over all that they may'
+            raise PlanMismatch(f"the plan was made for another training step: {difference}. {advice}")
         step = self._whole(model, captured, plan)
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step

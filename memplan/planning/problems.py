@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -141,7 +140,7 @@ class Problems:
 
         away = all_names(self._placement.movable(model, captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        return measure(timed, resident, self._limits.known_bytes, progress=sys.stderr.isatty(), quick=quick)
+        return measure(timed, resident, self._limits.known_bytes, quick=quick)
 
     def _around(self, traced: Traced) -> tuple[int, int]:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""

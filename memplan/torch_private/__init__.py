@@ -58,12 +58,12 @@ from memplan.torch_private.tracing import TRACING as TRACING
 from memplan.torch_private.tracing import Recording as Recording
 from memplan.torch_private.tracing import beneath_compiled as beneath_compiled
 from memplan.torch_private.tracing import boxed as boxed
+from memplan.torch_private.tracing import compiled_aside as compiled_aside
 from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
 from memplan.torch_private.tracing import is_compiled as is_compiled
 from memplan.torch_private.tracing import leave_out as leave_out
 from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
 from memplan.torch_private.tracing import seeding_refused as seeding_refused
-from memplan.torch_private.tracing import set_compiled_aside as set_compiled_aside
 from memplan.torch_private.tracing import someone_traces as someone_traces
 from memplan.torch_private.tracing import trace_with_fakes as trace_with_fakes
 from memplan.torch_private.tracing import tracer_constants as tracer_constants

@@ -99,26 +99,32 @@ def beneath_compiled(model: nn.Module) -> nn.Module:
     return model.get_submodule("_orig_mod") if wrapped else model
 
 
-def is_compiled(model: nn.Module) -> bool:
+def is_compiled(model: object) -> bool:
     """Whether it is `torch.compile(module)`, or its forward or all of it was compiled in place."""
+    if not isinstance(model, nn.Module):
+        return False
     own_forward = getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
     return beneath_compiled(model) is not model or own_forward is not None or model._compiled_call_impl is not None
 
 
-def set_compiled_aside(model: nn.Module) -> Callable[[], None]:
-    """Let a compiled model run the module beneath as it is. Gives a function that lets it run compiled again."""
+@contextlib.contextmanager
+def compiled_aside(model: nn.Module) -> Iterator[nn.Module]:
+    """A context with the module beneath a compiled model, which then runs as it is. Any other model stays itself."""
+    if not is_compiled(model):
+        yield model
+        return
     inner = beneath_compiled(model)
-    forward, in_place = vars(model).get("forward"), inner._compiled_call_impl
-
-    def again() -> None:
-        inner._compiled_call_impl = in_place
-        if inner is not model:
-            model.forward = forward  # type: ignore[assignment]
-
+    forward: Any = vars(model).get("forward")
+    in_place = inner._compiled_call_impl
     inner._compiled_call_impl = None
     if inner is not model:
         model.forward = inner.__call__
-    return again
+    try:
+        yield inner
+    finally:
+        inner._compiled_call_impl = in_place
+        if inner is not model:
+            model.forward = forward
 
 
 def is_call_of_compiled_code(error: BaseException) -> bool:

@@ -73,6 +73,11 @@ class Part:
         self.captured = self.problem = self.front = None
         self.site = Site(self.site.name, "opaque", reason)
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether fused groups are among its ops."""
+        return self.captured is not None and any(op.fused for op in self.captured.traced.graph.ops)
+
     @functools.cached_property
     def least(self) -> Candidate | None:
         """The schedule that saves the least, with which the part is measured."""

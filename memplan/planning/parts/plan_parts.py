@@ -89,7 +89,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         time_s=time_s,
         baseline_time_s=max(0.0, time_s - fitted.choice.time_s),
         units=tuple(parts.rows(fitted.choice)),
-        exact="eager" if request.fuse is None else "program",
+        exact="program" if any(unit.is_fused for unit in units) else "eager",
     )
     return PlannedParts(plan, fitted.ways)
 
