@@ -63,14 +63,15 @@ def test_bits_are_equal_at_any_budget_and_next_to_those_of_eager(name: str) -> N
     assert_same_bits(plain["rng_state"], found[0]["rng_state"])
 
 
-def test_held_bytes_are_the_predicted_ones() -> None:
-    net, sample = MODELS["handmade"](0)
+@pytest.mark.parametrize("name", ["handmade", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_held_bytes_are_the_predicted_ones(name: str) -> None:
+    net, sample = MODELS[name](0)
     loss_fn = loss_inside(sample)
     points = memplan.explore(net, sample, kernels="fused", loss_fn=loss_fn)
     for point in (points[0], points[len(points) // 2], points[-1]):
         planned = copy.deepcopy(net)
         memplan.apply(planned, sample, plan=point, loss_fn=loss_fn)
-        assert point.live_peak_bytes <= allocator_peak(planned, sample) <= point.peak_bytes
+        assert allocator_peak(planned, sample) == point.peak_bytes
 
 
 def test_each_distinct_group_is_compiled_once() -> None:

@@ -348,7 +348,7 @@ def test_what_a_library_keeps_is_no_scratch_of_the_op_that_was_first(monkeypatch
         return first_run(index, args, kwargs)
 
     monkeypatch.setattr(bench, "_first_run", run)
-    assert bench._first_runs_cuda([0, 1], False)[0] == [100, 100]
+    assert bench._first_runs_cuda([0, 1])[0] == [100, 100]
     assert runs == [0, 0, 1, 1]
 
 
