@@ -39,7 +39,7 @@ ARROWS = {
     "capture/ops": "errors torch_private",
     "capture/attributes": "capture/ops errors torch_private",
     "capture/trace": "capture/attributes capture/ops errors torch_private",
-    "capture/analysis": "capture/ops capture/trace errors problem",
+    "capture/analysis": "capture/ops capture/trace errors problem torch_private",
     "capture": "capture/analysis capture/attributes capture/ops capture/trace errors problem torch_private",
     "costs": "capture errors logs problem torch_private units",
     "fusion": "capture logs problem torch_private",
@@ -68,6 +68,7 @@ THEIRS = {
         ("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api", "kernel_errors"),
         NUMERIC | {"torch"},
     ),
+    "torch_private": NUMERIC | {"torch", "sympy"},  # in which PyTorch's symbolic sizes are written
 }
 # Extras may be imported where they are used, by those layers that know about torch.
 EXTRAS = {"transformers"}

@@ -30,6 +30,7 @@ from memplan.capture.attributes.attributes import (
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.key import StepKey, unplanned_hooks
 from memplan.capture.ops.layout import storage_key
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
@@ -93,6 +94,7 @@ def capture(
     shards: Shards | None = None,
     backward: Autocast | None = None,
     seen: Sequence[Answer] | None = None,
+    varying: Varying = frozenset(),
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
@@ -103,6 +105,8 @@ def capture(
     - backward: the autocast under which backward runs; None: without autocast.
     - seen: what forward read from tensors when it ran on the sample. The step then has the branches that forward took,
       and the plan checks them.
+    - varying: sizes of the sample that other calls have others of. The step then serves all for which what it depends
+      on holds, as its `Sizes` say.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given.
@@ -125,11 +129,12 @@ def capture(
             request = TraceRequest(
                 model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
                 moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
-                left=functools.partial(attributes.look, reads),
+                left=functools.partial(attributes.look, reads), varying=varying,
             )  # fmt: skip
             raw, settled = _settled_trace(request, reads, attributes, memory)
             raw, other = _with_sums(raw, request, reads, memory), None
-            if around is None and any(raw.template.tensors[i].dim() for i in raw.tangents):  # the loss is outside
+            outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)  # of the loss
+            if outside and not varying:
                 of_sum = dataclasses.replace(request, expanded=True)
                 other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
             attributes.pass_over(reads)

@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import fx, nn
 
+from memplan import torch_private as private
 from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
+from memplan.capture.ops.sizes import expressions_in, put
 
 
 class Guards:
@@ -17,12 +19,18 @@ class Guards:
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
         self._sources: list[Resident] = []
+        self._sizes = traced.sizes
         self._program = self._compile(traced) if traced.guards else None
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
         needed = {node for guard in traced.guards for node in guard.nodes}
         written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
         graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        varying = {} if traced.sizes is None else traced.sizes.nodes
+        expressions = list(dict.fromkeys(expressions_in([varying[n.name] for n in needed if n.name in varying])))
+        self._evaluate = private.evaluator([expression.text for expression in expressions])
+        sizes = {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(expressions)}
+        by_name = {n.name: n for n in needed}
         root = nn.Module()
         for node in traced.guards[0].node.graph.nodes:
             if node not in needed:
@@ -35,6 +43,11 @@ class Guards:
                 made[node] = graph.get_attr(str(node.target))
             else:
                 made[node] = graph.node_copy(node, made.__getitem__)
+                if node.name in varying:
+                    call = put((varying[node.name].args, varying[node.name].kwargs), sizes.__getitem__)
+                    made[node].args, made[node].kwargs = fx.map_arg(
+                        call, lambda n: n if n.graph is graph else made[by_name[n.name]]
+                    )
         for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
             self._copy_first(graph, made[node])
         graph.output([made[guard.node] for guard in traced.guards])
@@ -53,8 +66,9 @@ class Guards:
         if self._program is None:
             return None
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
+        sizes = () if self._sizes is None else self._evaluate(self._sizes.numbers(inputs))
         with torch.no_grad():
-            results = self._program.forward(*sources)
+            results = self._program.forward(*sizes, *sources)
         for guard, result in zip(self._guards, results, strict=True):
             value = result.item()
             if value != guard.value:

@@ -21,6 +21,7 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes import Snapshot, attribute_tables, is_plain
 from memplan.capture.guards import Guards
 from memplan.capture.ops.layout import storage_key, strided_parts
+from memplan.capture.ops.sizes import Sizes, Varying, varying_between
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import AttributeRead, Autocast
@@ -39,11 +40,14 @@ class _Tensor:
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
+    layout: torch.layout
     sharded: bool = False  # of no certain shape
 
     @staticmethod
     def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
-        return _Tensor(tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, sharded)
+        return _Tensor(
+            tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, sharded
+        )  # fmt: skip
 
     def __str__(self) -> str:
         grad = ", requires grad" if self.requires_grad else ""
@@ -67,6 +71,22 @@ class ArgumentsKey:
         self._device_type = device_type
         self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
         self._aliases = _aliases(call.tensors)
+        self._sizes: Sizes | None = None
+
+    def generalise(self, sizes: Sizes) -> None:
+        """Let other calls pass whose sizes keep the conditions of the step."""
+        self._sizes = sizes
+
+    def varying(self, call: Call) -> Varying:
+        """The sizes in which a call differs from this one; empty where it differs in something else, or in nothing."""
+        if call.spec != self._call.spec or call.paths != self._call.paths or self._others_differ(call) is not None:
+            return frozenset()
+        for tensor, expected in zip(call.tensors, self._tensors, strict=True):
+            if not self._is_like(tensor, expected):
+                return frozenset()
+        known = () if self._sizes is None else self._sizes.sources
+        shapes = [expected.shape for expected in self._tensors]
+        return varying_between(shapes, [t.shape for t in call.tensors]) | {d for d in known if not d.is_stride}
 
     def mismatch(self, call: Call) -> str | None:
         """What differs, in words; None where nothing does."""
@@ -74,6 +94,29 @@ class ArgumentsKey:
             return (
                 f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
             )
+        others = self._others_differ(call)
+        if others is not None:
+            return others
+        tensors = call.tensors
+        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
+            if not self._is_like(tensor, expected):
+                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        layouts: Sequence[tuple[Sequence[int], Sequence[int]]] = [(t.shape, t.stride) for t in self._tensors]
+        if self._sizes is not None:
+            numbers = self._sizes.numbers(tensors)
+            broken = self._sizes.mismatch(numbers)
+            if broken is not None:
+                return broken
+            layouts = self._sizes.layouts(numbers)
+        for name, tensor, expected, (shape, stride) in zip(call.names, tensors, self._tensors, layouts, strict=True):
+            if tensor.shape != shape or _stride(tensor) != stride:
+                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        if _aliases(tensors) != self._aliases:
+            return "other arguments share memory than in the sample"
+        return None
+
+    def _others_differ(self, call: Call) -> str | None:
+        """What differs among arguments that are no tensors, in words."""
         for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
             if not self._traced and type(now) is then:
                 continue
@@ -81,19 +124,17 @@ class ArgumentsKey:
                 return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
             if not isinstance(now, torch.Tensor) and not _same(now, then):
                 return f"argument {path} is {now!r}, planned for {then!r}"
-        tensors = call.tensors
-        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
-            if (
-                tensor.shape != expected.shape
-                or tensor.dtype != expected.dtype
-                or _stride(tensor) != expected.stride
-                or tensor.device.type != (self._device_type or expected.device.type)
-                or tensor.requires_grad != expected.requires_grad
-            ):
-                return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
-        if _aliases(tensors) != self._aliases:
-            return "other arguments share memory than in the sample"
         return None
+
+    def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:
+        """Whether a tensor is like the expected one, but for sizes and strides."""
+        return (
+            tensor.dim() == len(expected.shape)
+            and tensor.dtype == expected.dtype
+            and tensor.device.type == (self._device_type or expected.device.type)
+            and tensor.requires_grad == expected.requires_grad
+            and tensor.layout is expected.layout
+        )
 
     def differ_in_passing(self, call: Call) -> bool:
         """Whether the call has the same tensors and values, by other names or positions."""
@@ -198,6 +239,8 @@ class StepKey:
     def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
         """Attach what forward read from tensor data, to be read again before each call."""
         self._guards, self._attribute_reads = Guards(traced), attribute_reads
+        if traced.sizes is not None:
+            self.arguments.generalise(traced.sizes)
 
     def attributes(self, owner: str) -> dict[str, Any]:
         """The attributes of the module, or of the object behind one, that has this name."""
@@ -217,6 +260,11 @@ class StepKey:
             return False
         self._snapshots = [*self._snapshots, *other._snapshots]
         return True
+
+    def varying(self, call: Call) -> Varying:
+        """The sizes in which a call differs from the captured one; empty where it differs in anything else."""
+        changed = self._model_changed() or self._hooks_changed() or self._environment_changed()
+        return frozenset() if changed else self.arguments.varying(call)
 
     def mismatch(self, call: Call, hooks: bool = True) -> str | None:
         """Why a call of the model now would not run the captured step, in words; None where it would.

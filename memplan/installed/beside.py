@@ -42,15 +42,14 @@ class HeldGradients:
         strided = (g for g in gradients if g is not None and g.layout is torch.strided)
         self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
 
-    def beyond(self, step: PlannedStep, limit_bytes: int | None) -> str | None:
+    def beyond(self, step: PlannedStep, peak_bytes: int | None, limit_bytes: int | None) -> str | None:
         """Why the gradients do not fit beside a step whose plan does not count them; None where they do.
 
-        limit_bytes: the budget.
+        peak_bytes: of the step. limit_bytes: the budget.
         """
-        plan = step.plan
-        if not self.extra_bytes or plan is None or limit_bytes is None or self.are_counted_by(step):
+        if not self.extra_bytes or peak_bytes is None or limit_bytes is None or self.are_counted_by(step):
             return None
-        held_bytes = plan.peak_bytes + self.extra_bytes
+        held_bytes = peak_bytes + self.extra_bytes
         if held_bytes <= limit_bytes:
             return None
         return (

@@ -17,6 +17,7 @@ from torch import nn
 
 from memplan.capture.capture import refuse_without_data
 from memplan.capture.key import ArgumentsKey
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.config import ConfigLike
@@ -185,6 +186,7 @@ class _BlockPlanner(Planner):
         sample: Sample | Call,
         known: Sequence[PlannedStep] = (),
         share: Share | None = None,
+        varying: Varying = frozenset(),
     ) -> PlannedStep:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         events = [f"{GRADIENT}of block {self._name}, recomputed"]

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
@@ -18,6 +19,7 @@ from memplan.plans.plan import Plan
 from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
+from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
 
@@ -145,16 +147,37 @@ class StepChoice:
         gradients are held, steps that count them come last.
         """
 
-        def rank(step: PlannedStep) -> tuple[bool, bool]:
-            return not isinstance(step, WholeStep), not self._held.extra_bytes and self._held.are_counted_by(step)
+        def rank(step: PlannedStep) -> tuple[bool, bool, float]:
+            counts = not self._held.extra_bytes and self._held.are_counted_by(step)
+            sized = step.planned.overhead if isinstance(step, WholeStep) and step.sized is not None else 0.0
+            return not isinstance(step, WholeStep), counts, sized
 
+        known: dict[int, str | None] = {}
         steps = sorted(self.steps, key=rank)
-        return (step for step in steps if not step.provisional and self._mismatch(step, call) is None)
+        return (step for step in steps if not step.provisional and self._mismatch(step, call, known) is None)
 
-    def _mismatch(self, step: PlannedStep, call: Call) -> str | None:
+    def _mismatch(self, step: PlannedStep, call: Call, known: dict[int, str | None]) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
         declined = next((why for other, why in self._declined if other is step), None)
-        return declined or step.mismatch(call) or self._held.beyond(step, self.planner.limits.budget_bytes)
+        return declined or self._other_kind(step, call, known) or self._no_room(step, call)
+
+    def _other_kind(self, step: PlannedStep, call: Call, known: dict[int, str | None]) -> str | None:
+        """Why a call is not of the kind that a step is for. known: answers so far, of all that share a key."""
+        key = id(step.key if isinstance(step, WholeStep) else step)
+        if key not in known:
+            known[key] = step.mismatch(call)
+        return known[key]
+
+    def _no_room(self, step: PlannedStep, call: Call) -> str | None:
+        """Why a call for which a step is made does not fit the budget."""
+        limit_bytes = self.planner.limits.budget_bytes
+        if not isinstance(step, WholeStep) or step.sized is None:
+            peak_bytes = None if step.plan is None else step.plan.peak_bytes
+        else:
+            peak_bytes = step.peak_bytes(call)
+            if limit_bytes is not None and peak_bytes > limit_bytes:
+                return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
+        return self._held.beyond(step, peak_bytes, limit_bytes)
 
     def _use(self, step: PlannedStep) -> PlannedStep:
         if self.steps[0] is not step:
@@ -179,7 +202,8 @@ class StepChoice:
         """
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
-        reasons = [] if counting else [self._mismatch(step, call) for step in self.steps]
+        kinds: dict[int, str | None] = {}
+        reasons = [] if counting else [self._mismatch(step, call, kinds) for step in self.steps]
         known: Sequence[PlannedStep]
         if counting:  # plans that do not are none to begin with
             known, reason = [], "gradients of an earlier step are there"
@@ -203,13 +227,30 @@ class StepChoice:
             )  # fmt: skip
         with self.planning():
             try:
-                step = self.planner.step(self.model, self.original, call, known, share)
+                same = self._of_same_kind(call, kinds) if share is None else None
+                if same is not None:
+                    step: PlannedStep = self.planner.resized(self.model, same, call)
+                else:
+                    varying = self._varying(call) if share is None and not counting else frozenset()
+                    step = self.planner.step(self.model, self.original, call, known, share, varying)
             except NothingToTrain as error:
                 if not self.alone:
                     raise
                 log.info("such calls run unplanned, because %s", error)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             return self.add(step)
+
+    def _of_same_kind(self, call: Call, known: dict[int, str | None]) -> WholeStep | None:
+        """A step for calls of any size, of which this is one, that has no room for it."""
+        sized = (step for step in self.steps if isinstance(step, WholeStep) and step.sized is not None)
+        return next((step for step in sized if self._other_kind(step, call, known) is None), None)
+
+    def _varying(self, call: Call) -> Varying:
+        """The sizes in which a call differs from one that a step is for; empty where it differs in anything else."""
+        if not self.planner.settings.takes_any_size:
+            return frozenset()
+        whole = (step for step in self.steps if isinstance(step, WholeStep))
+        return next((varying for step in whole if (varying := step.key.varying(call))), frozenset())
 
     def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
@@ -228,9 +269,11 @@ class StepChoice:
             self.forget()  # they were made for parameters that have moved since
         self._host = host
         self._held.belong_to(self.model, host or ())
-        self.steps.insert(0, step)
+        others = step.others if isinstance(step, WholeStep) else ()
+        self.steps[:0] = [step, *others]
         del self.steps[_MOST_STEPS:]
-        self._attend(step)
+        for new in (step, *others):
+            self._attend(new)
         return step
 
     def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
@@ -276,7 +319,8 @@ class StepChoice:
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""
         limit_bytes = self.planner.limits.budget_bytes
-        return next((why for step in self.steps if (why := self._held.beyond(step, limit_bytes)) is not None), None)
+        peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.steps)
+        return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)
 
     def _planned_with_gradients(self, call: Call) -> PlannedStep:
         """A new step whose plan counts gradients of earlier steps; where none fits, one that does not count them."""

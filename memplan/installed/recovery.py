@@ -66,7 +66,7 @@ class Recovery:
             else:
                 other = self._for_tangents(step, call, tangents, state.autocast, problem)
         self._choice.in_place_of(step, other)
-        if other.capture.traced.forward_ops != step.capture.traced.forward_ops:
+        if other.forward_ops(call) != step.forward_ops(call):
             raise problem
         state.saved.clear()
         try:
@@ -79,7 +79,7 @@ class Recovery:
         self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
     ) -> bool:
         """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
-        if backward is None or not step.runner.takes(tangents, None):
+        if backward is None or not step.runner.takes(tangents, None, call.tensors):
             return False
         with self._choice.planning():
             same = self._choice.planner.is_same(
@@ -107,9 +107,11 @@ class Recovery:
         problem: Exception,
     ) -> WholeStep:
         for other in self._choice.steps:
-            if not isinstance(other, WholeStep) or not other.runner.takes(tangents, backward):
+            if not isinstance(other, WholeStep) or other.mismatch(call) is not None:
                 continue
-            if other.mismatch(call) is None and other.capture.traced.forward_ops == step.capture.traced.forward_ops:
+            if not other.runner.takes(tangents, backward, call.tensors):
+                continue
+            if other.forward_ops(call) == step.forward_ops(call):
                 return other
         log.info("planning, because %s", problem)
         try:

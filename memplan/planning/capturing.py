@@ -12,11 +12,14 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
 from memplan.capture.capture import Capture, capture, model_device
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.optimizer import update_needs
+from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
+from memplan.logs import log
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
@@ -49,6 +52,7 @@ class Capturing:
         backward: Autocast | None = None,
         seen: Sequence[Answer] = (),
         dry: bool = False,
+        varying: Varying = frozenset(),
     ) -> Capture:
         """The captured step.
 
@@ -56,11 +60,37 @@ class Capturing:
         - backward: the autocast that backward runs under.
         - seen: what forward read from tensors on this very call, where an earlier capture tells.
         - dry: it is not to run, so that nothing is compiled.
+        - varying: sizes of which other calls have others. Where the step can't be captured for all of them, it is
+          captured for this call's alone.
         """
+        if varying:
+            try:
+                captured = self._captured(model, forward, sample, tangents, backward, seen, dry, varying)
+                assert captured.traced.sizes is not None
+                for place in captured.traced.sizes.fixed:
+                    log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
+                return captured
+            except (NothingToTrain, OpenBranch):
+                raise
+            except UnsupportedModel as error:
+                log.info("such calls are planned for each size, because %s", error)
+        return self._captured(model, forward, sample, tangents, backward, seen, dry, frozenset())
+
+    def _captured(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        tangents: dict[int, TangentLayout] | None,
+        backward: Autocast | None,
+        seen: Sequence[Answer],
+        dry: bool,
+        varying: Varying,
+    ) -> Capture:
         settings = self._settings
         trace = functools.partial(
             capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
-            backward,
+            backward, varying=varying,
         )  # fmt: skip
         runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 

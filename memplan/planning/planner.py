@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.real_results import once_more_where_results_differ
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -104,15 +106,27 @@ class Planner:
         sample: Sample | Call,
         known: Sequence[PlannedStep] = (),
         share: Share | None = None,
+        varying: Varying = frozenset(),
     ) -> PlannedStep:
         """A step that serves such calls.
 
-        known: steps of other calls. With them a new call gets a plan that needs no search, provisionally. share:
-        exchanges plans with the other ranks of a group.
+        - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
+        - share: exchanges plans with the other ranks of a group.
+        - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
         if share is not None:  # others would not go along with a second try
-            return self._step(model, forward, sample, known, share)
-        return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+            return self._step(model, forward, sample, known, share, varying)
+        return once_more_where_results_differ(self._step)(model, forward, sample, known, None, varying)
+
+    def resized(self, model: nn.Module, step: WholeStep, call: Call) -> WholeStep:
+        """Another step for calls of any size, from a search at the size of this one."""
+        traced = at_sizes(step.capture.traced, step.numbers(call))
+        return self._sized(model, dataclasses.replace(step.capture, traced=traced, call=call))
+
+    def _sized(self, model: nn.Module, captured: Capture) -> WholeStep:
+        """A step for calls of any size, with others beside it that suit longer and shorter calls."""
+        first, *others = [self._whole(model, captured, plan) for plan in self._plans.ladder(model, captured)]
+        return dataclasses.replace(first, others=tuple(others))
 
     def _step(
         self,
@@ -121,21 +135,25 @@ class Planner:
         sample: Sample | Call,
         known: Sequence[PlannedStep],
         share: Share | None,
+        varying: Varying,
     ) -> PlannedStep:
         """One try of `step`. Raises OtherResults where the trace turns out to be wrong about results of ops."""
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
-                captured = self.capturing.capture(model, forward, sample)
+                captured = self.capturing.capture(model, forward, sample, varying=varying)
             except UnsupportedModel as error:
                 refusal = error
             else:
-                found = self._unsearched(model, captured, known, share is not None)
+                sized = captured.traced.sizes is not None
+                found = None if sized else self._unsearched(model, captured, known, share is not None)
         if refusal is not None:
             in_group = share is not None
             return self._uncaptured.step(model, forward, sample, known, refusal, in_group, self.capturing.decides)
         if found is not None:
             return found
+        if sized:
+            return self._sized(model, captured)
         if share is None:
             return self._whole(model, captured, self._plans.plan(model, captured))
         if self.settings.shards is not None:
@@ -262,7 +280,8 @@ class Planner:
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
         programs = _programs(captured, plan, self.settings.grads)
-        step = WholeStep.of(model, captured, programs, plan, provisional, self.placement.gathers)
+        sized = self._problems.sized(captured, plan)
+        step = WholeStep.of(model, captured, programs, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step, model)
         return step
 

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes import AttributesKept
 from memplan.capture.capture import Capture
+from memplan.capture.ops.sizes import Numbers
 from memplan.costs.libraries import library_bytes
 from memplan.costs.measure import estimate, measure
 from memplan.costs.optimizer import host_update_s_per_byte, optimizer_needs
@@ -22,7 +25,9 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.residency import all_names
 from memplan.planning.settings import Settings
+from memplan.plans.plan import Plan
 from memplan.problem.data import Buffers, Costs, Problem
+from memplan.runtime.program.sized_plan import SizedPlan
 
 
 class Problems:
@@ -108,6 +113,33 @@ class Problems:
             return 0, 0
         state_bytes, step_bytes = optimizer_needs(self._settings.optimizer, device, without)
         return state_bytes, step_bytes if self._settings.update == "step" else 0
+
+    def sized(self, captured: Capture, plan: Plan) -> SizedPlan | None:
+        """A plan of a captured step at all its sizes; None where it has but one.
+
+        Seconds of an op go with the bytes of its operands and results, and so does its scratch beyond the planned size.
+        """
+        traced, planned, limit = captured.traced, plan.problem, self._limits.budget_bytes
+        if traced.sizes is None:
+            return None
+
+        def problem_at(numbers: Numbers) -> Problem:
+            found, ratios = at_sizes(traced, numbers).graph, list[float]()
+            values = tuple(
+                dataclasses.replace(v, size_bytes=other.size_bytes)
+                for v, other in zip(planned.graph.values, found.values, strict=True)
+            )
+            graph = dataclasses.replace(planned.graph, values=values, ops=found.ops)
+            for index in range(len(graph.ops)):
+                ratios.append(graph.op_bytes(index) / max(1, planned.graph.op_bytes(index)))
+            costs = Costs(
+                tuple(t * ratio for t, ratio in zip(planned.costs.time_s, ratios, strict=True)),
+                tuple(math.ceil(n * max(1.0, r)) for n, r in zip(planned.costs.scratch_bytes, ratios, strict=True)),
+                planned.costs.source,
+            )
+            return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=limit)
+
+        return SizedPlan(plan, traced.sizes, problem_at)
 
     def costs(self, model: nn.Module, captured: Capture, quick: bool) -> Costs:
         """Costs of the ops of a captured step.

@@ -98,6 +98,11 @@ class Settings:
         return within if self.host_budget is None else self.host_budget
 
     @property
+    def takes_any_size(self) -> bool:
+        """Whether one plan may serve calls of many sizes."""
+        return self.kernels == "eager" and self.shards is None and self.update == "step"
+
+    @property
     def adds_up(self) -> bool:
         """Whether gradients of earlier backward passes are held while a step runs."""
         if self.in_flight > 1:  # the first backward's gradients are there while the others run

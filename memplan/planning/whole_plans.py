@@ -24,6 +24,7 @@ from memplan.problem.simulate import unplanned
 from memplan.solvers import Front, solve_front
 
 _MUCH = 0.05  # of a step, that could be saved
+_RUNGS = 6  # schedules for calls of other sizes
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
@@ -40,7 +41,26 @@ class WholePlans:
         problem = self._problems.problem(model, captured)
         if self._placement.host_budget is not None:
             return self._with_host(model, captured, problem)
+        return self._within(problem, self._front(problem))
+
+    def ladder(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
+        """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones.
+
+        Raises BudgetInfeasible where none fits that call.
+        """
+        if self._placement.host_budget is not None:
+            return (self.plan(model, captured),)
+        problem = self._problems.problem(model, captured)
         front = self._front(problem)
+        chosen = self._within(problem, front)
+        others = (
+            plan_of_front(problem, front, point, max(point.peak_bytes, chosen.problem.budget_bytes or 0))
+            for point in front.spread(_RUNGS)
+        )
+        return (chosen, *(plan for plan in others if plan.schedule != chosen.schedule))
+
+    def _within(self, problem: Problem, front: Front) -> Plan:
+        """The fastest plan of a front within the budget. Raises BudgetInfeasible."""
         limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes)
         chosen = front.best(self._limits.less_margin(limit)) or front.floor
         if chosen.peak_bytes > limit:

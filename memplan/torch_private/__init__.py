@@ -43,6 +43,16 @@ from memplan.torch_private.modes import with_function_modes as with_function_mod
 from memplan.torch_private.modes import without_autocast as without_autocast
 from memplan.torch_private.modes import without_function_modes as without_function_modes
 from memplan.torch_private.modes import without_modes as without_modes
+from memplan.torch_private.symbols import FixedSize as FixedSize
+from memplan.torch_private.symbols import Symbols as Symbols
+from memplan.torch_private.symbols import evaluator as evaluator
+from memplan.torch_private.symbols import fake_like as fake_like
+from memplan.torch_private.symbols import is_symbolic as is_symbolic
+from memplan.torch_private.symbols import meta_memory as meta_memory
+from memplan.torch_private.symbols import named_anew as named_anew
+from memplan.torch_private.symbols import number_of as number_of
+from memplan.torch_private.symbols import text_of_node as text_of_node
+from memplan.torch_private.symbols import varies as varies
 from memplan.torch_private.tensors import changes_ops as changes_ops
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_sharded as is_sharded

@@ -8,7 +8,7 @@ import inspect
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -29,6 +29,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
+from memplan.torch_private.symbols import Symbols
 
 aten = torch.ops.aten
 
@@ -66,11 +67,17 @@ def _first_trace() -> None:
     traced.wait()
 
 
-def trace_with_fakes(step: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
-    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order. It takes no memory."""
+def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | None = None) -> torch.fx.GraphModule:
+    """`make_fx` over fake copies of `args`: the aten ops that eager would run, in order. It takes no memory.
+
+    symbols: those with which `args` were made, which are fakes then.
+    """
     _first_trace()
-    with _grouped_products_of_any_dtype(), _without_code():
-        return make_fx(step, tracing_mode="fake", _allow_non_fake_inputs=True, **_LEAN)(*args)
+    # In other modes make_fx makes fakes of fakes, with symbols of its own.
+    mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
+    around = contextlib.nullcontext() if symbols is None else symbols.tracing()
+    with _grouped_products_of_any_dtype(), _without_code(), around:
+        return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
 @contextlib.contextmanager

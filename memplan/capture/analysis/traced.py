@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.capture.ops.sizes import Sizes
 from memplan.capture.trace.call import OutputTemplate
 from memplan.capture.trace.raw_trace import Decision
 from memplan.problem.data import Graph
@@ -127,6 +128,7 @@ class Traced:
     - summed: parameters whose gradients autograd adds up from several uses.
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
       gradient that is handed in for such an output is not all of it.
+    - sizes: how the step goes on for other sizes; None where it is for these alone.
     """
 
     graph: Graph
@@ -145,6 +147,12 @@ class Traced:
     summed: tuple[str, ...]
     inner: dict[int, bool]
     device: torch.device
+    sizes: Sizes | None = None
+
+    @property
+    def fx_graph(self) -> fx.Graph:
+        """The trace, whose nodes kernels, roots and the rest are about."""
+        return self.kernels[0].node.graph
 
     @property
     def forward_ops(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from torch import fx
 from memplan.capture.analysis.draft import Draft, DraftOp, DraftStorage, DraftValue
 from memplan.capture.analysis.freeze import drop_dead_ops, freeze
 from memplan.capture.analysis.gradients import add_in_place, order_gradients, take_gradients
+from memplan.capture.analysis.sized import with_sizes
 from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
@@ -37,7 +38,8 @@ def build_traced(raw: RawTrace, input_names: Sequence[str], device: torch.device
     drop_dead_ops(builder.draft, outputs)
     add_in_place(builder.draft)
     order_gradients(builder.draft, raw.arrivals)
-    return freeze(builder.draft, raw, outputs)
+    traced = freeze(builder.draft, raw, outputs)
+    return traced if raw.symbolic is None else with_sizes(traced, raw)
 
 
 class _StepBuilder:

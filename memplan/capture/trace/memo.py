@@ -104,7 +104,7 @@ class _OpCall:
         kind = type(thing)
         if kind is private.FakeTensor:
             node = self._recording.node(thing)
-            if node is None:
+            if node is None or private.varies(thing):
                 raise _Unfit
             self.tensors.append(thing)
             return _look(thing), node

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.trace.call import OutputTemplate
 
 
@@ -141,6 +142,8 @@ class RawTrace:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward.
     - odd_sums: (number of an addition in backward, its node, that of its first operand) where its strides would be
       others if it were made in place.
+    - symbolic: symbols in the place of sizes that vary; None where none do.
+    - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     """
 
     module: fx.GraphModule
@@ -163,3 +166,5 @@ class RawTrace:
     summed: tuple[str, ...]
     inner: dict[int, bool]
     odd_sums: tuple[tuple[int, fx.Node, fx.Node], ...]
+    symbolic: SymbolicInputs | None = None
+    fixed: tuple[tuple[str, str], ...] = ()

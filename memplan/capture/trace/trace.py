@@ -19,6 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.ops.layout import dense_layout, storage_key, strided_parts, strides_that_matter
+from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.edges import Edges
@@ -59,6 +60,7 @@ class TraceRequest:
     - seen: what forward read from tensors when it ran on this call, in order: the trace takes the same branches.
     - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
+    - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
     """
 
     model: nn.Module
@@ -76,6 +78,7 @@ class TraceRequest:
     seen: Sequence[Answer] | None = None
     in_place: frozenset[int] = frozenset()
     left: Callable[[], Sequence[SetValue]] = tuple
+    varying: Varying = frozenset()
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -110,7 +113,9 @@ class _StepTrace:
 
     def made(self) -> RawTrace:
         """The trace."""
-        request, stand_ins = self._request, self._stand_ins()
+        request = self._request
+        symbolic = self._symbolic()
+        stand_ins = self._stand_ins(symbolic)
         with contextlib.ExitStack() as stack:
             stack.enter_context(private.TRACING)
             stack.enter_context(torch.autocast(request.device.type, enabled=False))
@@ -124,10 +129,22 @@ class _StepTrace:
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory)
             with self._errors_in_words():
-                graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins)
-        return self._raw(graph_module)
+                symbols = None if symbolic is None else symbolic.symbols
+                graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)
+                if symbols is not None:
+                    self._notes.renamed = with_expressions(graph_module.graph, symbols)
+        return self._raw(graph_module, symbolic)
 
-    def _stand_ins(self) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+    def _symbolic(self) -> SymbolicInputs | None:
+        request = self._request
+        if not request.varying:
+            return None
+        moved_to = request.device if request.moves_inputs else None
+        return SymbolicInputs(self._inputs, request.varying, moved_to, self._notes.fixed)
+
+    def _stand_ins(
+        self, symbolic: SymbolicInputs | None
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
         """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
         device, moves = self._request.device, self._request.moves_inputs
         inputs = [_stand_in(t, device) if moves else t.detach() for t in self._inputs]
@@ -135,7 +152,9 @@ class _StepTrace:
         for index, name in enumerate(self._parameters):
             if name in self._request.shapes:
                 state[index] = torch.empty(self._request.shapes[name], dtype=state[index].dtype, device="meta")
-        if any(t.device.type != device.type for t in state):  # on the host, or on the meta device
+        if symbolic is not None:
+            state, inputs = [symbolic.symbols.fixed_fake(t, device) for t in state], symbolic.tensors
+        elif any(t.device.type != device.type for t in state):  # on the host, or on the meta device
             state, inputs = private.fakes_on(device, state, inputs)
         count = len(self._parameters)
         return state[:count], state[count:], inputs
@@ -146,6 +165,8 @@ class _StepTrace:
             yield
         except UnsupportedModel:
             raise
+        except private.FixedSize as error:
+            raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
             raise UnsupportedModel(
                 f"the shape or value of a result depends on data ({first_line(error)}): module {self._notes.module}, "
@@ -260,7 +281,7 @@ class _StepTrace:
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 
-    def _raw(self, graph_module: fx.GraphModule) -> RawTrace:
+    def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs | None) -> RawTrace:
         notes, names = self._notes, input_names(self._request.call, self._request.around)
         assert notes.template is not None
         assert notes.boundary is not None
@@ -291,6 +312,8 @@ class _StepTrace:
             summed=notes.summed,
             inner=notes.inner,
             odd_sums=tuple(notes.odd_sums),
+            symbolic=symbolic,
+            fixed=tuple(notes.fixed_at.items()),
         )
 
 

@@ -33,6 +33,8 @@ class TraceNotes:
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
     - in_place, odd_sums: see `sums`.
     - additions: how many there were in backward.
+    - renamed: names of nodes by the ones that they had while they were traced, where these are others.
+    - fixed_at: by symbol, where PyTorch came to depend on its value.
 
     The rest is handed on as it is: see `RawTrace`.
     """
@@ -62,6 +64,12 @@ class TraceNotes:
     additions: int = 0
     odd_sums: list[tuple[int, fx.Node, fx.Node]] = field(default_factory=list)
     decisions: tuple[Decision, ...] = ()
+    renamed: dict[str, str] = field(default_factory=dict)
+    fixed_at: dict[str, str] = field(default_factory=dict)
+
+    def fixed(self, symbol: str, number: int) -> None:
+        """Note that PyTorch turns a symbol into a number, here."""
+        self.fixed_at.setdefault(symbol, f"{number} in module {self.module}, at {caller_line()}")
 
     def note_placeholders(self, real: Sequence[torch.Tensor]) -> None:
         """Note the real tensors of placeholders. real: buffers and inputs, which come after parameters."""
@@ -153,5 +161,7 @@ class TraceNotes:
         """Module path of each forward node, from the node counts at which a module was entered or left."""
         ends = [*(start for start, _ in self.spans[1:]), len(self.node_names)]
         return {
-            name: path for (start, path), end in zip(self.spans, ends) for name in self.node_names[start:end] if path
-        }
+            self.renamed.get(name, name): path
+            for (start, path), end in zip(self.spans, ends) if path
+            for name in self.node_names[start:end] if not self.renamed or name in self.renamed
+        }  # fmt: skip

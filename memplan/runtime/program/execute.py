@@ -9,6 +9,7 @@ version checks that autograd would make on them are made here.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_results import OtherResults
+from memplan.capture.ops.sizes import Numbers, Sizes, TensorSizes
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.runtime.host.transfers import Transfers
@@ -166,14 +168,37 @@ class TangentLayout:
     def of(output: str, tangent: torch.Tensor) -> TangentLayout:
         return TangentLayout(output, tuple(tangent.shape), tuple(tangent.stride()), tangent.dtype)
 
+
+@dataclass(frozen=True, slots=True)
+class PlannedTangent:
+    """The layout of the gradient that backward was captured for, of one output, at any sizes."""
+
+    layout: TangentLayout
+    sizes: TensorSizes | None
+
     @staticmethod
-    def all_of(traced: Traced, names: Sequence[str]) -> dict[int, TangentLayout]:
-        """Layouts by position of the output, for outputs that backward starts from. names: of all outputs."""
-        return {
-            index: TangentLayout.of(names[index], traced.tangent_nodes[output.tangent].meta["val"])
-            for index, output in enumerate(traced.outputs)
-            if output.tangent is not None
-        }
+    def all_of(traced: Traced, names: Sequence[str]) -> dict[int, PlannedTangent]:
+        """By position of the output, for outputs that backward starts from. names: of all outputs."""
+        found = {}
+        for index, output in enumerate(traced.outputs):
+            if output.tangent is not None:
+                node = traced.tangent_nodes[output.tangent]
+                varying = None if traced.sizes is None else traced.sizes.results.get(node.name)
+                layout = TangentLayout.of(names[index], node.meta["val"])
+                found[index] = PlannedTangent(layout, None if varying is None else varying[0])
+        return found
+
+    @property
+    def output(self) -> str:
+        """The output's name."""
+        return self.layout.output
+
+    def at(self, numbers: Numbers) -> TangentLayout:
+        """The layout at these numbers."""
+        if self.sizes is None:
+            return self.layout
+        found = self.sizes.at(numbers)
+        return dataclasses.replace(self.layout, shape=found.shape, stride=found.stride)
 
 
 class _Watched(NamedTuple):
@@ -227,6 +252,7 @@ class InFlight:
     - watched: inputs and outputs, as they were when forward ended.
     - parameters: parameters and buffers, as they were when forward ended.
     - start: what it takes to run this forward once more.
+    - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
     - surfaced: parameters whose gradients backward has handed over.
     - surfacing: backward is handing gradients over right now.
@@ -238,6 +264,7 @@ class InFlight:
     watched: list[_Watched]
     parameters: list[_Watched]
     start: _Start
+    numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
     surfaced: set[str] = field(default_factory=set)
     surfacing: bool = False
@@ -279,13 +306,14 @@ class Runner:
         program: Program,
         store: ParameterStore,
         trainable: tuple[str, ...],
-        backwards: tuple[tuple[dict[int, TangentLayout], fx.GraphModule], ...],
+        backwards: tuple[tuple[dict[int, PlannedTangent], fx.GraphModule], ...],
         outputs: Outputs,
         device: torch.device,
         draws: bool,
         written: Written,
         autocast: Autocast | None = None,
         decisions: tuple[int, ...] = (),
+        sizes: Sizes | None = None,
     ) -> None:
         """Prepare to run a program.
 
@@ -295,14 +323,19 @@ class Runner:
         - written: buffers and inputs that forward writes to.
         - autocast: under which backward was captured; None: without autocast.
         - decisions: outputs that tell which branches forward takes.
+        - sizes: of the step; None where it is for one size.
         """
         self.program = program
+        self._sizes = sizes
+        self._numbers_of = private.evaluator([expression.text for expression in program.sizes])
         self.store = store
         self.trainable = trainable
         self._rescue: Rescue | None = None
         self._before_backward: Callable[[], None] | None = None
         self.watch: Observer | None = None
         self.unchecked: set[fx.GraphModule] = set()
+        planned_for = () if sizes is None else sizes.here
+        self._checked = {(p, planned_for) for p in (program.forward, *(backward for _, backward in backwards))}
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
         self._keeps_buffers = False
         self.written = written
@@ -373,9 +406,11 @@ class Runner:
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         program, start = self.program, self._start(inputs)
+        numbers = self._numbers(inputs)
+        arguments = [self.store, self._numbers_of(numbers), *(inputs[i] for i in program.forward_inputs)]
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
-                results = self._run(program.forward, [self.store, *(inputs[i] for i in program.forward_inputs)])
+                results = self._run(program.forward, arguments, numbers)
         except BaseException as error:
             self.store.transfers.settle()
             if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
@@ -398,13 +433,16 @@ class Runner:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             start.read.extend(named[name] for name in read)
         state = [named[name] for name in program.backward_state]
-        waiting = InFlight(saved, watched, state, start, [outputs[i] for i in self._decisions])
+        waiting = InFlight(saved, watched, state, start, numbers, [outputs[i] for i in self._decisions])
         self.waiting.add(waiting)
         return outputs, waiting
 
+    def _numbers(self, inputs: Sequence[torch.Tensor]) -> Numbers:
+        return () if self._sizes is None else self._sizes.numbers(inputs)
+
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
-        run = self._backward_for(tangents, state.autocast)
+        run = self._backward_for(tangents, state.autocast, state.numbers)
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
@@ -414,7 +452,7 @@ class Runner:
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
             with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
-                results = self._run(run, arguments)
+                results = self._run(run, arguments, state.numbers)
         except BaseException:
             self.store.transfers.settle()
             raise
@@ -466,8 +504,10 @@ class Runner:
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
         return self.backward(again, tangents)
 
-    def _backward_for(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> fx.GraphModule:
-        """The backward program for gradients of this layout, under this autocast."""
+    def _backward_for(
+        self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers
+    ) -> fx.GraphModule:
+        """The backward program for gradients of this layout, under this autocast. numbers: of the forward's sizes."""
         if autocast not in self.autocasts:
             there = "outside of" if autocast is None else "under"
             raise OtherTangents(
@@ -485,20 +525,26 @@ class Runner:
                 "Put the loss inside with loss_fn="
             )
         layouts = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
-        for expected, program in self._backwards:
+        planned = [{i: layout.at(numbers) for i, layout in of_one.items()} for of_one, _ in self._backwards]
+        for expected, (_, program) in zip(planned, self._backwards, strict=True):
             if layouts == expected:
                 return program
-        index = next(i for i in layouts if layouts[i] != self._layouts[i])
+        index = next(i for i in layouts if layouts[i] != planned[0][i])
         raise OtherTangents(
             f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
-            f"{layouts[index].dtype}, but was planned with strides {self._layouts[index].stride} and "
-            f"{self._layouts[index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
+            f"{layouts[index].dtype}, but was planned with strides {planned[0][index].stride} and "
+            f"{planned[0][index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
         )
 
-    def takes(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None) -> bool:
-        """Whether backward was made for gradients of this layout, under this autocast."""
+    def takes(
+        self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, inputs: Sequence[torch.Tensor] = ()
+    ) -> bool:
+        """Whether backward was made for gradients of this layout, under this autocast.
+
+        inputs: of the forward, where sizes vary.
+        """
         try:
-            self._backward_for(tangents, autocast)
+            self._backward_for(tangents, autocast, self._numbers(inputs))
         except OtherTangents:
             return False
         return True
@@ -523,13 +569,14 @@ class Runner:
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
 
-    def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
-        """Run one of the two programs. Its first run is checked where none of its ops was run before."""
+    def _run(self, program: fx.GraphModule, arguments: list[Any], numbers: Numbers) -> Any:
+        """Run one of the two programs. Its first run is checked where its ops were not run before at these sizes."""
         with private.without_function_modes():
-            if program not in self.unchecked:
+            if program not in self.unchecked and (program, numbers) in self._checked:
                 return program.forward(arguments)
             self.unchecked.discard(program)
-            return run_checked(program, arguments)
+            self._checked.add((program, numbers))
+            return run_checked(program, arguments, self._sizes, numbers)
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The captured ops are already cast; autocast must not cast them again."""

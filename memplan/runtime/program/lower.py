@@ -20,6 +20,7 @@ from memplan.capture.analysis.traced import MetaTensor, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import tensors_of
+from memplan.capture.ops.sizes import Expression, expressions_in, put
 from memplan.capture.trace.collector import without_collections
 from memplan.problem.addresses import place_host_copies
 from memplan.problem.schedule import (
@@ -65,6 +66,11 @@ def get_param(store: Any, name: str) -> torch.Tensor:
     return tensor if private.is_ordinary(tensor) else private.plain(tensor)
 
 
+def made_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the meta device, of which an op reads only the layout."""
+    return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+
+
 def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
     """Hand final gradients to autograd."""
     sink(names, gradients)
@@ -74,10 +80,11 @@ def surface_grads(sink: Any, names: tuple[str, ...], gradients: tuple[torch.Tens
 class Program:
     """A lowered plan.
 
-    - forward: takes [store, *inputs] and returns [*outputs, *saved].
+    - forward: takes [store, sizes, *inputs] and returns [*outputs, *saved].
     - backward: takes [store, sink, *tangents, *saved] and returns the gradients of the inputs that require grad, then,
       under grads="edges", those of parameters.
     - forward_inputs: positions of the inputs that forward takes.
+    - sizes: what the numbers in `sizes` are; none where the program is for one size.
     - backward_inputs: positions of the inputs that backward reads.
     - backward_state: parameters and buffers that backward reads or gives gradients to.
     - backward_outputs: positions of the outputs whose memory backward reads.
@@ -94,6 +101,7 @@ class Program:
     forward: fx.GraphModule
     backward: fx.GraphModule
     forward_inputs: tuple[int, ...]
+    sizes: tuple[Expression, ...]
     backward_inputs: tuple[int, ...]
     backward_state: tuple[str, ...]
     backward_outputs: tuple[int, ...]
@@ -131,6 +139,7 @@ class _Side:
         self.constants: dict[str, torch.Tensor] = {}
         self.state_names: list[str] = []
         self.residents: Instance = {}
+        self.numbers: dict[Expression, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self.store = self.placeholder("store")
 
@@ -174,6 +183,8 @@ class _Lowering:
         self.gradients = {g.value: g for g in traced.gradients}
         self.decisions = {traced.outputs[d.output].value: d for d in traced.decisions}
         self.side = self.forward = _Side()
+        self.sizes = self.forward.placeholder("sizes")
+        self.expressions: list[Expression] = []  # what is in them
         self.live: dict[int, Instance] = {}
         self.rng: dict[int, fx.Node] = {}
         self.ran: set[int] = set()
@@ -251,8 +262,11 @@ class _Lowering:
         elif (shortcut := self._strided(node, parent, instance, value)) is not None:
             found = shortcut
         else:
-            base = self._look(parent, instance, value)
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: base)
+            base, sizes = self._look(parent, instance, value), self.traced.sizes
+            call = (node.args, node.kwargs)
+            if sizes is not None and node.name in sizes.nodes:
+                call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), self._number)
+            args, kwargs = fx.map_arg(call, lambda n: n if n.graph is self.side.graph else base)
             found = self.side.call(node.target, args, kwargs)
         instance[node] = found
         return found
@@ -270,7 +284,25 @@ class _Lowering:
         while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, made.dtype)):
             nearest = self.traced.parents[nearest]
         base = self._look(nearest, instance, value)
-        return self.side.call(torch.as_strided, (base, list(seen.shape), list(seen.stride()), seen.storage_offset()))
+        return self.side.call(torch.as_strided, (base, *self._layout(node)))
+
+    def _layout(self, node: fx.Node) -> tuple[list[Any], list[Any], Any]:
+        """(shape, stride, offset) of a tensor of the trace, in numbers of the program."""
+        sizes, tensor = self.traced.sizes, node.meta["val"]
+        found = None if sizes is None or node.name not in sizes.results else sizes.results[node.name][0]
+        if found is None:
+            return list(tensor.shape), list(tensor.stride()), tensor.storage_offset()
+        shape, stride, offset = put((list(found.shape), list(found.stride), found.offset), self._number)
+        return shape, stride, offset
+
+    def _number(self, expression: Expression) -> fx.Node:
+        """The program's number for an expression."""
+        if expression not in self.expressions:
+            self.expressions.append(expression)
+        place = self.expressions.index(expression)
+        if expression not in self.side.numbers:
+            self.side.numbers[expression] = self.side.call(operator.getitem, (self._carry(self.sizes), place))
+        return self.side.numbers[expression]
 
     def _resident(self, node: fx.Node) -> fx.Node:
         source = self.traced.residents[node]
@@ -303,7 +335,7 @@ class _Lowering:
         for value in op.inputs:
             self._arrive(value)
         given = kernel.repeat_args if again else kernel.args
-        args, kwargs = self._arguments(given, kernel.kwargs, kernel.reads)
+        args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)
@@ -335,12 +367,26 @@ class _Lowering:
         result = tensors_of(kernel.node.meta["val"])[0]
         return replay_random, device if result.device.type == device.type else result.device
 
+    def _sized(self, index: int, args: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Arguments of a kernel, with expressions for numbers that depend on sizes."""
+        sizes, kernel = self.traced.sizes, self.traced.kernels[index]
+        if sizes is None or index not in sizes.kernels:
+            return args, kernel.kwargs
+        by_name = {node.name: node for node in kernel.node.all_input_nodes}
+        call = sizes.kernels[index]
+        sized: tuple[Any, Any] = fx.map_arg((call.args, call.kwargs), lambda node: by_name[node.name])
+        return sized
+
     def _arguments(self, args: Any, kwargs: Any, reads: dict[fx.Node, int]) -> tuple[Any, Any]:
         def argument(thing: Any) -> Any:
+            if isinstance(thing, Expression):
+                return self._number(thing)
             if isinstance(thing, fx.Node):
                 return (
                     self._tensor(thing, reads[thing]) if thing in reads else self._look(thing, self.side.residents, -1)
                 )
+            if isinstance(thing, MetaTensor) and expressions_in(thing):
+                return self.side.call(made_meta, (argument(thing.size), argument(thing.stride), thing.dtype))
             if isinstance(thing, MetaTensor):
                 return self.side.constant(f"meta_{len(self.side.constants)}", thing.build())
             if isinstance(thing, (list, tuple)):
@@ -456,8 +502,7 @@ class _Lowering:
         """Bind a value to memory that holds a copy of it."""
         self.live[value] = instance = {}
         for root in self.traced.roots[value]:
-            made = root.meta["val"]
-            layout = (made.dtype, list(made.shape), list(made.stride()), made.storage_offset())
+            layout = (root.meta["val"].dtype, *self._layout(root))
             instance[root] = self.side.call(viewed_as, (memory, *layout), name=root.name)
 
     def _see_on_host(self, value: int) -> None:
@@ -468,9 +513,8 @@ class _Lowering:
         roots = self.traced.roots[value]
         self.live[value] = instance = {}
         for root in roots:
-            made = root.meta["val"]
-            stride = None if len(roots) == 1 else list(made.stride())
-            layout = (made.dtype, list(made.shape), stride, made.storage_offset())
+            shape, stride, offset = self._layout(root)
+            layout = (root.meta["val"].dtype, shape, None if len(roots) == 1 else stride, offset)
             arguments = (self._the_slab(), self.host_copies[value], *layout)
             instance[root] = self.side.call(on_host, arguments, name=root.name)
 
@@ -517,6 +561,7 @@ class _Lowering:
             forward=self.forward.module([*self.outputs, *saved], "Forward"),
             backward=self.backward.module([*results, *self.returned.values()], "Backward"),
             forward_inputs=tuple(self.inputs),
+            sizes=tuple(self.expressions),
             backward_inputs=tuple(p for p, n in self.inputs.items() if n in self.carried),
             backward_state=tuple(dict.fromkeys([*self.backward.state_names, *self._parameters_with_gradient()])),
             backward_outputs=tuple(i for i, o in enumerate(self.traced.outputs) if o.value in self.carried_values),

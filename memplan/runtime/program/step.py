@@ -9,17 +9,20 @@ from typing import Any, Protocol
 
 from torch import nn
 
+from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
+from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.runtime.program.collectives import GRADIENT, Collectives
-from memplan.runtime.program.execute import ParameterStore, Runner, TangentLayout, Written
+from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
 from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Outputs
+from memplan.runtime.program.sized_plan import SizedPlan
 
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
@@ -47,15 +50,19 @@ class WholeStep:
     - key: tells which calls the step serves.
     - collectives: of all programs.
     - provisional: found in a hurry; planned in full when such a call comes again.
+    - sized: the plan at other sizes, where the step serves those too.
+    - others: steps with other schedules of the same capture, for longer and shorter calls.
     """
 
-    plan: Plan
+    planned: Plan
     capture: Capture
     programs: tuple[Program, ...]
     key: StepKey
     runner: Runner
     collectives: Collectives
     provisional: bool = False
+    sized: SizedPlan | None = None
+    others: tuple[WholeStep, ...] = ()
 
     @staticmethod
     def of(
@@ -65,6 +72,7 @@ class WholeStep:
         plan: Plan,
         provisional: bool = False,
         gathers: Gathers | None = None,
+        sized: SizedPlan | None = None,
     ) -> WholeStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
@@ -73,14 +81,33 @@ class WholeStep:
             runner.check_first_runs()
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
         collectives = Collectives.of(event for of_program in events for event in of_program)
-        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional)
+        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional, sized)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, at the sizes of the call that it ran for last."""
+        return self.planned if self.sized is None else self.sized.plan
+
+    def numbers(self, call: Call) -> Numbers:
+        """The values of what varies from call to call."""
+        sizes = self.capture.traced.sizes
+        return () if sizes is None else sizes.numbers(call.tensors)
+
+    def peak_bytes(self, call: Call) -> int:
+        """The peak in a call that the step serves."""
+        return self.planned.peak_bytes if self.sized is None else self.sized.peak_bytes(self.numbers(call))
+
+    def forward_ops(self, call: Call) -> tuple[str, ...]:
+        """A signature of the forward pass of a call that the step serves."""
+        traced = self.capture.traced
+        return (traced if self.sized is None else at_sizes(traced, self.numbers(call))).forward_ops
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """This step for a copy of the model, which has this forward of its own."""
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
         runner = _runner(model, capture, self.programs)
         runner.unchecked = set(self.runner.unchecked)
-        return WholeStep(self.plan, capture, self.programs, capture.key, runner, self.collectives, self.provisional)
+        return dataclasses.replace(self, capture=capture, key=capture.key, runner=runner, others=())
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
@@ -93,6 +120,8 @@ class WholeStep:
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced = self.capture.traced
+        if self.sized is not None:
+            self.sized.numbers = self.numbers(call)
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
@@ -148,13 +177,14 @@ def _runner(
         program=programs[0],
         store=ParameterStore(model, names, traced.device, gathers),
         trainable=trainable if programs[0].grads == "edges" else (),
-        backwards=tuple((TangentLayout.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
+        backwards=tuple((PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
         outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=_written(traced),
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
+        sizes=traced.sizes,
     )
 
 

@@ -1,0 +1,177 @@
+"""A captured step at other sizes: the same ops on the same values, with other numbers.
+
+A step is analysed with symbols for what varies, so whatever the analysis asks about sizes becomes a condition. It is
+then written down twice: as a step with the numbers of the call that it was captured with, which is what everything
+after capture works on, and as `Sizes`, which know the expression behind each number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, MetaTensor, OutputTensor, Traced
+from memplan.capture.ops.signature import signature
+from memplan.capture.ops.sizes import (
+    CallSizes,
+    Evaluation,
+    Numbers,
+    Sizes,
+    TensorSizes,
+    expression_of,
+    expressions_in,
+    put,
+)
+from memplan.capture.trace.raw_trace import RawTrace
+from memplan.errors import UnsupportedModel
+
+
+def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
+    """A step that was analysed with symbols, with the numbers of its call, and with `Sizes`.
+
+    Raises UnsupportedModel where it is a step for this call's sizes alone.
+    """
+    symbolic = raw.symbolic
+    assert symbolic is not None
+    places = tuple(dict.fromkeys(place for _, place in raw.fixed))
+    if len(raw.fixed) == len(symbolic.sources):
+        raise UnsupportedModel(f"PyTorch turns sizes into numbers: {'; '.join(places) or 'those of 0 and 1'}")
+    symbols = symbolic.symbols
+
+    def written(thing: Any) -> Any:
+        return expression_of(thing, symbols) if private.is_symbolic(thing) else thing
+
+    nodes, results = dict[str, CallSizes](), dict[str, tuple[TensorSizes | None, ...]]()
+    for node in traced.fx_graph.nodes:
+        if expressions_in((node.args, node.kwargs)):
+            nodes[node.name] = CallSizes(node.args, node.kwargs)
+        found = _results(node)
+        if any(t is not None and private.varies(t) for t in found):
+            results[node.name] = tuple(None if t is None else TensorSizes.of(t, symbols) for t in found)
+    kernels = {}
+    for index, kernel in enumerate(traced.kernels):
+        call = CallSizes(_each(kernel.args, written), _each(kernel.kwargs, written))
+        if expressions_in((call.args, call.kwargs)):
+            kernels[index] = call
+            if kernel.repeat_args != kernel.args:
+                raise UnsupportedModel(f"{kernel.target} writes statistics, and has arguments that are sizes")
+    sizes = Sizes(
+        sources=tuple(symbolic.sources),
+        here=symbols.values,
+        fixed=places,
+        conditions=symbols.conditions(),
+        inputs=tuple(TensorSizes.of(t, symbols) for t in symbolic.tensors),
+        values=tuple(expression_of(v.size_bytes, symbols) for v in traced.graph.values),
+        nodes=nodes,
+        results=results,
+        kernels=kernels,
+    )
+    return _with_numbers(traced, sizes, sizes.here)
+
+
+def at_sizes(traced: Traced, numbers: Numbers) -> Traced:
+    """The step of a call whose sizes are these numbers, which must keep the step's conditions."""
+    assert traced.sizes is not None
+    return _with_numbers(traced, traced.sizes, numbers)
+
+
+def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
+    value = Evaluation(expressions_in([*sizes.nodes.values(), *sizes.results.values(), *sizes.kernels.values()])).at(
+        numbers
+    )
+    graph = fx.Graph()
+    new: dict[fx.Node, fx.Node] = {}
+    by_name: dict[str, fx.Node] = {}
+    memories: dict[int, torch.UntypedStorage] = {}
+    for node in traced.fx_graph.nodes:
+        copied = graph.node_copy(node, new.__getitem__)
+        new[node] = by_name[node.name] = copied
+        if node.name in sizes.nodes:
+            call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), value)
+            copied.args, copied.kwargs = _renamed(call, by_name)
+        copied.meta = dict(node.meta)
+        if node.name in sizes.results:
+            found = [
+                t if size is None or t is None else private.fake_like(t, *_layout(size, value, memories))
+                for t, size in zip(_results(node), sizes.results[node.name], strict=True)
+            ]
+            several = node.meta["val"]
+            copied.meta["val"] = type(several)(found) if isinstance(several, (list, tuple)) else found[0]
+    kernels = [_kernel(kernel, new) for kernel in traced.kernels]
+    for index, call in sizes.kernels.items():
+        args, kwargs = _renamed(put((call.args, call.kwargs), value), by_name)
+        kernels[index] = dataclasses.replace(kernels[index], args=args, kwargs=kwargs, repeat_args=args)
+    value_bytes = sizes.bytes_of(sizes.values, numbers)
+    return dataclasses.replace(
+        traced,
+        graph=dataclasses.replace(
+            traced.graph,
+            values=tuple(
+                dataclasses.replace(v, size_bytes=n) for v, n in zip(traced.graph.values, value_bytes, strict=True)
+            ),
+            ops=tuple(
+                dataclasses.replace(op, key=signature(k.target, k.args, k.kwargs, k.node.meta.get("val")))
+                for op, k in zip(traced.graph.ops, kernels, strict=True)
+            ),
+        ),
+        kernels=tuple(kernels),
+        roots={v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()},
+        parents={new[n]: new[parent] for n, parent in traced.parents.items()},
+        residents={new[n]: resident for n, resident in traced.residents.items()},
+        outputs=tuple(OutputTensor(new[o.node], o.value, o.requires_grad, o.tangent) for o in traced.outputs),
+        gradients=tuple(Gradient(g.value, tuple((name, new[n]) for name, n in g.nodes)) for g in traced.gradients),
+        tangent_nodes={v: new[n] for v, n in traced.tangent_nodes.items()},
+        guards=tuple(Guard(tuple(new[n] for n in g.nodes), new[g.node], g.value, g.where) for g in traced.guards),
+        sizes=dataclasses.replace(sizes, here=numbers),
+    )
+
+
+def _results(node: fx.Node) -> list[torch.Tensor | None]:
+    """The tensors that a node stands for; None for other results."""
+    result = node.meta.get("val")
+    several = result if isinstance(result, (list, tuple)) else [result]
+    return [t if isinstance(t, torch.Tensor) else None for t in several]
+
+
+def _layout(
+    size: TensorSizes, value: Callable[[Any], Any], memories: dict[int, torch.UntypedStorage]
+) -> tuple[torch.UntypedStorage, int, list[int], list[int]]:
+    """(memory, offset, shape, stride) of a result at the numbers of a call."""
+    if size.memory not in memories:
+        memories[size.memory] = private.meta_memory(value(size.memory_bytes))
+    return memories[size.memory], value(size.offset), list(map(value, size.shape)), list(map(value, size.stride))
+
+
+def _kernel(kernel: Kernel, new: Mapping[fx.Node, fx.Node]) -> Kernel:
+    """The kernel of a copied graph."""
+    args, kwargs, again = fx.map_arg((kernel.args, kernel.kwargs, kernel.repeat_args), new.__getitem__)
+    return Kernel(
+        node=new[kernel.node],
+        target=kernel.target,
+        args=args,
+        kwargs=kwargs,
+        reads={new[n]: v for n, v in kernel.reads.items()},
+        made=tuple(Made(new[m.node], m.index, m.value) for m in kernel.made),
+        repeat_args=again,
+    )
+
+
+def _renamed(call: Any, by_name: Mapping[str, fx.Node]) -> Any:
+    """Arguments with the nodes of another copy of the graph, by name."""
+    return fx.map_arg(call, lambda node: by_name[node.name])
+
+
+def _each(things: Any, change: Callable[[Any], Any]) -> Any:
+    """Nested arguments with each one changed, those of `MetaTensor`s too."""
+    if isinstance(things, MetaTensor):
+        return MetaTensor(_each(things.size, change), _each(things.stride, change), things.dtype)
+    if isinstance(things, (list, tuple)):
+        return type(things)(_each(thing, change) for thing in things)
+    if isinstance(things, dict):
+        return {name: _each(thing, change) for name, thing in things.items()}
+    return change(things)

@@ -1,0 +1,280 @@
+"""Sizes that vary from call to call: which, what the trace took them to be, and the numbers of one call.
+
+A step that is traced with symbols in the place of such sizes serves every call for which the trace's conditions hold.
+Wherever the step has a number that depends on them it has an `Expression`. `Sizes` computes those from a call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from memplan import torch_private as private
+from memplan.capture.ops.layout import dense_stride, storage_key
+
+Numbers = tuple[int, ...]  # the value of each symbol in one call
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """A number that depends on sizes of the inputs. text: Python for it, in terms of the symbols s[0], s[1], ..."""
+
+    text: str
+
+
+Size = int | Expression
+
+
+@dataclass(frozen=True, slots=True)
+class Dimension:
+    """A size of an input, or a stride. tensor: the input's position."""
+
+    tensor: int
+    index: int
+    is_stride: bool = False
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> int:
+        tensor = tensors[self.tensor]
+        return tensor.stride(self.index) if self.is_stride else tensor.shape[self.index]
+
+
+Varying = frozenset[Dimension]  # what varies from call to call
+
+
+def varying_between(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Varying:
+    """The sizes in which two lists of shapes differ."""
+    pairs = enumerate(zip(some, others, strict=True))
+    return frozenset(
+        Dimension(position, i)
+        for position, shapes in pairs
+        for i, (n, m) in enumerate(zip(*shapes, strict=True))
+        if n != m
+    )
+
+
+class SymbolicInputs:
+    """Fakes of a call's tensors with symbols for what varies.
+
+    - tensors: the fakes.
+    - symbols: those of the trace.
+    - sources: where each symbol is found in a call.
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        varying: Varying,
+        device: torch.device | None,
+        fixed: Callable[[str, int], None],
+    ) -> None:
+        """Make fakes of inputs.
+
+        - device: where they will be; None: where they are.
+        - fixed: called with a symbol and its number where PyTorch comes to depend on the number.
+        """
+        self._device = device
+        self.symbols = private.Symbols(fixed)
+        self.sources: list[Dimension] = []
+        by_memory: dict[tuple[int, int], torch.Tensor] = {}
+        self.tensors: list[torch.Tensor] = []
+        for position, tensor in enumerate(inputs):
+            key = (storage_key(tensor), int(tensor.storage_offset()))
+            if not any(d.tensor == position for d in varying):
+                self.tensors.append(self.symbols.fixed_fake(tensor, device or tensor.device))
+            elif key in by_memory:  # one tensor is given twice
+                self.tensors.append(by_memory[key].detach())
+            else:
+                self.tensors.append(self._fake(position, tensor, varying))
+                by_memory[key] = self.tensors[-1]
+
+    def _fake(self, position: int, tensor: torch.Tensor, varying: Varying) -> torch.Tensor:
+        shape = [
+            self._symbol(Dimension(position, i), n) if Dimension(position, i) in varying else n
+            for i, n in enumerate(tensor.shape)
+        ]
+        stride: Sequence[Any] = dense_stride(shape)
+        if tensor.stride() != dense_stride(tensor.shape):
+            stride = [self._symbol(Dimension(position, i, True), n) for i, n in enumerate(tensor.stride())]
+        return self.symbols.fake(shape, stride, tensor.dtype, self._device or tensor.device)
+
+    def _symbol(self, source: Dimension, value: int) -> Any:
+        made = self.symbols.new(value)
+        if private.is_symbolic(made):
+            self.sources.append(source)
+        return made
+
+
+def expression_of(number: Any, symbols: private.Symbols) -> Size:
+    """A size as a number, or as an expression."""
+    text = symbols.text(number)
+    return Expression(text) if isinstance(text, str) else text
+
+
+def with_expressions(graph: fx.Graph, symbols: private.Symbols) -> dict[str, str]:
+    """Put expressions in the place of the nodes of a trace that compute numbers from sizes.
+
+    Other nodes get the names that they would have without those. Gives the new names by the old ones.
+    """
+    numbers: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if private.is_symbolic(value):
+            text = private.text_of_node(node, symbols)
+            numbers[node] = int(text) if text.lstrip("-").isdigit() else Expression(text)
+    for node in graph.nodes:
+        if node not in numbers and any(argument in numbers for argument in node.all_input_nodes):
+            node.args = fx.map_arg(node.args, lambda n: numbers.get(n, n))
+            node.kwargs = fx.map_arg(node.kwargs, lambda n: numbers.get(n, n))
+    for node in reversed(list(graph.nodes)):
+        if node in numbers:
+            graph.erase_node(node)
+    return private.named_anew(graph)
+
+
+def expressions_in(things: Any) -> list[Expression]:
+    """All expressions among nested arguments, and in the fields of dataclasses among those."""
+    if isinstance(things, Expression):
+        return [things]
+    if isinstance(things, (list, tuple)):
+        return [found for thing in things for found in expressions_in(thing)]
+    if isinstance(things, Mapping):
+        return expressions_in(list(things.values()))
+    if dataclasses.is_dataclass(things):
+        return expressions_in([getattr(things, field.name) for field in dataclasses.fields(things)])
+    return []
+
+
+def put(things: Any, value: Callable[[Expression], Any]) -> Any:
+    """Nested arguments with something in the place of each expression, in the fields of dataclasses too."""
+    if isinstance(things, Expression):
+        return value(things)
+    if isinstance(things, (list, tuple)):
+        return type(things)(put(thing, value) for thing in things)
+    if isinstance(things, Mapping):
+        return {name: put(thing, value) for name, thing in things.items()}
+    if dataclasses.is_dataclass(things) and not isinstance(things, type):
+        fields = {field.name: put(getattr(things, field.name), value) for field in dataclasses.fields(things)}
+        return dataclasses.replace(things, **fields)
+    return things
+
+
+class Evaluation:
+    """Values of expressions for the numbers of one call."""
+
+    def __init__(self, expressions: Iterable[Expression]) -> None:
+        self._expressions = tuple(dict.fromkeys(expressions))
+        self._place = {expression: place for place, expression in enumerate(self._expressions)}
+        self._evaluate = private.evaluator([expression.text for expression in self._expressions])
+
+    def at(self, numbers: Numbers) -> Callable[[Any], Any]:
+        """A function that gives the number for an expression, and every other thing back."""
+        values, place = self._evaluate(numbers), self._place
+        return lambda thing: values[place[thing]] if isinstance(thing, Expression) else thing
+
+
+class FixedLayout(NamedTuple):
+    """The layout of a tensor at the sizes of one call. memory_bytes: of the memory that it lies in."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSizes:
+    """The layout of one result of a node. memory: equal for tensors that share memory."""
+
+    shape: tuple[Size, ...]
+    stride: tuple[Size, ...]
+    offset: Size
+    memory: int
+    memory_bytes: Size
+
+    def at(self, numbers: Numbers) -> FixedLayout:
+        """The layout at these numbers."""
+        value = Evaluation(expressions_in(self)).at(numbers)
+        return FixedLayout(tuple(map(value, self.shape)), tuple(map(value, self.stride)), value(self.memory_bytes))
+
+    @staticmethod
+    def of(tensor: torch.Tensor, symbols: private.Symbols) -> TensorSizes:
+        """The layout of a fake tensor with symbols."""
+
+        def size(number: Any) -> Size:
+            return expression_of(number, symbols)
+
+        return TensorSizes(
+            tuple(map(size, tensor.shape)), tuple(map(size, tensor.stride())), size(tensor.storage_offset()),
+            storage_key(tensor), size(tensor.untyped_storage().nbytes()),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """Arguments of a node or a kernel, with expressions in the place of numbers."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How a step goes on for other sizes than those of the call that it was captured with.
+
+    - sources: where each symbol is found among a call's tensors.
+    - here: the numbers that the step beside it has.
+    - fixed: places where PyTorch came to depend on the number behind a symbol.
+    - conditions: what must hold of the numbers, as Python text.
+    - inputs: the layout of each tensor of a call.
+    - values: the size of each value of the graph, in bytes.
+    - nodes, results: arguments and results of those nodes of the trace that vary, by the nodes' names.
+    - kernels: arguments of those kernels that vary, by the op's index.
+    """
+
+    sources: tuple[Dimension, ...]
+    here: Numbers
+    fixed: tuple[str, ...]
+    conditions: tuple[str, ...]
+    inputs: tuple[TensorSizes, ...]
+    values: tuple[Size, ...]
+    nodes: Mapping[str, CallSizes]
+    results: Mapping[str, tuple[TensorSizes | None, ...]]
+    kernels: Mapping[int, CallSizes]
+
+    def numbers(self, tensors: Sequence[torch.Tensor]) -> Numbers:
+        """The value of each symbol in a call."""
+        return tuple(source.of(tensors) for source in self.sources)
+
+    def mismatch(self, numbers: Numbers) -> str | None:
+        """The first condition that does not hold, in words; None where all do."""
+        for condition, holds in zip(self.conditions, self._check(numbers), strict=True):
+            if not holds:
+                given = ", ".join(f"s[{i}]={n}" for i, n in enumerate(numbers))
+                return f"sizes {given} break the condition {condition} of the plan"
+        return None
+
+    def layouts(self, numbers: Numbers) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Shape and stride that each input has at these numbers."""
+        value = self._input_values.at(numbers)
+        return tuple((tuple(map(value, t.shape)), tuple(map(value, t.stride))) for t in self.inputs)
+
+    def bytes_of(self, values: Sequence[Size], numbers: Numbers) -> tuple[int, ...]:
+        """The sizes of some values of the graph at these numbers."""
+        return tuple(map(self._bytes.at(numbers), values))
+
+    @cached_property
+    def _check(self) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+        return private.evaluator(self.conditions)
+
+    @cached_property
+    def _input_values(self) -> Evaluation:
+        return Evaluation(expressions_in([(t.shape, t.stride) for t in self.inputs]))
+
+    @cached_property
+    def _bytes(self) -> Evaluation:
+        return Evaluation(expressions_in(self.values))

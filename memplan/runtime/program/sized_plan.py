@@ -1,0 +1,112 @@
+"""A plan for every size of its step: what one schedule peaks at, in a call of any sizes.
+
+A schedule's bytes at any moment are a sum of sizes of values. The accountant replays it once with sizes that are powers
+of a large base, so that the digits of its figures say how many values of each kind are held. For the sizes of a call,
+the most of these sums is the peak that the accountant would find in a replay with those sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from memplan.capture.ops.sizes import Numbers, Size, Sizes
+from memplan.plans.plan import Plan
+from memplan.problem.data import Link, Problem
+from memplan.problem.schedule import Schedule
+from memplan.problem.simulate import simulate
+
+_CONSTANT_BITS = 64  # of bytes that do not vary, and again of kernel scratch
+_COUNT_BITS = 24  # of a number of values
+_AT_ONCE = 24  # kinds of values in one replay, so that figures are no more than floats can hold
+
+
+class SizedPlan:
+    """One schedule, for all sizes of the step that it was found for.
+
+    - planned: the plan that it was found as.
+    - numbers: of the sizes that it ran for last.
+    """
+
+    def __init__(self, planned: Plan, sizes: Sizes, problem_at: Callable[[Numbers], Problem]) -> None:
+        """problem_at: gives the problem of the step at other sizes."""
+        self.planned, self.numbers = planned, sizes.here
+        self._sizes, self._problem_at = sizes, problem_at
+        self._kinds = tuple(dict.fromkeys(size for size in sizes.values if not isinstance(size, int)))
+        self._planned_bytes = self._bytes_of_kinds(sizes.here)
+        self._held = _held(planned.problem, planned.schedule, sizes.values, self._kinds)
+        self._peaks = {sizes.here: planned.peak_bytes}
+        self._plans = {sizes.here: planned}
+
+    def peak_bytes(self, numbers: Numbers) -> int:
+        """The peak at these sizes. Kernel scratch is that of the planned sizes, and grows with sizes beyond them."""
+        if numbers not in self._peaks:
+            kinds = self._bytes_of_kinds(numbers)
+            grown = np.max(kinds / np.maximum(self._planned_bytes, 1), initial=1.0)
+            constant, scratch, counts = self._held
+            moments = constant + np.ceil(scratch * grown).astype(np.int64) + counts @ kinds
+            self._peaks[numbers] = int(moments.max())
+        return self._peaks[numbers]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan at the sizes that it ran for last."""
+        if self.numbers not in self._plans:
+            problem = self._problem_at(self.numbers)
+            timeline = simulate(problem, self.planned.schedule)
+            self._plans = {
+                self._sizes.here: self.planned,
+                self.numbers: Plan(
+                    problem, self.planned.schedule, timeline, self.planned.solver, problem.baseline_time_s,
+                    timeline.peak_bytes, timeline.time_s, self.planned.truncated,
+                ),
+            }  # fmt: skip
+        return self._plans[self.numbers]
+
+    def _bytes_of_kinds(self, numbers: Numbers) -> Any:
+        return np.array(self._sizes.bytes_of(self._kinds, numbers), dtype=np.int64)
+
+
+def _held(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Sequence[Size]) -> tuple[Any, Any, Any]:
+    """(constant bytes, scratch bytes, number of values of each kind) that are held at each moment of a schedule."""
+    columns: list[Any] = []
+    constant = scratch = np.zeros(0, dtype=np.int64)
+    for first in range(0, max(1, len(kinds)), _AT_ONCE):
+        some = kinds[first : first + _AT_ONCE]
+        moments = _moments(problem, schedule, sizes, some)
+        if not first:
+            constant = np.array([m & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
+            scratch = np.array([m >> _CONSTANT_BITS & _mask(_CONSTANT_BITS) for m in moments], dtype=np.int64)
+        for place in range(len(some)):
+            shift = 2 * _CONSTANT_BITS + place * _COUNT_BITS
+            columns.append([m >> shift & _mask(_COUNT_BITS) for m in moments])
+    counts = np.array(columns, dtype=np.int64).T.reshape(len(constant), len(kinds))
+    rows = np.unique(np.column_stack([constant, scratch, counts]), axis=0)
+    return rows[:, 0], rows[:, 1], rows[:, 2:]
+
+
+def _mask(bits: int) -> int:
+    return (1 << bits) - 1
+
+
+def _moments(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Sequence[Size]) -> list[int]:
+    """What the accountant finds where sizes are powers of a base for these kinds, and 0 for others that vary."""
+    unit = {kind: 1 << (2 * _CONSTANT_BITS + place * _COUNT_BITS) for place, kind in enumerate(kinds)}
+    graph, costs = problem.graph, problem.costs
+    values = tuple(
+        dataclasses.replace(v, size_bytes=size if isinstance(size, int) else unit.get(size, 0))
+        for v, size in zip(graph.values, sizes, strict=True)
+    )
+    probe = dataclasses.replace(
+        problem,
+        graph=dataclasses.replace(graph, values=values),
+        costs=dataclasses.replace(costs, scratch_bytes=tuple(n << _CONSTANT_BITS for n in costs.scratch_bytes)),
+        link=None if problem.link is None else Link(1e300, 1e300),
+    )
+    timeline = simulate(probe, schedule)
+    after_bytes = problem.bytes_after(False)
+    at_end = timeline.live_bytes[-1] - (problem.in_flight - 1) * timeline.waiting_bytes
+    return [probe.resident_bytes, *timeline.peak_bytes_at, at_end + after_bytes if after_bytes else 0]

@@ -1,0 +1,236 @@
+"""Sizes that vary from call to call: symbols of a `ShapeEnv` in the place of numbers, and Python text for what they do.
+
+A trace over such sizes serves all numbers for which the conditions hold that it depended on: the guards of the
+`ShapeEnv`. Text, for sizes and for guards, is in terms of `s[0]`, `s[1]` and so on.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses import fake_impls
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.fx.graph import _Namespace
+from torch.utils._sympy.printers import PythonPrinter
+
+from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
+from memplan.torch_private.tensors import suggest_memory_format
+
+aten = torch.ops.aten
+
+_MOST = 2**40  # elements of a dimension
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class FixedSize(Exception):
+    """PyTorch turned a size that varies into a number. places: the innermost calls that led there are known then."""
+
+
+class _Env(ShapeEnv):
+    """A `ShapeEnv` that says at once where a symbol becomes a number: `fixed(symbol, number)` is called there."""
+
+    fixed: Callable[[str, int], None]
+
+    def _set_replacement(self, a: sympy.Symbol, tgt: sympy.Expr, msg: str) -> None:
+        super()._set_replacement(a, tgt, msg)
+        if self.replacements.get(a) is not None and not self.replacements[a].free_symbols:
+            self.fixed(str(a), int(self.replacements[a]))
+
+
+class Symbols:
+    """The symbols of one trace. Sizes of 0 and 1 get none: PyTorch's kernels look at those in their own ways.
+
+    - mode: the fake mode of the trace.
+    """
+
+    def __init__(self, fixed: Callable[[str, int], None]) -> None:
+        """fixed: called with a symbol and its number where PyTorch comes to depend on the number."""
+        self._env = _Env()
+        self._env.fixed = fixed
+        self._symbols: list[sympy.Symbol] = []
+        self._values: list[int] = []
+        self._text: dict[Any, str] = {}
+        self.mode = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=self._env)
+
+    def new(self, value: int) -> int | torch.SymInt:
+        """A symbol that has this value in the trace; the value itself where it is 0 or 1."""
+        if value < 2:
+            return value
+        source = ConstantSource(f"memplan_size_{len(self._symbols)}")
+        symbol = self._env.create_symbol(value, source, DimDynamic.DYNAMIC)
+        # Eager leaves out a slice that takes all. A trace does so where it knows that the end is not within the tensor.
+        self._env.constrain_symbol_range(symbol, 2, _MOST)
+        self._symbols.append(symbol)
+        self._values.append(value)
+        return self._env.create_symintnode(symbol, hint=value, source=source)
+
+    def fake(
+        self, shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """A fake tensor of this layout. Sizes and strides may be symbols."""
+        with self.mode:
+            return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+    def fixed_fake(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """A fake, on a device, of a tensor whose sizes do not vary.
+
+        Those of tensors that are there already share memory as the tensors do.
+        """
+        if tensor.device.type != device.type:
+            return self.fake(tensor.shape, tensor.stride(), tensor.dtype, device)
+        return self.mode.from_tensor(tensor.detach(), static_shapes=True)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """A context for a trace over these fakes."""
+        with _sizes_left_open(), self.mode:
+            yield
+
+    @property
+    def values(self) -> tuple[int, ...]:
+        """Those in the trace."""
+        return tuple(self._values)
+
+    def text(self, size: int | torch.SymInt) -> str | int:
+        """A size as text; a number where it does not vary."""
+        if not isinstance(size, torch.SymInt):
+            return int(size)
+        return self._text_of(self._env.replace(size.node._expr))
+
+    def _text_of(self, expression: sympy.Expr) -> str | int:
+        if expression.is_number:
+            return int(expression)
+        if expression not in self._text:
+            names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
+            self._text[expression] = str(PythonPrinter().doprint(expression.xreplace(names)))
+        return self._text[expression]
+
+    def conditions(self) -> tuple[str, ...]:
+        """All that has to hold of the symbols so that the trace is what it would be with them as numbers."""
+        if any(self._env.deferred_runtime_asserts.values()):
+            raise FixedSize("a condition on sizes is left to the time when the step runs")
+        names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
+        found = [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
+        for index, symbol in enumerate(self._symbols):
+            bounds = self._env.var_to_range[symbol]
+            found.append(f"s[{index}] >= {int(bounds.lower)}")
+            if isinstance(bounds.upper, sympy.Integer):
+                found.append(f"s[{index}] <= {int(bounds.upper)}")
+        return tuple(dict.fromkeys(found))
+
+
+def number_of(size: Any) -> int:
+    """A size as a number: its value in the trace, on which nothing depends for that."""
+    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+def meta_memory(size_bytes: int) -> torch.UntypedStorage:
+    """Memory of a size, on the meta device."""
+    with torch._C._DisableTorchDispatch():
+        return torch.empty(size_bytes, dtype=torch.uint8, device="meta").untyped_storage()
+
+
+def fake_like(
+    tensor: torch.Tensor, memory: torch.UntypedStorage, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A fake tensor with another layout, in memory on the meta device."""
+    with torch._C._DisableTorchDispatch():
+        laid = torch.empty(0, dtype=tensor.dtype, device="meta").set_(memory, offset, shape, stride)
+    return FakeTensor(_NUMBERS, laid, tensor.device) if isinstance(tensor, FakeTensor) else laid
+
+
+_NUMBERS = FakeTensorMode(allow_fallback_kernels=True, allow_non_fake_inputs=True)
+
+
+def is_symbolic(thing: Any) -> bool:
+    """Whether it is a number that depends on symbols."""
+    return isinstance(thing, _SYMBOLIC)
+
+
+def varies(tensor: torch.Tensor) -> bool:
+    """Whether a size, a stride or the memory of a fake tensor depends on symbols."""
+    return bool(tensor._has_symbolic_sizes_strides) or is_symbolic(tensor.untyped_storage().nbytes())
+
+
+def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+    """A function from the values of symbols to those of several texts."""
+    code = f"lambda s: ({''.join(f'{text}, ' for text in texts)})"
+    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(
+        code, {"math": math, "abs": abs, "max": max, "min": min}
+    )
+    return function
+
+
+# -- numbers that are no sizes ---------------------------------------------------------------------------------------
+
+_ARITHMETIC: dict[Any, str] = {
+    operator.mul: "({} * {})", operator.add: "({} + {})", operator.sub: "({} - {})", operator.truediv: "({} / {})",
+    operator.floordiv: "({} // {})", operator.mod: "({} % {})", operator.pow: "({} ** {})", operator.neg: "(-{})",
+    torch.sym_float: "float({})", torch.sym_int: "int({})", torch.sym_max: "max({}, {})", torch.sym_min: "min({}, {})",
+}  # fmt: skip
+
+
+def text_of_node(node: fx.Node, symbols: Symbols) -> str:
+    """A number of a trace as text: sizes by their value, other numbers by the arithmetic that made them, in its order.
+
+    Raises FixedSize where that is not known.
+    """
+    value = node.meta.get("val")
+    if isinstance(value, torch.SymInt):
+        return str(symbols.text(value))
+    parts = [text_of_node(a, symbols) if isinstance(a, fx.Node) else repr(a) for a in node.args]
+    if node.target not in _ARITHMETIC or node.kwargs or _ARITHMETIC[node.target].count("{}") != len(parts):
+        raise FixedSize(f"{node.target} computes a {type(value).__name__} of a size that varies")
+    return _ARITHMETIC[node.target].format(*parts)
+
+
+def named_anew(graph: fx.Graph) -> dict[str, str]:
+    """Name the calls of a trace as they would be named had no others been among them. Gives new names by old ones."""
+    space, names = _Namespace(), dict[str, str]()
+    for node in graph.nodes:
+        base = node.name.rpartition("_") if node.op == "call_function" else None
+        names[node.name] = space.create_name(base[0] if base and base[2].isdigit() else node.name, None)
+    for node in graph.nodes:
+        node.name = names[node.name]
+    return names
+
+
+# -- fake kernels that turn sizes into numbers ------------------------------------------------------------------------
+
+
+@contextmanager
+def _sizes_left_open() -> Iterator[None]:
+    """A context in which fake kernels that turn sizes into numbers, without need, leave them symbols."""
+    known = fake_impls.op_implementations_dict
+    before = {op: known.get(op) for op in _OPEN}
+    known.update(_OPEN)
+    try:
+        yield
+    finally:
+        for op, kernel in before.items():
+            if kernel is None:
+                del known[op]
+            else:
+                known[op] = kernel
+
+
+def _padded(mode: FakeTensorMode, func: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
+    """The result of constant_pad_nd, where it is more than a copy of a part."""
+    if all(isinstance(p, int) and p <= 0 for p in pad):
+        raise FixedSize("constant_pad_nd cuts a tensor to size")
+    sizes = list(x.shape)
+    for i in range(len(pad) // 2):
+        sizes[-1 - i] = sizes[-1 - i] + pad[2 * i] + pad[2 * i + 1]
+    with mode:
+        return torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
+
+
+_OPEN: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _padded}
