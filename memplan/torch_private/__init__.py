@@ -48,6 +48,7 @@ from memplan.torch_private.symbols import Symbols as Symbols
 from memplan.torch_private.symbols import evaluator as evaluator
 from memplan.torch_private.symbols import fake_like as fake_like
 from memplan.torch_private.symbols import is_symbolic as is_symbolic
+from memplan.torch_private.symbols import key_of_size as key_of_size
 from memplan.torch_private.symbols import meta_memory as meta_memory
 from memplan.torch_private.symbols import named_anew as named_anew
 from memplan.torch_private.symbols import number_of as number_of

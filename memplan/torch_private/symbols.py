@@ -155,6 +155,11 @@ def is_symbolic(thing: Any) -> bool:
     return isinstance(thing, _SYMBOLIC)
 
 
+def key_of_size(size: Any) -> Any:
+    """A key of a size, equal for those that are equal for all values of the symbols."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
 def varies(tensor: torch.Tensor) -> bool:
     """Whether a size, a stride or the memory of a fake tensor depends on symbols."""
     return bool(tensor._has_symbolic_sizes_strides) or is_symbolic(tensor.untyped_storage().nbytes())

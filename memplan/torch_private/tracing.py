@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
-from memplan.torch_private.symbols import Symbols
+from memplan.torch_private.symbols import Symbols, is_symbolic
 
 aten = torch.ops.aten
 
@@ -171,12 +172,28 @@ class Recording:
         """The number of nodes so far."""
         return len(self._tracer.graph.nodes)
 
+    def written_since(self, length: int) -> int:
+        """The number of nodes that came after the first ones, without those that compute sizes."""
+        latest = itertools.islice(reversed(self._tracer.graph.nodes), self.length - length)
+        return sum(not is_symbolic(node.meta.get("val")) for node in latest)
+
     def node(self, tensor: Any) -> torch.fx.Node | None:
         """The node that made a fake tensor. None for any other tensor, and for one whose data is known."""
         if type(tensor) is not FakeTensor or tensor.constant is not None:
             return None
         slot = get_proxy_slot(tensor, self._tracer, None)
         return None if slot is None or slot.constant is not None else slot.proxy.node
+
+    def number(self, size: torch.SymInt) -> torch.fx.Node:
+        """The node that computes a size which varies."""
+        slot: Any = get_proxy_slot(size, self._tracer)
+        node = slot.force().node
+        assert isinstance(node, torch.fx.Node)
+        return node
+
+    def unwritten(self) -> contextlib.AbstractContextManager[Any]:
+        """A context in which arithmetic with sizes that vary is not written to the trace."""
+        return disable_proxy_modes_tracing()
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
         """A new node, under the name that `make_fx` would give it."""

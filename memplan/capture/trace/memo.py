@@ -44,7 +44,7 @@ class _TensorLayout:
 
     @staticmethod
     def of(tensor: torch.Tensor) -> _TensorLayout:
-        return _TensorLayout(tensor.shape, tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        return _TensorLayout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)  # type: ignore[arg-type]
 
     def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of this layout in the memory of another, on the meta device."""
@@ -90,6 +90,7 @@ class _OpCall:
         """Take the arguments apart. Raises _Unfit."""
         self._recording = recording
         self.tensors: list[torch.Tensor] = []
+        self.varies = False  # an argument depends on sizes that vary
         args_look, self.args = self._apart(args)
         self.kwargs, looks = dict[str, Any](), [args_look]
         for name, value in kwargs.items():
@@ -104,13 +105,17 @@ class _OpCall:
         kind = type(thing)
         if kind is private.FakeTensor:
             node = self._recording.node(thing)
-            if node is None or private.varies(thing):
+            if node is None:
                 raise _Unfit
             self.tensors.append(thing)
+            self.varies = self.varies or private.varies(thing)
             return _look(thing), node
         if kind is tuple or kind is list:
             parts = [self._apart(part) for part in thing]
             return (kind, *(look for look, _ in parts)), kind(written for _, written in parts)
+        if kind is torch.SymInt:
+            self.varies = True
+            return (kind, private.key_of_size(thing)), self._recording.number(thing)
         if kind not in _SETTINGS:
             raise _Unfit
         return (kind, thing), thing
@@ -118,8 +123,11 @@ class _OpCall:
 
 def _look(tensor: torch.Tensor) -> tuple[Any, ...]:
     """All that a fake kernel sees of a tensor."""
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes())
+    if private.varies(tensor):
+        sizes = tuple(map(private.key_of_size, sizes))
     return (
-        tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.untyped_storage().nbytes(), tensor.dtype,
+        sizes, tensor.dtype,
         tensor.device, tensor.layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference(),
     )  # fmt: skip
 
@@ -143,7 +151,7 @@ class Memo:
             return trace()
         try:
             call = _OpCall(recording, args, kwargs)
-            if func in op_facts.VIEWS and _is_plain(call.tensors, args[0]):
+            if func in op_facts.VIEWS and not call.varies and _is_plain(call.tensors, args[0]):
                 return _viewed(recording, func, args, call)
             key = (func, torch.is_grad_enabled(), torch.get_default_dtype(), call.looks)
             met = key in self._known
@@ -222,7 +230,7 @@ def _output(
     recording: private.Recording, node: fx.Node, given: Sequence[torch.Tensor], result: _Result
 ) -> torch.Tensor:
     """One of the known results."""
-    with private.without_modes():
+    with private.without_modes(), recording.unwritten():
         if result.argument is None:
             memory = result.layout.in_memory_of_its_own()
         else:
@@ -248,7 +256,9 @@ def _results(recording: private.Recording, func: Any, call: _OpCall, outputs: An
         raise _Unfit
     if func.namespace != "aten":
         raise _Unfit  # of a user's own op nobody knows what its results depend on
-    if recording.length - before != 1 + (len(several) if kind else 0) or (kind and type(node.meta["val"]) is not kind):
+    if recording.written_since(before) != 1 + (len(several) if kind else 0) or (
+        kind and type(node.meta["val"]) is not kind
+    ):
         raise _Unfit
     return _Results(kind, results)
 
@@ -268,8 +278,10 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
         raise _Unfit
     if around:
         return _Result(around[0], same, layout, output.device)
-    with private.without_modes():
+    with private.without_modes(), recording.unwritten():
         own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
-    if layout.offset or own_bytes != output.untyped_storage().nbytes():
+    sizes = (layout.offset, own_bytes, output.untyped_storage().nbytes())
+    offset, own, held = map(private.key_of_size, sizes)
+    if offset != 0 or own != held:
         raise _Unfit
     return _Result(None, False, layout, output.device)
