@@ -35,9 +35,10 @@ class SizedPlan:
         """problem_at: gives the problem of the step at other sizes."""
         self.planned, self.numbers = planned, sizes.here
         self._sizes, self._problem_at = sizes, problem_at
-        self._kinds = tuple(dict.fromkeys(size for size in sizes.values if not isinstance(size, int)))
+        values = _in_terms_of_first(planned.problem, sizes.values)
+        self._kinds = tuple(dict.fromkeys(size for size in values if not isinstance(size, int)))
         self._planned_bytes = self._bytes_of_kinds(sizes.here)
-        self._held = _held(planned.problem, planned.schedule, sizes.values, self._kinds)
+        self._held = _held(planned.problem, planned.schedule, values, self._kinds)
         self._peaks = {sizes.here: planned.peak_bytes}
         self._plans = {sizes.here: planned}
 
@@ -68,6 +69,14 @@ class SizedPlan:
 
     def _bytes_of_kinds(self, numbers: Numbers) -> Any:
         return np.array(self._sizes.bytes_of(self._kinds, numbers), dtype=np.int64)
+
+
+def _in_terms_of_first(problem: Problem, sizes: Sequence[Size]) -> list[Size]:
+    """Sizes of values, where a value in the memory of another has the other's, which may be written otherwise."""
+    found: list[Size] = []
+    for value, size in zip(problem.graph.values, sizes, strict=True):
+        found.append(size if value.reuses is None else found[value.reuses])
+    return found
 
 
 def _held(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds: Sequence[Size]) -> tuple[Any, Any, Any]:
