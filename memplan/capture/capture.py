@@ -55,6 +55,7 @@ class Capture:
     - backward: the autocast under which backward runs; None: without autocast.
     - answers: what forward reads from tensors; of a part, also what backward reads.
     - left: what the first eager forward leaves, and what was there for the capture.
+    - tangents: the gradients that arrive, by output, where that is known from a backward.
     """
 
     traced: Traced
@@ -67,6 +68,7 @@ class Capture:
     backward: Autocast | None = None
     answers: tuple[Answer, ...] = ()
     left: LeftBehind | None = None
+    tangents: Mapping[int, GradientLayout] | None = None
 
     def changed(self, change: Callable[[Traced], Traced]) -> Capture:
         """The capture with a change made to its step, and to that for `out.sum().backward()`."""
@@ -146,7 +148,8 @@ def capture(
         expanded = None if other is None else build_traced(other, call.names, planned_device)
         key.guard(traced, raw.attribute_reads)
         answers = raw.answers[: raw.forward_reads]
-        return Capture(traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers)
+        hooks = attributes.added_hooks
+        return Capture(traced, call, reader, key, expanded, settled, hooks, backward, answers, tangents=tangents)
 
 
 def _settled_trace(

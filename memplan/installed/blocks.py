@@ -37,7 +37,7 @@ from memplan.problem.data import Roofline
 from memplan.runtime.parts.part_step import PartStep
 from memplan.runtime.parts.recompute import RecomputedStep
 from memplan.runtime.program.collectives import GRADIENT, Collectives
-from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers.parts.saved import solve_saved
@@ -186,6 +186,7 @@ class _BlockPlanner(Planner):
         sample: Sample | Call,
         known: Sequence[PlannedStep] = (),
         share: Share | None = None,
+        like: WholeStep | None = None,
         varying: Varying = frozenset(),
     ) -> PlannedStep:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)

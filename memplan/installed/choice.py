@@ -56,6 +56,7 @@ class StepChoice:
         self.steps: list[PlannedStep] = []
         self.unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._aside, self._attend = aside, attend
+        self._takes_any_size = planner.settings.takes_any_size
         self._told: set[str] = set()  # of what there has been a warning
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
@@ -66,6 +67,10 @@ class StepChoice:
     def is_fixed(self) -> bool:
         """Whether plans stay as they are, whatever happens, because the user says so or other ranks rely on them."""
         return self.on_mismatch == "raise" or self.agreement is not None or not self.alone
+
+    def plan_each_size(self) -> None:
+        """Plan calls of each size by themselves from now on."""
+        self._takes_any_size = False
 
     @contextlib.contextmanager
     def planning(self) -> Iterator[None]:
@@ -147,10 +152,14 @@ class StepChoice:
         gradients are held, steps that count them come last.
         """
 
-        def rank(step: PlannedStep) -> tuple[bool, bool, float]:
+        latest: dict[int, int] = {}  # steps of one capture, by which of all was used last
+        for place, step in enumerate(self.steps):
+            latest.setdefault(_kind(step), place)
+
+        def rank(step: PlannedStep) -> tuple[bool, bool, int, float]:
             counts = not self._held.extra_bytes and self._held.are_counted_by(step)
             sized = step.planned.overhead if isinstance(step, WholeStep) and step.sized is not None else 0.0
-            return not isinstance(step, WholeStep), counts, sized
+            return not isinstance(step, WholeStep), counts, latest[_kind(step)], sized
 
         known: dict[int, str | None] = {}
         steps = sorted(self.steps, key=rank)
@@ -163,10 +172,9 @@ class StepChoice:
 
     def _other_kind(self, step: PlannedStep, call: Call, known: dict[int, str | None]) -> str | None:
         """Why a call is not of the kind that a step is for. known: answers so far, of all that share a key."""
-        key = id(step.key if isinstance(step, WholeStep) else step)
-        if key not in known:
-            known[key] = step.mismatch(call)
-        return known[key]
+        if _kind(step) not in known:
+            known[_kind(step)] = step.mismatch(call)
+        return known[_kind(step)]
 
     def _no_room(self, step: PlannedStep, call: Call) -> str | None:
         """Why a call for which a step is made does not fit the budget."""
@@ -231,8 +239,8 @@ class StepChoice:
                 if same is not None:
                     step: PlannedStep = self.planner.resized(self.model, same, call)
                 else:
-                    varying = self._varying(call) if share is None and not counting else frozenset()
-                    step = self.planner.step(self.model, self.original, call, known, share, varying)
+                    like, varying = self._varying(call) if share is None and not counting else (None, Varying())
+                    step = self.planner.step(self.model, self.original, call, known, share, like, varying)
             except NothingToTrain as error:
                 if not self.alone:
                     raise
@@ -245,12 +253,12 @@ class StepChoice:
         sized = (step for step in self.steps if isinstance(step, WholeStep) and step.sized is not None)
         return next((step for step in sized if self._other_kind(step, call, known) is None), None)
 
-    def _varying(self, call: Call) -> Varying:
-        """The sizes in which a call differs from one that a step is for; empty where it differs in anything else."""
-        if not self.planner.settings.takes_any_size:
-            return frozenset()
-        whole = (step for step in self.steps if isinstance(step, WholeStep))
-        return next((varying for step in whole if (varying := step.key.varying(call))), frozenset())
+    def _varying(self, call: Call) -> tuple[WholeStep | None, Varying]:
+        """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
+        for step in self.steps if self._takes_any_size else ():
+            if isinstance(step, WholeStep) and (varying := step.key.varying(call)):
+                return step, varying
+        return None, Varying()
 
     def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
@@ -368,6 +376,11 @@ class StepChoice:
             if subject not in self._told:
                 self._told.add(subject)
                 log.warning("%s", text)
+
+
+def _kind(step: PlannedStep) -> int:
+    """A number that is the same for all steps of one capture."""
+    return id(step.key if isinstance(step, WholeStep) else step)
 
 
 def _seconds(step: PlannedStep) -> float:

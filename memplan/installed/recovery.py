@@ -10,6 +10,7 @@ import torch
 
 from memplan import torch_private as private
 from memplan.capture.ops.real_results import OtherResults
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import MemplanError
@@ -132,9 +133,10 @@ class Recovery:
     ) -> WholeStep:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
         choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
+        varying = Varying() if step.sized is None else step.key.varying(call)
         with choice.planning():
             other = choice.planner.step_for(
-                choice.model, choice.original, call, layouts, backward, seen, choice.steps
+                choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
             )  # fmt: skip
         self._choice.add(other)
         return other
@@ -151,13 +153,12 @@ class Recovery:
         if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
             return
-        if (
-            self._choice.is_fixed
-            or not repeats
-            or not isinstance(problem, OtherResults)
-            or problem.found == self._found
-        ):
-            raise problem  # the last where the new trace has not heeded it
+        if self._choice.is_fixed or not repeats or not isinstance(problem, OtherResults):
+            raise problem
+        if isinstance(step, WholeStep) and step.sized is not None:
+            self._choice.plan_each_size()
+        elif problem.found == self._found:  # the new trace has not heeded it
+            raise problem
         self._found = problem.found
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._choice.forget()

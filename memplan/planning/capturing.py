@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.op_watch import OpenBranch
-from memplan.capture.trace.raw_trace import Answer, Autocast
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
 from memplan.errors import NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
@@ -25,7 +25,6 @@ from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.parts.rehearsal import OneForward, one_forward
-from memplan.runtime.program.execute import TangentLayout
 
 
 class Capturing:
@@ -48,7 +47,7 @@ class Capturing:
         model: nn.Module,
         forward: Forward,
         sample: Sample | Call,
-        tangents: dict[int, TangentLayout] | None = None,
+        tangents: Mapping[int, GradientLayout] | None = None,
         backward: Autocast | None = None,
         seen: Sequence[Answer] = (),
         dry: bool = False,
@@ -81,7 +80,7 @@ class Capturing:
         model: nn.Module,
         forward: Forward,
         sample: Sample | Call,
-        tangents: dict[int, TangentLayout] | None,
+        tangents: Mapping[int, GradientLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         dry: bool,

@@ -12,7 +12,7 @@ from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
-from memplan.capture.ops.real_results import once_more_where_results_differ
+from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
@@ -106,17 +106,25 @@ class Planner:
         sample: Sample | Call,
         known: Sequence[PlannedStep] = (),
         share: Share | None = None,
+        like: WholeStep | None = None,
         varying: Varying = frozenset(),
     ) -> PlannedStep:
         """A step that serves such calls.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
         - share: exchanges plans with the other ranks of a group.
+        - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
         if share is not None:  # others would not go along with a second try
-            return self._step(model, forward, sample, known, share, varying)
-        return once_more_where_results_differ(self._step)(model, forward, sample, known, None, varying)
+            return self._step(model, forward, sample, known, share)
+        if varying:
+            try:
+                return self._step(model, forward, sample, known, None, like, varying)
+            except OtherResults as error:  # what they are at other sizes nobody knows
+                log.info("such calls are planned for each size, because %s", error)
+                error.note()
+        return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
 
     def resized(self, model: nn.Module, step: WholeStep, call: Call) -> WholeStep:
         """Another step for calls of any size, from a search at the size of this one."""
@@ -135,13 +143,15 @@ class Planner:
         sample: Sample | Call,
         known: Sequence[PlannedStep],
         share: Share | None,
-        varying: Varying,
+        like: WholeStep | None = None,
+        varying: Varying = frozenset(),
     ) -> PlannedStep:
         """One try of `step`. Raises OtherResults where the trace turns out to be wrong about results of ops."""
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
-                captured = self.capturing.capture(model, forward, sample, varying=varying)
+                tangents, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
+                captured = self.capturing.capture(model, forward, sample, tangents, backward, varying=varying)
             except UnsupportedModel as error:
                 refusal = error
             else:
@@ -203,6 +213,7 @@ class Planner:
         backward: Autocast | None,
         seen: Sequence[Answer],
         known: Sequence[PlannedStep],
+        varying: Varying = frozenset(),
     ) -> WholeStep:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
@@ -210,8 +221,11 @@ class Planner:
         - backward: the autocast that backward runs under.
         - seen: what forward read from tensors on this call.
         - known: steps of other calls.
+        - varying: sizes that vary from call to call.
         """
-        captured = self.capturing.capture(model, forward, call, tangents, backward, seen)
+        captured = self.capturing.capture(model, forward, call, tangents, backward, seen, varying=varying)
+        if captured.traced.sizes is not None:
+            return self._sized(model, captured)
         same = None if self.settings.shards is not None else self._equal_step(model, captured, known)
         return same or self._whole(model, captured, self._plans.plan(model, captured))
 

@@ -104,7 +104,7 @@ def batch_norm_reserve_elements(x: torch.Tensor) -> int:
 def has_symbolic_shape(outputs: Any) -> bool:
     """Whether the size of a fake result depends on data, and not only on sizes."""
     tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-    sizes = (n for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
+    sizes: Iterator[Any] = (n for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
     return any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in sizes)
 
 

@@ -228,13 +228,15 @@ def _sizes_left_open() -> Iterator[None]:
 
 
 def _padded(mode: FakeTensorMode, func: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
-    """The result of constant_pad_nd, where it is more than a copy of a part."""
-    if all(isinstance(p, int) and p <= 0 for p in pad):
-        raise FixedSize("constant_pad_nd cuts a tensor to size")
+    """The result of constant_pad_nd, as PadNd.cpp makes it."""
     sizes = list(x.shape)
     for i in range(len(pad) // 2):
         sizes[-1 - i] = sizes[-1 - i] + pad[2 * i] + pad[2 * i + 1]
     with mode:
+        if all(p <= 0 for p in pad):
+            for i in range(len(pad) // 2):
+                x = x.narrow(-1 - i, -pad[2 * i], sizes[-1 - i])
+            return x.clone()
         return torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
 
 

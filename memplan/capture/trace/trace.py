@@ -18,7 +18,7 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
-from memplan.capture.ops.layout import dense_layout, storage_key, strided_parts, strides_that_matter
+from memplan.capture.ops.layout import dense_layout, dense_stride, storage_key, strided_parts, strides_that_matter
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
@@ -26,7 +26,7 @@ from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, PartSurroundings, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
@@ -269,7 +269,8 @@ class _StepTrace:
             output = template.tensors[index].detach()
             if around is not None:
                 layout = around.tangents[index]
-                tangents.append(output.new_empty_strided(layout.shape, layout.stride, dtype=layout.dtype))
+                shape, stride = self._as_it_arrives(output, layout)
+                tangents.append(output.new_empty_strided(shape, stride, dtype=layout.dtype))
             elif self._request.expanded:
                 tangents.append(output.new_empty_strided(output.shape, [0] * output.dim()))
             else:
@@ -278,6 +279,16 @@ class _StepTrace:
             assert node is not None
             self._notes.tangent_nodes[index] = node
         return chosen, tangents
+
+    def _as_it_arrives(self, output: torch.Tensor, layout: GradientLayout) -> tuple[Sequence[int], Sequence[int]]:
+        """(shape, stride) of the gradient of an output. layout: in a call that may be of another size."""
+        if not self._request.varying or not private.varies(output):
+            return layout.shape, layout.stride
+        if not any(layout.stride):
+            return output.shape, layout.stride
+        if tuple(layout.stride) == dense_stride(layout.shape):
+            return output.shape, dense_stride(output.shape)
+        raise UnsupportedModel(f"a gradient arrives with strides {layout.stride}, of which nobody knows how they vary")
 
     # -- what comes of it -------------------------------------------------------------------------------------------
 

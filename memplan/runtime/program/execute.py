@@ -252,6 +252,7 @@ class InFlight:
     - watched: inputs and outputs, as they were when forward ended.
     - parameters: parameters and buffers, as they were when forward ended.
     - start: what it takes to run this forward once more.
+    - program: which ran it.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
     - surfaced: parameters whose gradients backward has handed over.
@@ -264,6 +265,7 @@ class InFlight:
     watched: list[_Watched]
     parameters: list[_Watched]
     start: _Start
+    program: Program
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
     surfaced: set[str] = field(default_factory=set)
@@ -314,6 +316,7 @@ class Runner:
         autocast: Autocast | None = None,
         decisions: tuple[int, ...] = (),
         sizes: Sizes | None = None,
+        checked: Callable[[], Program] | None = None,
     ) -> None:
         """Prepare to run a program.
 
@@ -324,18 +327,19 @@ class Runner:
         - autocast: under which backward was captured; None: without autocast.
         - decisions: outputs that tell which branches forward takes.
         - sizes: of the step; None where it is for one size.
+        - checked: gives the program with checks of its results, for the first run at each size.
         """
         self.program = program
-        self._sizes = sizes
-        self._numbers_of = private.evaluator([expression.text for expression in program.sizes])
+        self._sizes, self._checked = sizes, checked
+        self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
+        self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
         self.store = store
         self.trainable = trainable
         self._rescue: Rescue | None = None
         self._before_backward: Callable[[], None] | None = None
         self.watch: Observer | None = None
+        self.arrived: dict[int, TangentLayout] | None = None  # with which the latest backward started
         self.unchecked: set[fx.GraphModule] = set()
-        planned_for = () if sizes is None else sizes.here
-        self._checked = {(p, planned_for) for p in (program.forward, *(backward for _, backward in backwards))}
         self.waiting: weakref.WeakSet[InFlight] = weakref.WeakSet()  # forwards, for their backward
         self._keeps_buffers = False
         self.written = written
@@ -387,6 +391,9 @@ class Runner:
 
         This is for programs whose ops were not run here before.
         """
+        if self._sizes is not None:
+            self._known_sizes.clear()
+            return
         self.unchecked = {self.program.forward, *(program for _, program in self._backwards)}
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -405,12 +412,12 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
-        program, start = self.program, self._start(inputs)
-        numbers = self._numbers(inputs)
-        arguments = [self.store, self._numbers_of(numbers), *(inputs[i] for i in program.forward_inputs)]
+        numbers, start = self._numbers(inputs), self._start(inputs)
+        program = self._program_for(numbers)
+        sizes = self._evaluate(program, numbers)
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
-                results = self._run(program.forward, arguments, numbers)
+                results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
             if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
@@ -433,9 +440,23 @@ class Runner:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             start.read.extend(named[name] for name in read)
         state = [named[name] for name in program.backward_state]
-        waiting = InFlight(saved, watched, state, start, numbers, [outputs[i] for i in self._decisions])
+        decided = [outputs[i] for i in self._decisions]
+        waiting = InFlight(saved, watched, state, start, program, numbers, decided)
         self.waiting.add(waiting)
         return outputs, waiting
+
+    def _program_for(self, numbers: Numbers) -> Program:
+        """The program, with checks of its results where it has not run at these sizes yet."""
+        if self._sizes is None or numbers in self._known_sizes:
+            return self.program
+        assert self._checked is not None
+        return self._checked()
+
+    def _evaluate(self, program: Program, numbers: Numbers) -> tuple[Any, ...]:
+        """The numbers that a program takes."""
+        if id(program) not in self._numbers_of:
+            self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
+        return self._numbers_of[id(program)](numbers)
 
     def _numbers(self, inputs: Sequence[torch.Tensor]) -> Numbers:
         return () if self._sizes is None else self._sizes.numbers(inputs)
@@ -443,6 +464,7 @@ class Runner:
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
         run = self._backward_for(tangents, state.autocast, state.numbers)
+        run = run if state.program is self.program else state.program.backward
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
@@ -452,10 +474,12 @@ class Runner:
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
             with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
-                results = self._run(run, arguments, state.numbers)
+                results = self._run(run, arguments)
         except BaseException:
             self.store.transfers.settle()
             raise
+        self._known_sizes.add(state.numbers)
+        self.arrived = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
         self.store.transfers.all_reads_done()
         return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
 
@@ -569,14 +593,13 @@ class Runner:
     ) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.watch is None or self.watch.finished else phase(self.watch)
 
-    def _run(self, program: fx.GraphModule, arguments: list[Any], numbers: Numbers) -> Any:
-        """Run one of the two programs. Its first run is checked where its ops were not run before at these sizes."""
+    def _run(self, program: fx.GraphModule, arguments: list[Any]) -> Any:
+        """Run one of the two programs. Its first run is checked where none of its ops was run before."""
         with private.without_function_modes():
-            if program not in self.unchecked and (program, numbers) in self._checked:
+            if program not in self.unchecked:
                 return program.forward(arguments)
             self.unchecked.discard(program)
-            self._checked.add((program, numbers))
-            return run_checked(program, arguments, self._sizes, numbers)
+            return run_checked(program, arguments)
 
     def _without_autocast(self) -> contextlib.AbstractContextManager[Any]:
         """The captured ops are already cast; autocast must not cast them again."""

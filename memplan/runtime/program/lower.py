@@ -50,7 +50,7 @@ from memplan.runtime.host.transfers import (
     wait,
 )
 from memplan.runtime.program.bindings import binding
-from memplan.runtime.program.check import TRACED
+from memplan.runtime.program.check import TRACED, as_traced, is_read
 from memplan.runtime.program.collectives import GRADIENT
 from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
@@ -115,14 +115,15 @@ class Program:
     staying: tuple[str, ...]
 
 
-def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface") -> Program:
+def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface", checks: bool = False) -> Program:
     """Write `schedule` as a program. The schedule must have passed `simulate`.
 
-    grads: "surface" hands each gradient over in the middle of backward, as soon as it is final; "edges" returns all of
-    them from backward.
+    - grads: "surface" hands each gradient over in the middle of backward, as soon as it is final; "edges" returns all
+      of them from backward.
+    - checks: the program compares results whose sizes vary with the traced ones.
     """
     with without_collections():
-        return _Lowering(schedule, traced, grads).program()
+        return _Lowering(schedule, traced, grads, checks).program()
 
 
 def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
@@ -175,9 +176,9 @@ class _Side:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, traced: Traced, grads: Grads) -> None:
+    def __init__(self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool) -> None:
         self.schedule, self.traced, self.graph = schedule, traced, traced.graph
-        self.grads = grads
+        self.grads, self.checks = grads, checks
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
         self.gradients = {g.value: g for g in traced.gradients}
@@ -336,6 +337,7 @@ class _Lowering:
             self._arrive(value)
         given = kernel.repeat_args if again else kernel.args
         args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
+        again_as = None
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)
@@ -345,6 +347,8 @@ class _Lowering:
             run = self.side.call(target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
                 run.meta[TRACED] = kernel.node
+        if self.checks and run.target is not again_as:
+            self._check(kernel.node, run)
         fresh = self._take_over(index)
         wanted = fresh | {m.value for m in kernel.made if m.value not in self.live and m.value not in dead}
         for made in kernel.made:
@@ -354,6 +358,19 @@ class _Lowering:
             if made.value in self.decisions and not again:
                 decision = self.decisions[made.value]
                 self.side.call(decide, (self.live[made.value][made.node], decision.value, decision.where))
+
+    def _check(self, node: fx.Node, run: fx.Node) -> None:
+        """Compare the results of a run that vary with the traced ones."""
+        sizes, several = self.traced.sizes, isinstance(node.meta["val"], (list, tuple))
+        for place, size in enumerate(() if sizes is None else sizes.results.get(node.name, ())):
+            if size is None:
+                continue
+            result = self.side.call(operator.getitem, (run, place)) if several else run
+            tensor = node.meta["val"][place] if several else node.meta["val"]
+            shape, stride = put((size.shape, size.stride), self._number)
+            if not is_read(node, place):
+                stride = tuple(None if n == 1 else s for n, s in zip(tensor.shape, stride, strict=True))
+            self.side.call(as_traced, (result, tensor.dtype, shape, stride))
 
     def _replaying(self, index: int) -> tuple[Any, torch.device]:
         """How a random op runs again, and whose generator is put back for it.

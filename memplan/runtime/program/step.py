@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,12 +16,14 @@ from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
+from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
+from memplan.problem.schedule import Schedule
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
 from memplan.runtime.program.gathers import Gathers
-from memplan.runtime.program.lower import Program
+from memplan.runtime.program.lower import Program, lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.sized_plan import SizedPlan
 
@@ -76,7 +79,7 @@ class WholeStep:
     ) -> WholeStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        runner = _runner(model, capture, programs, gathers)
+        runner = _runner(model, capture, programs, plan.schedule, gathers)
         if plan.problem.costs.source == "estimated":
             runner.check_first_runs()
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
@@ -87,6 +90,11 @@ class WholeStep:
     def plan(self) -> Plan:
         """The plan, at the sizes of the call that it ran for last."""
         return self.planned if self.sized is None else self.sized.plan
+
+    @property
+    def tangents(self) -> Mapping[int, GradientLayout] | None:
+        """The gradients with which backward starts, by output, as far as one has run; None where none has."""
+        return self.runner.arrived or self.capture.tangents
 
     def numbers(self, call: Call) -> Numbers:
         """The values of what varies from call to call."""
@@ -105,7 +113,7 @@ class WholeStep:
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """This step for a copy of the model, which has this forward of its own."""
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
-        runner = _runner(model, capture, self.programs)
+        runner = _runner(model, capture, self.programs, self.planned.schedule)
         runner.unchecked = set(self.runner.unchecked)
         return dataclasses.replace(self, capture=capture, key=capture.key, runner=runner, others=())
 
@@ -166,7 +174,11 @@ class EagerStep:
 
 
 def _runner(
-    model: nn.Module, capture: Capture, programs: tuple[Program, ...], gathers: Gathers | None = None
+    model: nn.Module,
+    capture: Capture,
+    programs: tuple[Program, ...],
+    schedule: Schedule,
+    gathers: Gathers | None = None,
 ) -> Runner:
     traced = capture.traced
     variants = [v for v in (traced, capture.expanded) if v is not None]
@@ -185,6 +197,7 @@ def _runner(
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
+        checked=functools.cache(lambda: lower(schedule, traced, programs[0].grads, checks=True)),
     )
 
 
