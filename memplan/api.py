@@ -23,7 +23,7 @@ from memplan.installed.recovery import OnOutOfMemory
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, Kernels, LossFunction, Settings, Update
+from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
@@ -56,6 +56,7 @@ def apply(
     init: Init | None = None,
     keep_frozen: bool = False,
     kernels: Kernels = "eager",
+    dynamic: Dynamic = "auto",
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
     surroundings: Surroundings | None = None,
@@ -112,6 +113,12 @@ def apply(
         the bits of that program, the same at any budget and in any process with the same versions and device; they
         differ from plain PyTorch's by rounding (`plan.exact` says which, `compare_kernels` how much). It needs a C++
         compiler, or Triton on a GPU.
+    dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves all
+        of them, with schedules for long and short calls, and each call takes the fastest that fits at its own sizes.
+        "auto": those in which the first two calls differ. A dict says which, and how far:
+        {"input_ids": {1: (8, 4096)}}; it is planned for the largest. "all": whatever may vary. "never": each size gets
+        a plan of its own. It does too with fused kernels, sharded parameters or update="backward", and where forward
+        itself depends on a size.
     on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
@@ -142,7 +149,7 @@ def apply(
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
-        "fused" if plan is not None and plan.exact == "program" else kernels,
+        "fused" if plan is not None and plan.exact == "program" else kernels, dynamic,
     )  # fmt: skip
     given, is_compiled = model, private.is_compiled(model)
     with contextlib.ExitStack() as aside:
@@ -205,7 +212,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
     shards, keep_frozen, kernels and surroundings, as for `apply`, which says what they are and what they raise.
     """
-    planner = Planner(_settings("plan", budget, settings))
+    planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
     with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.plan(model, original, sample)
@@ -217,7 +224,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
-    planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen")))
+    planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen", "dynamic")))
     with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)

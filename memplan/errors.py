@@ -17,8 +17,11 @@ class PlanMismatch(MemplanError):
     """A call, or a plan file, does not fit the plan: something that the capture depended on has changed."""
 
 
-class BudgetInfeasible(MemplanError):
+class BudgetInfeasible(MemplanError, RuntimeError):
     """No schedule that memplan knows fits the budget.
+
+    What looks for a batch size that fits (`auto_find_batch_size` of transformers, `find_executable_batch_size` of
+    accelerate) takes it for the out-of-memory error that it prevents.
 
     `floor_bytes` is the smallest budget that can be met (where the device has no room even to time single ops, what the
     largest of them takes), and `floor_overhead` what it costs in time (0.31 is +31%; infinite where that is not known).

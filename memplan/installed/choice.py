@@ -185,6 +185,8 @@ class StepChoice:
             peak_bytes = step.peak_bytes(call)
             if limit_bytes is not None and peak_bytes > limit_bytes:
                 return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
+            if step.sized.outgrows_host(step.numbers(call)):
+                return "its copies on the host have room for smaller calls only"
         return self._held.beyond(step, peak_bytes, limit_bytes)
 
     def _use(self, step: PlannedStep) -> PlannedStep:
@@ -235,23 +237,51 @@ class StepChoice:
             )  # fmt: skip
         with self.planning():
             try:
-                same = self._of_same_kind(call, kinds) if share is None else None
-                if same is not None:
-                    step: PlannedStep = self.planner.resized(self.model, same, call)
-                else:
-                    like, varying = self._varying(call) if share is None and not counting else (None, Varying())
-                    step = self.planner.step(self.model, self.original, call, known, share, like, varying)
+                step = self._new_step(call, known, share, kinds)
             except NothingToTrain as error:
                 if not self.alone:
                     raise
                 log.info("such calls run unplanned, because %s", error)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
+            except BudgetInfeasible as error:
+                longest = self._longest(call, kinds)
+                if longest is None:
+                    raise
+                raise BudgetInfeasible(f"{error}. {longest}", error.floor_bytes, error.floor_overhead) from None
             return self.add(step)
+
+    def _new_step(
+        self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]
+    ) -> PlannedStep:
+        """A new step for a call, which serves such calls of other sizes where it can."""
+        if share is not None:
+            return self.planner.step(self.model, self.original, call, known, share)
+        same = self._of_same_kind(call, kinds)
+        if same is not None:
+            return self.planner.resized(self.model, same, call)
+        like, varying = self._varying(call)
+        return self.planner.step(self.model, self.original, call, known, like=like, varying=varying)
 
     def _of_same_kind(self, call: Call, known: dict[int, str | None]) -> WholeStep | None:
         """A step for calls of any size, of which this is one, that has no room for it."""
         sized = (step for step in self.steps if isinstance(step, WholeStep) and step.sized is not None)
         return next((step for step in sized if self._other_kind(step, call, known) is None), None)
+
+    def _longest(self, call: Call, known: dict[int, str | None]) -> str | None:
+        """A sentence that says which size of such a call fits the budget; None where that is not known."""
+        limit_bytes, found = self.planner.limits.budget_bytes, None
+        for step in self.steps:
+            if not isinstance(step, WholeStep) or step.sized is None or limit_bytes is None:
+                continue
+            if self._other_kind(step, call, known) is None:
+                longest = step.sized.longest_within(step.numbers(call), limit_bytes)
+                found = max((n for n in (found, longest) if n is not None), default=None)
+                sizes = step.capture.traced.sizes
+        if found is None or sizes is None:
+            return None
+        shapes = [shape for shape, _ in sizes.layouts(found)]
+        varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
+        return f"Of such calls, the longest that fits has {', '.join(varying)}"
 
     def _varying(self, call: Call) -> tuple[WholeStep | None, Varying]:
         """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
@@ -293,7 +323,7 @@ class StepChoice:
 
         def planned(share: Share | None = None) -> PlannedStep:
             with self.planning():
-                return self.add(self.planner.step(self.model, self.original, call, share=share))
+                return self.add(self._new_step(call, (), share, {}))
 
         if self.agreement is None:
             with errors_of_forward():

@@ -120,11 +120,19 @@ class Capturing:
         update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
         return captured.changed(lambda step: with_updates(step, update_bytes))
 
+    def _run(self, model: nn.Module, forward: Forward) -> Forward:
+        """What a step runs: forward, or the loss function around it."""
+        loss_fn = self._settings.loss_fn
+        return forward if loss_fn is None else functools.partial(loss_fn, model)
+
+    def call_of(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Call:
+        """The call that a sample stands for."""
+        return sample if isinstance(sample, Call) else CallReader(self._run(model, forward)).read_sample(sample)
+
     def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
-        loss_fn, device = self._settings.loss_fn, self._placement.device
-        run = forward if loss_fn is None else functools.partial(loss_fn, model)
-        call = sample if isinstance(sample, Call) else CallReader(run).read_sample(sample)
+        device, run = self._placement.device, self._run(model, forward)
+        call = self.call_of(model, forward, sample)
         if device is None or not self._placement.host:
             with torch.enable_grad():
                 return one_forward(model, run, call.detached(None if device is None else model_device(model)))

@@ -63,8 +63,8 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
     """The refusal where no schedule without copies fits. floor: the schedule with the smallest peak that was found."""
     overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
     return BudgetInfeasible(
-        f"no schedule fits {format_bytes(limit)}; {format_bytes(floor.peak_bytes)} "
-        f"({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
+        f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. "
+        f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
         f"{format_bytes(problem.resident_bytes)} are resident{_too_large(problem, limit)}. Raise the budget, or use a "
         f"smaller batch{_fewer_outputs(problem)}",
         floor.peak_bytes,
@@ -95,13 +95,14 @@ def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | No
     """The refusal where parameters are gathered, or live on the host. host_limit: None where nothing is offloaded."""
     if host_limit is None:
         return BudgetInfeasible(
-            f"no schedule fits {format_bytes(limit)}; {format_bytes(floor_bytes)} ({floor_bytes} bytes) is the least. "
+            f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. {format_bytes(floor_bytes)} "
+            f"({floor_bytes} bytes) is the least. "
             f"Raise the budget, or use a smaller batch{_fewer_outputs(problem)}",
             floor_bytes,
         )
     return BudgetInfeasible(
-        f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host; with "
-        f"enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the device is the least. Raise one "
-        f"of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
+        f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host, so the step "
+        f"would run out of memory. With enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the "
+        f"device is the least. Raise one of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
         floor_bytes,
     )

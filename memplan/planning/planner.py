@@ -6,14 +6,14 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
-from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.sizes import Dimension, Varying
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -116,6 +116,8 @@ class Planner:
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
+        if not known and not varying and share is None:
+            varying = self._declared(self.capturing.call_of(model, forward, sample))
         if share is not None:  # others would not go along with a second try
             return self._step(model, forward, sample, known, share)
         if varying:
@@ -125,6 +127,44 @@ class Planner:
                 log.info("such calls are planned for each size, because %s", error)
                 error.note()
         return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+
+    def _declared(self, call: Call) -> Varying:
+        """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
+        dynamic = self.settings.dynamic
+        if dynamic == "all":
+            return frozenset(Dimension(i, d) for i, t in enumerate(call.tensors) for d in range(t.dim()))
+        found = set()
+        for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
+            for index in ranges:
+                position = call.names.index(name) if name in call.names else -1
+                if position < 0 or not -call.tensors[position].dim() <= index < call.tensors[position].dim():
+                    raise ValueError(
+                        f"dynamic= names dimension {index} of {name!r}; tensors are {', '.join(call.names)}"
+                    )
+                found.add(Dimension(position, index % call.tensors[position].dim()))
+        return frozenset(found)
+
+    def _at_most(self, captured: Capture) -> Capture:
+        """The captured step at the largest sizes of which the user says that they occur."""
+        dynamic, traced = self.settings.dynamic, captured.traced
+        if not isinstance(dynamic, Mapping) or traced.sizes is None or any(s.is_stride for s in traced.sizes.sources):
+            return captured
+        names, most = captured.call.names, []
+        for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
+            ranges = dynamic.get(names[source.tensor], {})
+            dims = captured.call.tensors[source.tensor].dim()
+            bounds = {index % dims: high for index, (_, high) in ranges.items()}
+            most.append(bounds.get(source.index, here))
+        numbers = tuple(most)
+        broken = traced.sizes.mismatch(numbers)
+        if broken is not None:
+            log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
+            return captured
+        pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
+        tensors = [
+            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
+        ]
+        return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
     def resized(self, model: nn.Module, step: WholeStep, call: Call) -> WholeStep:
         """Another step for calls of any size, from a search at the size of this one."""
@@ -163,7 +203,7 @@ class Planner:
         if found is not None:
             return found
         if sized:
-            return self._sized(model, captured)
+            return self._sized(model, self._at_most(captured))
         if share is None:
             return self._whole(model, captured, self._plans.plan(model, captured))
         if self.settings.shards is not None:

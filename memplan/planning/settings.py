@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -21,6 +21,8 @@ LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Kernels = Literal["eager", "fused"]
+# of arguments by name: which of their dimensions vary, and from which size to which
+Dynamic = Literal["auto", "all", "never"] | Mapping[str, Mapping[int, tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,7 @@ class Settings:
     init: Init | None = None
     keep_frozen: bool = False
     kernels: Kernels = "eager"
+    dynamic: Dynamic = "auto"
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -66,6 +69,7 @@ class Settings:
             raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
         if self.kernels not in ("eager", "fused"):
             raise ValueError(f"kernels must be 'eager' or 'fused', got {self.kernels!r}")
+        self._check_dynamic()
         if self.update not in ("step", "backward"):
             raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
         if self.update == "backward":
@@ -100,6 +104,10 @@ class Settings:
     @property
     def takes_any_size(self) -> bool:
         """Whether one plan may serve calls of many sizes."""
+        return self.dynamic != "never" and self._could_take_any_size
+
+    @property
+    def _could_take_any_size(self) -> bool:
         return self.kernels == "eager" and self.shards is None and self.update == "step"
 
     @property
@@ -113,6 +121,23 @@ class Settings:
     def theirs(self) -> bool:
         """Whether an engine holds the gradients, or takes them away."""
         return self.shards is not None or self.surroundings.takes_gradients
+
+    def _check_dynamic(self) -> None:
+        if isinstance(self.dynamic, str):
+            if self.dynamic not in ("auto", "all", "never"):
+                raise ValueError(f"dynamic must be 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
+        elif not isinstance(self.dynamic, Mapping):
+            raise TypeError(f"dynamic is 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
+        else:
+            for name, ranges in self.dynamic.items():
+                for index, bounds in dict(ranges).items():
+                    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                        raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
+        if self.dynamic not in ("auto", "never") and not self._could_take_any_size:
+            raise ValueError(
+                "dynamic= is for eager kernels, whole parameters and update='step'; leave it out, and each size gets a "
+                "plan of its own"
+            )
 
     def _check_flight(self) -> None:
         if type(self.in_flight) is not int or self.in_flight < 1:

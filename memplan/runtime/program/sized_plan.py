@@ -7,6 +7,7 @@ the most of these sums is the peak that the accountant would find in a replay wi
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from memplan.capture.ops.sizes import Numbers, Size, Sizes
 from memplan.plans.plan import Plan
 from memplan.problem.data import Link, Problem
-from memplan.problem.schedule import Schedule
+from memplan.problem.schedule import Offload, Schedule
 from memplan.problem.simulate import simulate
 
 _CONSTANT_BITS = 64  # of bytes that do not vary, and again of kernel scratch
@@ -52,6 +53,11 @@ class SizedPlan:
             self._peaks[numbers] = int(moments.max())
         return self._peaks[numbers]
 
+    def outgrows_host(self, numbers: Numbers) -> bool:
+        """Whether copies on the host, whose places are those of the planned sizes, would not fit there."""
+        offloads = any(isinstance(step, Offload) for step in self.planned.schedule)
+        return offloads and bool((self._bytes_of_kinds(numbers) > self._planned_bytes).any())
+
     @property
     def plan(self) -> Plan:
         """The plan at the sizes that it ran for last."""
@@ -66,6 +72,22 @@ class SizedPlan:
                 ),
             }  # fmt: skip
         return self._plans[self.numbers]
+
+    def longest_within(self, numbers: Numbers, limit_bytes: int) -> Numbers | None:
+        """The sizes of the largest call within a budget that is like one which is beyond it, but smaller.
+
+        What is larger in that one than in the planned call is made smaller, all at the same rate. None where no such
+        call fits.
+        """
+        grown = [n > planned for n, planned in zip(numbers, self._sizes.here, strict=True)]
+        grown = grown if any(grown) else [True] * len(grown)
+        most = max(n for n, is_grown in zip(numbers, grown, strict=True) if is_grown)
+
+        def shrunk(size: int) -> Numbers:
+            return tuple(n * size // most if is_grown else n for n, is_grown in zip(numbers, grown, strict=True))
+
+        fits = bisect.bisect_left(range(1, most), True, key=lambda size: self.peak_bytes(shrunk(size)) > limit_bytes)
+        return shrunk(fits) if fits else None
 
     def _bytes_of_kinds(self, numbers: Numbers) -> Any:
         return np.array(self._sizes.bytes_of(self._kinds, numbers), dtype=np.int64)
