@@ -52,6 +52,7 @@ class Capturing:
         seen: Sequence[Answer] = (),
         dry: bool = False,
         varying: Varying = frozenset(),
+        like: Mapping[int, GradientLayout] | None = None,
     ) -> Capture:
         """The captured step.
 
@@ -61,10 +62,11 @@ class Capturing:
         - dry: it is not to run, so that nothing is compiled.
         - varying: sizes of which other calls have others. Where the step can't be captured for all of them, it is
           captured for this call's alone.
+        - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
         if varying:
             try:
-                captured = self._captured(model, forward, sample, tangents, backward, seen, dry, varying)
+                captured = self._captured(model, forward, sample, tangents or like, backward, seen, dry, varying)
                 assert captured.traced.sizes is not None
                 for place in captured.traced.sizes.fixed:
                     log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)

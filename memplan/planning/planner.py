@@ -190,8 +190,10 @@ class Planner:
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:
-                tangents, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
-                captured = self.capturing.capture(model, forward, sample, tangents, backward, varying=varying)
+                arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
+                captured = self.capturing.capture(
+                    model, forward, sample, backward=backward, varying=varying, like=arrived
+                )
             except UnsupportedModel as error:
                 refusal = error
             else:

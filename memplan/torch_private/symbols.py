@@ -240,4 +240,10 @@ def _padded(mode: FakeTensorMode, func: Any, x: torch.Tensor, pad: Sequence[int]
         return torch.empty(sizes, dtype=x.dtype, device=x.device, memory_format=suggest_memory_format(x))
 
 
-_OPEN: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _padded}
+def _product(mode: FakeTensorMode, func: Any, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, **_: Any) -> Any:
+    """The result of baddbmm, of which PyTorch's fake kernel can't expand a tensor of fixed size."""
+    with mode:
+        return x.new_empty((a.shape[0], a.shape[1], b.shape[2]))
+
+
+_OPEN: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _padded, aten.baddbmm.default: _product}

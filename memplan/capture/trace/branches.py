@@ -139,6 +139,21 @@ def _exchanged_ops() -> private.InPlaceOf:
                 _bce_with_logits,
             ),
             **{
+                f"{name}.vec": functools.partial(_upsampled, getattr(aten, name))
+                for name in (
+                    "upsample_nearest1d",
+                    "upsample_nearest2d",
+                    "upsample_nearest3d",
+                    "_upsample_nearest_exact1d",
+                    "_upsample_nearest_exact2d",
+                    "_upsample_nearest_exact3d",
+                    "upsample_linear1d",
+                    "upsample_bilinear2d",
+                    "upsample_bicubic2d",
+                    "upsample_trilinear3d",
+                )
+            },
+            **{
                 name: functools.partial(_without_autocast, op)
                 for name, op in (
                     ("_trilinear", aten._trilinear.default),
@@ -159,6 +174,18 @@ def _without_autocast(op: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> to
             f'{caller_line()}. Run it under torch.autocast("{device_type}", enabled=False)'
         )
     return op(x, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def _upsampled(op: Any, x: torch.Tensor, size: Sequence[int] | None, *options: Any) -> torch.Tensor:
+    """Upsample. PyTorch's C++ would turn sizes that vary into numbers, to multiply them by factors."""
+    *before, factors = options
+    whole = size is not None or all(factor == int(factor) for factor in factors)
+    if not private.varies(x) or not whole:
+        return op.vec(x, size, *options)  # type: ignore[no-any-return]
+    if size is None:
+        size = [n * int(factor) for n, factor in zip(x.shape[2:], factors, strict=True)]
+    scales = [None] * (x.dim() - 2) if factors is None else factors
+    return op.default(x, size, *before, *scales)  # type: ignore[no-any-return]
 
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
