@@ -117,13 +117,13 @@ class Problems:
     def sized(self, captured: Capture, plan: Plan) -> SizedPlan | None:
         """A plan of a captured step at all its sizes; None where it has but one.
 
-        Seconds of an op go with the bytes of its operands and results, and so does its scratch beyond the planned size.
+        Seconds of an op go with the bytes of its operands and results.
         """
         traced, planned, limit = captured.traced, plan.problem, self._limits.budget_bytes
         if traced.sizes is None:
             return None
 
-        def problem_at(numbers: Numbers) -> Problem:
+        def problem_at(numbers: Numbers, growth: float) -> Problem:
             found, ratios = at_sizes(traced, numbers).graph, list[float]()
             values = tuple(
                 dataclasses.replace(v, size_bytes=other.size_bytes)
@@ -134,7 +134,7 @@ class Problems:
                 ratios.append(graph.op_bytes(index) / max(1, planned.graph.op_bytes(index)))
             costs = Costs(
                 tuple(t * ratio for t, ratio in zip(planned.costs.time_s, ratios, strict=True)),
-                tuple(math.ceil(n * max(1.0, r)) for n, r in zip(planned.costs.scratch_bytes, ratios, strict=True)),
+                tuple(math.ceil(n * growth) for n in planned.costs.scratch_bytes),
                 planned.costs.source,
             )
             return dataclasses.replace(planned, graph=graph, costs=costs, budget_bytes=limit)

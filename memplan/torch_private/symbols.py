@@ -114,16 +114,20 @@ class Symbols:
         return self._text[expression]
 
     def conditions(self) -> tuple[str, ...]:
-        """All that has to hold of the symbols so that the trace is what it would be with them as numbers."""
+        """All that has to hold of the symbols so that the trace is what it would be with them as numbers.
+
+        A condition is to be asked only where those before it hold: it may divide by what they say is not 0.
+        """
         if any(self._env.deferred_runtime_asserts.values()):
             raise FixedSize("a condition on sizes is left to the time when the step runs")
         names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
-        found = [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
+        found = []
         for index, symbol in enumerate(self._symbols):
             bounds = self._env.var_to_range[symbol]
             found.append(f"s[{index}] >= {int(bounds.lower)}")
             if isinstance(bounds.upper, sympy.Integer):
                 found.append(f"s[{index}] <= {int(bounds.upper)}")
+        found += [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
         return tuple(dict.fromkeys(found))
 
 

@@ -229,7 +229,7 @@ class Sizes:
     - sources: where each symbol is found among a call's tensors.
     - here: the numbers that the step beside it has.
     - fixed: places where PyTorch came to depend on the number behind a symbol.
-    - conditions: what must hold of the numbers, as Python text.
+    - conditions: what must hold of the numbers, as Python text, each where those before it do.
     - inputs: the layout of each tensor of a call.
     - values: the size of each value of the graph, in bytes.
     - nodes, results: arguments and results of those nodes of the trace that vary, by the nodes' names.
@@ -252,11 +252,11 @@ class Sizes:
 
     def mismatch(self, numbers: Numbers) -> str | None:
         """The first condition that does not hold, in words; None where all do."""
-        for condition, holds in zip(self.conditions, self._check(numbers), strict=True):
-            if not holds:
-                given = ", ".join(f"s[{i}]={n}" for i, n in enumerate(numbers))
-                return f"sizes {given} break the condition {condition} of the plan"
-        return None
+        if self._all_hold(numbers)[0]:
+            return None
+        broken = next(c for c in self.conditions if not private.evaluator([c])(numbers)[0])
+        given = ", ".join(f"s[{i}]={n}" for i, n in enumerate(numbers))
+        return f"sizes {given} break the condition {broken} of the plan"
 
     def layouts(self, numbers: Numbers) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Shape and stride that each input has at these numbers."""
@@ -268,8 +268,8 @@ class Sizes:
         return tuple(map(self._bytes.at(numbers), values))
 
     @cached_property
-    def _check(self) -> Callable[[Sequence[int]], tuple[Any, ...]]:
-        return private.evaluator(self.conditions)
+    def _all_hold(self) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+        return private.evaluator([" and ".join(f"({condition})" for condition in self.conditions)])
 
     @cached_property
     def _input_values(self) -> Evaluation:

@@ -32,8 +32,8 @@ class SizedPlan:
     - numbers: of the sizes that it ran for last.
     """
 
-    def __init__(self, planned: Plan, sizes: Sizes, problem_at: Callable[[Numbers], Problem]) -> None:
-        """problem_at: gives the problem of the step at other sizes."""
+    def __init__(self, planned: Plan, sizes: Sizes, problem_at: Callable[[Numbers, float], Problem]) -> None:
+        """problem_at: gives the problem of the step at other sizes, with kernel scratch so many times as large."""
         self.planned, self.numbers = planned, sizes.here
         self._sizes, self._problem_at = sizes, problem_at
         values = _in_terms_of_first(planned.problem, sizes.values)
@@ -47,9 +47,8 @@ class SizedPlan:
         """The peak at these sizes. Kernel scratch is that of the planned sizes, and grows with sizes beyond them."""
         if numbers not in self._peaks:
             kinds = self._bytes_of_kinds(numbers)
-            grown = np.max(kinds / np.maximum(self._planned_bytes, 1), initial=1.0)
             constant, scratch, counts = self._held
-            moments = constant + np.ceil(scratch * grown).astype(np.int64) + counts @ kinds
+            moments = constant + np.ceil(scratch * self._growth(numbers)).astype(np.int64) + counts @ kinds
             self._peaks[numbers] = int(moments.max())
         return self._peaks[numbers]
 
@@ -62,7 +61,7 @@ class SizedPlan:
     def plan(self) -> Plan:
         """The plan at the sizes that it ran for last."""
         if self.numbers not in self._plans:
-            problem = self._problem_at(self.numbers)
+            problem = self._problem_at(self.numbers, self._growth(self.numbers))
             timeline = simulate(problem, self.planned.schedule)
             self._plans = {
                 self._sizes.here: self.planned,
@@ -88,6 +87,10 @@ class SizedPlan:
 
         fits = bisect.bisect_left(range(1, most), True, key=lambda size: self.peak_bytes(shrunk(size)) > limit_bytes)
         return shrunk(fits) if fits else None
+
+    def _growth(self, numbers: Numbers) -> float:
+        """How many times as large as planned values are at most at these sizes; 1 where all are smaller."""
+        return float(np.max(self._bytes_of_kinds(numbers) / np.maximum(self._planned_bytes, 1), initial=1.0))
 
     def _bytes_of_kinds(self, numbers: Numbers) -> Any:
         return np.array(self._sizes.bytes_of(self._kinds, numbers), dtype=np.int64)

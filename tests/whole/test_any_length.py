@@ -1,0 +1,411 @@
+"""One capture and a ladder of schedules for calls of every size: PyTorch's bits, peaks as predicted, few plans."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+
+import memplan
+from memplan.capture.analysis.sized import at_sizes
+from memplan.capture.capture import capture
+from memplan.capture.ops.sizes import varying_between
+from memplan.installed.planned_forward import planned_forward
+from memplan.problem.simulate import simulate
+from memplan.runtime.program.step import WholeStep
+from tests.support.architectures import ARCHITECTURES
+from tests.support.meter import LiveMeter
+from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of
+
+LENGTHS = (64, 48, 17, 33, 10, 64, 5, 47, 3, 2)
+PLENTY = 1 << 34
+
+
+def with_size(sample: Sample, dim: int, before: int, now: int) -> Sample:
+    """A sample with another size of one dimension, in all tensors that have it."""
+
+    def changed(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() <= dim or leaf.shape[dim] != before:
+            return leaf
+        return torch.cat([leaf] * -(-now // before), dim).narrow(dim, 0, now).clone()
+
+    return pytree.tree_map(changed, sample)  # type: ignore[no-any-return]
+
+
+def tensors_in(sample: Sample) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
+
+
+def step(net: nn.Module, sample: Sample, autocast: bool = False) -> tuple[Any, ...]:
+    """Loss, gradients, buffers and generator of one training step."""
+    torch.manual_seed(5)
+    net.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = loss_of(call(net, copy.deepcopy(sample)))
+    loss.backward()
+    grads = {name: p.grad for name, p in net.named_parameters()}
+    return loss.detach(), grads, {n: b.clone() for n, b in net.named_buffers()}, torch.get_rng_state()
+
+
+def live_peak(net: nn.Module, sample: Sample, autocast: bool) -> int:
+    net.zero_grad(set_to_none=True)
+    planned, meter = planned_forward(net), LiveMeter()
+    assert planned is not None
+    meter.register([list(net.parameters()), list(net.buffers()), sample, planned.constants])
+    with meter:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            output = call(net, sample)
+        loss_of(output).backward()
+    return meter.peak_bytes
+
+
+def train_at(net: nn.Module, samples: Sequence[Sample], budget: Any, autocast: bool = False, **given: Any) -> nn.Module:
+    """Train on samples of many sizes, planned and plain, and compare: bits, and the bytes held. Gives the model."""
+    plain = copy.deepcopy(net)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        memplan.apply(net, samples[0], budget, config="rockmate", **given)
+    for sample in samples:
+        assert_same_bits(step(net, sample, autocast), step(plain, sample, autocast))
+        measured = live_peak(net, sample, autocast)
+        step(plain, sample, autocast)  # for its buffers
+        plan = memplan.plan_of(net)
+        assert isinstance(plan, memplan.Plan)
+        assert plan.problem.budget_bytes is not None
+        assert measured == plan.live_peak_bytes <= plan.peak_bytes <= plan.problem.budget_bytes
+    return net
+
+
+def whole_steps(net: nn.Module) -> list[WholeStep]:
+    planned = planned_forward(net)
+    assert planned is not None
+    return [s for s in planned.steps if isinstance(s, WholeStep)]
+
+
+def captures(net: nn.Module) -> int:
+    return len({id(s.key) for s in whole_steps(net)})
+
+
+# -- captures ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "handmade", "resnet50"])
+def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
+    net, sample = MODELS[name](0)
+    dim = 0 if name in ("handmade", "resnet50") else 1
+    size = tensors_in(sample)[0].shape[dim]
+    one, other = sample, with_size(sample, dim, size, size + 3)
+    shapes = [[tuple(t.shape) for t in capture(net, net.forward, s).call.tensors] for s in (one, other)]
+    general = capture(net, net.forward, other, varying=varying_between(*shapes)).traced
+    assert general.graph == capture(net, net.forward, other).traced.graph
+    assert general.sizes is not None
+    for n in (size, size + 1, size + 5):
+        exact = capture(net, net.forward, with_size(sample, dim, size, n))
+        numbers = general.sizes.numbers(exact.call.tensors)
+        assert general.sizes.mismatch(numbers) is None
+        assert at_sizes(general, numbers).graph == exact.traced.graph
+
+
+def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
+    net, sample = MODELS["gpt2"](0)
+    net = train_at(net, [sample, with_size(sample, 1, 64, 40)], PLENTY)
+    ladder = [s for s in whole_steps(net) if s.sized is not None]
+    assert len(ladder) > 2
+    for rung in ladder:
+        assert rung.sized is not None
+        for n in (3, 17, 40, 63, 64):
+            numbers = (n,) * len(rung.sized.numbers)
+            rung.sized.numbers = numbers
+            plan = rung.sized.plan
+            assert rung.sized.peak_bytes(numbers) == simulate(plan.problem, plan.schedule).peak_bytes == plan.peak_bytes
+
+
+# -- steps ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0.5, PLENTY])
+def test_gpt2_at_ten_lengths_takes_two_captures(budget: Any) -> None:
+    net, sample = MODELS["gpt2"](0)
+    net = train_at(net, [with_size(sample, 1, 64, n) for n in LENGTHS], budget)
+    assert captures(net) <= 3  # the first length, all others, and one at which a dimension of one element comes about
+
+
+def test_short_calls_recompute_nothing_and_long_ones_fit() -> None:
+    net, sample = MODELS["llama"](0)
+    samples = [with_size(sample, 1, 64, n) for n in (40, 48, 56, 12, 64)]
+    budget = memplan.explore(net, samples[-1])[0].peak_bytes * 11 // 10
+    net = train_at(net, samples, budget)
+    step(net, samples[3])
+    assert memplan.plan_of(net).overhead == 0  # type: ignore[union-attr]
+    step(net, samples[4])
+    assert memplan.plan_of(net).overhead > 0  # type: ignore[union-attr]
+    assert captures(net) == 2
+
+
+def test_batches_with_running_statistics() -> None:
+    net, sample = MODELS["resnet50"](0)
+    net = train_at(net, [with_size(sample, 0, 2, n) for n in (2, 3, 5, 2, 4, 1)], PLENTY)
+    assert captures(net) <= 3
+
+
+def test_two_lengths_in_one_call_under_autocast() -> None:
+    net, sample = MODELS["t5"](0)
+    assert isinstance(sample, dict)
+    samples = [
+        {**sample, "input_ids": with_size(sample["input_ids"], 1, sample["input_ids"].shape[1], a),
+         "labels": with_size(sample["labels"], 1, sample["labels"].shape[1], b)}
+        for a, b in ((40, 20), (30, 25), (31, 7), (12, 25), (40, 20))
+    ]  # fmt: skip
+    net = train_at(net, samples, PLENTY, autocast=True)
+    assert captures(net) == 2
+
+
+def test_the_loss_is_outside_and_backward_starts_in_another_layout() -> None:
+    net, sample = MODELS["gpt2"](0)
+    assert isinstance(sample, dict)
+    plain = copy.deepcopy(net)
+    inputs = {key: value for key, value in sample.items() if key != "labels"}
+    memplan.apply(net, inputs, PLENTY, config="noremat")
+    for n in (64, 20, 33, 20, 50):
+        given = with_size(inputs, 1, 64, n)
+        results = []
+        for model in (net, plain):
+            torch.manual_seed(3)
+            model.zero_grad()
+            model(**given).logits.sum().backward()
+            results.append({name: p.grad for name, p in model.named_parameters()})
+        assert_same_bits(*results)
+    assert captures(net) == 2
+
+
+# -- what decides on another capture ----------------------------------------------------------------------------------
+
+
+class Branching(nn.Module):
+    """Goes another way for long inputs, in chunks for even ones, and keeps a table as long as the longest one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(4, 8), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        if length > self.table.shape[0]:
+            self.table = torch.arange(length, dtype=torch.float32)[:, None].expand(-1, 8) / 10
+        x = self.layer(x + self.table[:length])
+        if length > 12:
+            x = self.other(x[:, -12:]).relu()
+        if length % 2 == 0:
+            x = torch.stack([chunk.sum(1) for chunk in x.chunk(2, 1)], 1)
+        return x.square().mean()
+
+
+def test_a_forward_that_branches_on_its_length() -> None:
+    torch.manual_seed(0)
+    net = Branching()
+    plain = copy.deepcopy(net)
+    lengths = (3, 4, 7, 9, 8, 13, 15, 16, 20, 2, 1, 30, 5, 6, 14, 31)
+    memplan.apply(net, torch.randn(2, 3, 8), PLENTY, config="noremat")
+    for n in lengths:
+        x = torch.randn(2, n, 8)
+        assert_same_bits(step(net, x), step(plain, x))
+
+
+def test_a_size_that_is_turned_into_a_number_is_planned_for_each(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum((self.layer(x[i]).sum() for i in range(len(x))), torch.zeros(()))
+
+    net = Counts()
+    plain = copy.deepcopy(net)
+    caplog.set_level(logging.INFO, "memplan")
+    memplan.apply(net, torch.randn(3, 4), PLENTY, config="noremat")
+    for n in (3, 4, 5):
+        x = torch.randn(n, 4)
+        assert_same_bits(step(net, x), step(plain, x))
+    assert "planned for each size, because PyTorch turns sizes into numbers: 4" in caplog.text
+    assert "range(len(x))" in caplog.text
+
+
+PIECES: dict[str, Callable[[torch.Tensor, nn.Linear], torch.Tensor]] = {
+    "linear": lambda x, layer: layer(x),
+    "attention": lambda x, layer: F.scaled_dot_product_attention(x[:, None], layer(x)[:, None], x[:, None])[:, 0],
+    "causal": lambda x, layer: (x @ layer(x).mT).tril().softmax(-1) @ x,
+    "shift": lambda x, layer: F.pad(x[:, 1:], (0, 0, 0, 1)) + layer(x),
+    "halves": lambda x, layer: torch.cat([layer(h) for h in x.chunk(2, 1)], 1),
+    "pool": lambda x, layer: layer(x - x.mean(1, keepdim=True)),
+    "dropout": lambda x, layer: F.dropout(layer(x), 0.3),
+    "norm": lambda x, layer: F.layer_norm(layer(x), (8,)),
+    "scan": lambda x, layer: layer(x).cumsum(1) / x.shape[1],
+    "fold": lambda x, layer: layer(x.reshape(-1, 8)).view(x.shape).transpose(0, 1).contiguous().transpose(0, 1),
+    "window": lambda x, layer: layer(x[:, -5:]).sum(1, keepdim=True) + x,
+    "upsample": lambda x, layer: F.interpolate(layer(x).mT, scale_factor=2.0).mT[:, ::2],
+}
+
+
+class Pieces(nn.Module):
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__()
+        self.names, self.layers = names, nn.ModuleList(nn.Linear(8, 8) for _ in names)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for name, layer in zip(self.names, self.layers, strict=True):
+            x = PIECES[name](x, layer)
+        return x.square().sum() / x.shape[0]
+
+
+@given(
+    names=st.lists(st.sampled_from(sorted(PIECES)), min_size=1, max_size=4),
+    sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 20)), min_size=3, max_size=6, unique=True),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=4, deadline=None, derandomize=True)
+def test_random_models_at_random_sizes(names: list[str], sizes: list[tuple[int, int]], seed: int) -> None:
+    torch.manual_seed(seed)
+    net = Pieces(names)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, torch.randn(*sizes[0], 8), PLENTY, config="noremat", costs="estimate")
+    for batch, length in (*sizes, *sizes):
+        x = torch.randn(batch, length, 8)
+        assert_same_bits(step(net, x), step(plain, x))
+
+
+# -- what users say ---------------------------------------------------------------------------------------------------
+
+
+def test_a_range_is_planned_at_once_and_for_its_largest_size() -> None:
+    net, sample = MODELS["gpt2"](0)
+    short = with_size(sample, 1, 64, 20)
+    dynamic = {"input_ids": {1: (8, 64)}, "labels": {1: (8, 64)}}
+    net = train_at(net, [with_size(short, 1, 20, n) for n in (20, 9, 64, 33)], PLENTY, dynamic=dynamic)
+    assert captures(net) == 1
+    with pytest.raises(memplan.BudgetInfeasible):
+        memplan.apply(copy.deepcopy(MODELS["gpt2"](0)[0]), short, "600KiB", config="noremat", dynamic=dynamic)
+
+
+def test_whatever_may_vary() -> None:
+    net, sample = MODELS["gpt2"](0)
+    samples = [with_size(with_size(sample, 0, 2, b), 1, 64, n) for b, n in ((2, 64), (3, 40), (5, 33), (2, 17))]
+    net = train_at(net, samples, PLENTY, dynamic="all")
+    assert captures(net) == 1
+
+
+def test_each_size_by_itself() -> None:
+    net, sample = MODELS["gpt2"](0)
+    net = train_at(net, [with_size(sample, 1, 64, n) for n in (20, 31, 12)], PLENTY, dynamic="never")
+    assert captures(net) == 3
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "error"),
+    [("sometimes", ValueError), (3, TypeError), ({"x": {7: (1, 2)}}, ValueError), ({"x": {0: (5, 2)}}, ValueError)],
+)
+def test_a_wrong_word_is_refused(dynamic: Any, error: type[Exception]) -> None:
+    net, sample = MODELS["handmade"](0)
+    with pytest.raises(error, match="dynamic"):
+        memplan.apply(net, {"x": sample}, PLENTY, dynamic=dynamic)
+
+
+def test_samples_that_are_prepared_share_a_capture() -> None:
+    net, sample = MODELS["gpt2"](0)
+    memplan.apply(net, with_size(sample, 1, 64, 32), PLENTY, config="noremat")
+    memplan.prepare(net, [with_size(sample, 1, 64, n) for n in (20, 64, 48)])
+    assert captures(net) == 2
+
+
+def test_a_call_that_can_not_fit_says_the_longest_that_does() -> None:
+    net, sample = MODELS["gpt2"](0)
+    samples = {n: with_size(sample, 1, 64, n) for n in (20, 24, 30, 64)}
+    budget = memplan.explore(net, samples[30])[0].peak_bytes
+    memplan.apply(net, samples[20], budget)
+    step(net, samples[24])
+    with pytest.raises(
+        memplan.BudgetInfeasible, match=r"out of memory\. .*the longest that fits has .*input_ids"
+    ) as caught:
+        step(net, samples[64])
+    assert isinstance(caught.value, RuntimeError)
+    fitting = int(str(caught.value).split("input_ids of (2, ")[1].split(")")[0])
+    assert 24 <= fitting < 64
+    step(net, with_size(sample, 1, 64, fitting))
+
+
+def test_accelerate_looks_for_a_batch_that_fits() -> None:
+    memory = pytest.importorskip("accelerate.utils.memory")
+    net, sample = MODELS["gpt2"](0)
+    budget = memplan.explore(net, with_size(sample, 0, 2, 8))[0].peak_bytes
+    memplan.apply(net, sample, budget)
+    tried = []
+
+    @memory.find_executable_batch_size(starting_batch_size=64)  # type: ignore[untyped-decorator]
+    def train(batch_size: int) -> None:
+        tried.append(batch_size)
+        step(net, with_size(sample, 0, 2, batch_size))
+
+    train()
+    assert tried[-1] >= 8
+
+
+# -- other modes ------------------------------------------------------------------------------------------------------
+
+
+def test_activations_are_offloaded_at_every_size() -> None:
+    net, sample = MODELS["gpt2"](0)
+    samples = [with_size(sample, 1, 64, n) for n in (40, 64, 24, 60, 10)]
+    plain = copy.deepcopy(net)
+    floor = memplan.explore(net, samples[1])[0].peak_bytes
+    memplan.apply(net, samples[0], floor, config="rockmate", host_budget="64MiB", link=memplan.Link(1e10, 1e10))
+    for batch in (*samples, *samples):
+        assert_same_bits(step(net, batch), step(plain, batch))
+        plan = memplan.plan_of(net)
+        assert isinstance(plan, memplan.Plan)
+        assert plan.peak_bytes <= floor
+
+
+def test_gradients_accumulate_over_sizes_and_evaluation_is_in_between() -> None:
+    net, sample = MODELS["gpt2"](0)
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, PLENTY, config="noremat", accumulate=True)
+    results = []
+    for model in (net, plain):
+        torch.manual_seed(1)
+        for n in (64, 40, 30, 64, 21):
+            loss_of(call(model, with_size(sample, 1, 64, n))).backward()
+            with torch.no_grad():
+                model.eval()
+                call(model, with_size(sample, 1, 64, n + 1 if n < 64 else n))
+                model.train()
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    assert_same_bits(*results)
+
+
+# -- sweeps -----------------------------------------------------------------------------------------------------------
+
+
+SWEEP = {
+    "llama": 1, "gemma2": 1, "bert": 1, "bloom": 1, "modernbert": 1, "t5": 1, "bart": 1, "mixtral": 1, "mamba2": 1,
+    "whisper": 1, "vit": 0, "convnext": 0, "swin": 0, "segformer": 0, "wav2vec2": 0, "dit": 0,
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("name", SWEEP)
+def test_architectures_at_ten_sizes(name: str, autocast: bool) -> None:
+    net, sample = ARCHITECTURES[name].build(0)
+    dim = SWEEP[name]
+    size = tensors_in(sample)[0].shape[dim] if dim == 0 else max(t.shape[1] for t in tensors_in(sample) if t.dim() == 2)
+    sizes = (4, 3, 2, 4, 3, 2) if dim == 0 else (size, size * 3 // 4, 17, 9, size, 30, 12, 5, 31, size)
+    train_at(net, [with_size(sample, dim, size, n) for n in sizes], PLENTY, autocast)
