@@ -522,7 +522,7 @@ def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     return lambda: sum(r.message.startswith("planning, because") for r in caplog.records if r.name == "memplan")
 
 
-def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], int]) -> None:
+def test_hundreds_of_steps_of_five_shapes(grads: str, plans_made: Callable[[], int]) -> None:
     sizes = (96, 64, 80, 33, 97)
     torch.manual_seed(0)
     net = planned(Net().train(), grads)
@@ -540,14 +540,22 @@ def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], in
     made, held_bytes, objects = plans_made(), live_bytes(), len(gc.get_objects())
     assert len(sizes) <= made <= 2 * len(sizes)
     for _ in range(2):
-        train(495)
+        train(145)
         assert plans_made() == made
         assert live_bytes() == held_bytes
-        assert len(gc.get_objects()) < objects + 200
+        assert len(gc.get_objects()) < objects + 60
 
 
-@pytest.mark.parametrize("grads", ["surface", "edges"])
-@pytest.mark.parametrize("name", ["gpt2", "transformer", "handmade"])
+@pytest.mark.parametrize(
+    ("name", "grads"),
+    [
+        *(("handmade", "surface"), ("handmade", "edges"), ("gpt2", "surface")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("gpt2", "edges"), ("transformer", "surface"), ("transformer", "edges"))
+        ),
+    ],
+)
 def test_backward_inside_the_context_of_autocast(name: str, grads: Any) -> None:
     """Its ops are cast there, too: the plan is made anew."""
     plain, sample = MODELS[name](0)
@@ -587,7 +595,7 @@ def test_backward_inside_the_context_of_autocast_changes_bits() -> None:
 
 def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_planned_again() -> None:
     for net, sample, options in (
-        (*MODELS["gpt2"](0), {"on_mismatch": "raise"}),
+        (*MODELS["handmade"](0), {"on_mismatch": "raise"}),
         (Branching(), torch.randn(512, 32), {}),
     ):
         with torch.autocast("cpu", torch.bfloat16):
