@@ -51,7 +51,7 @@ test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not gpu"
 
 test-full: $(STAMP)
-	$(PYTEST) -m "not gpu"
+	MEMPLAN_ALL_EXAMPLES=1 $(PYTEST) -m "not gpu"
 
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)

@@ -43,7 +43,7 @@ def test_auto_is_never_worse_than_any_preset(problem: Problem) -> None:
     [
         pytest.param(encoder_decoder_like, marks=pytest.mark.slow),
         pytest.param(unet_like, marks=pytest.mark.slow),
-        lambda: llama_like(4),
+        lambda: llama_like(2),
     ],
 )
 def test_auto_is_never_worse_on_shapes_of_real_models(build: object) -> None:
@@ -153,7 +153,7 @@ def test_a_configuration_reaches_the_plan() -> None:
 
 
 def test_a_search_that_is_stopped_gives_the_best_so_far() -> None:
-    problem = llama_like(4)
+    problem = llama_like(2)
     whole = solve_front(problem, SMALL)
     assert not whole.truncated
     for stage in ("bounds", "cuts", "blocks", "polishing"):
@@ -182,7 +182,7 @@ def test_progress_tells_the_gap_at_the_budget() -> None:
     assert all(0 <= progress.done <= 1 for progress in told)
 
 
-@pytest.mark.parametrize("cores", [1, 3])
+@pytest.mark.parametrize("cores", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_plans_are_the_same_on_any_number_of_threads(cores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = encoder_decoder_like()
     first = solve_front(problem, SMALL)

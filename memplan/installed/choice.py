@@ -327,8 +327,12 @@ class StepChoice:
 
         if self.agreement is None:
             with errors_of_forward():
-                return (self._at_hand(call) or planned()).plan
-        return self._agreed(call, self.agreement, planned).plan
+                step = self._at_hand(call) or planned()
+        else:
+            step = self._agreed(call, self.agreement, planned)
+        if isinstance(step, WholeStep):
+            step.size_is_of(call)
+        return step.plan
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
         """The smallest budget for such a call where backward starts from fewer outputs than were planned for.

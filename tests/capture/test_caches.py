@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, run_steps
 
 
@@ -84,7 +86,7 @@ def test_what_the_first_forward_leaves_is_there_when_the_step_is_captured(how: s
     assert torch.equal(net.found(sample), plain.found(sample))
 
 
-@pytest.mark.parametrize("how", WHERE)
+@pytest.mark.parametrize("how", quickly(WHERE, "attribute", "dict", "new buffer"))
 def test_calls_of_other_shapes_find_and_leave_their_own(how: str) -> None:
     net = Cached(how)
     plain = copy.deepcopy(net)
@@ -145,8 +147,14 @@ class EachTime(Cached):
         return super().found(x)
 
 
-@pytest.mark.parametrize("how", WHERE)
-@pytest.mark.parametrize("kind", [OfInputs, OfParameters, OfRandomNumbers, OfANumberThatWasRead])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    quickly(
+        itertools.product((OfInputs, OfParameters, OfRandomNumbers, OfANumberThatWasRead), WHERE),
+        *((OfInputs, "attribute"), (OfParameters, "list"), (OfRandomNumbers, "dict"), (OfANumberThatWasRead, "buffer")),
+        (OfInputs, "new buffer"),
+    ),
+)
 def test_what_depends_on_data_is_left_to_the_first_step(kind: Callable[[str], Cached], how: str) -> None:
     """Planning must not make it of the sample's data, or with random numbers of its own."""
     net, sample = kind(how), torch.randn(64, 8)
@@ -159,7 +167,7 @@ def test_what_depends_on_data_is_left_to_the_first_step(kind: Callable[[str], Ca
     assert_same_bits(run_steps(plain, other), run_steps(net, other))
 
 
-@pytest.mark.parametrize("how", WHERE)
+@pytest.mark.parametrize("how", quickly(WHERE, "list", "buffer"))
 def test_a_cache_may_be_beside_what_each_run_sets_anew(how: str) -> None:
     net, sample = EachTime(how), torch.randn(64, 8)
     plain = copy.deepcopy(net)

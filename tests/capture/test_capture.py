@@ -24,6 +24,7 @@ from memplan.costs.measure import measure
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.check import TRACED
 from memplan.torch_private import READ_SCALAR, run_in_mode
+from tests.support.parameters import quickly
 from tests.support.small import at_floor
 from tests.support.zoo import MODELS, Sample, assert_same_bits, loss_of, run_steps
 
@@ -113,7 +114,7 @@ def with_loss(model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("autocast", [pytest.param(False, marks=pytest.mark.slow), True], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", list(MODELS))
+@pytest.mark.parametrize("name", quickly(MODELS, "gpt2", "llama", "t5", "vit", "resnet50", "transformer", "handmade"))
 def test_the_captured_ops_are_those_of_the_plain_step(name: str, autocast: bool) -> None:
     model, sample = MODELS[name](0)
     has_loss = isinstance(sample, dict) and "labels" in sample
@@ -208,7 +209,9 @@ class Permuted(nn.Module):
         return (permuted_input.float() * 2).sum() + permuted_gradient.float().pow(2).sum() + expanded_gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", list(LAID_OUT))
 def test_layouts_of_fake_kernels_are_corrected(name: str, dtype: torch.dtype) -> None:
     dimensions, function = LAID_OUT[name]

@@ -113,8 +113,10 @@ ASKS = [retained, looked_at, scaled, among_several]
 @pytest.mark.parametrize(
     ("ask", "loss", "grads"),
     [
-        *((ask, loss, "surface") for ask in ASKS for loss in (of_both, of_what_comes_out)),
-        *((ask, of_both, "edges") for ask in (retained, looked_at)),
+        *((ask, of_both, "surface") for ask in ASKS),
+        *(pytest.param(ask, of_what_comes_out, "surface", marks=pytest.mark.slow) for ask in ASKS),
+        (looked_at, of_both, "edges"),
+        pytest.param(retained, of_both, "edges", marks=pytest.mark.slow),
     ],
 )
 def test_gradients_of_outputs_from_which_others_derive_are_refused(ask: Ask, loss: Any, grads: str) -> None:
@@ -137,10 +139,16 @@ def test_so_are_those_that_autograd_grad_is_asked_for(loss: Any, grads: str) -> 
 @pytest.mark.parametrize(
     ("kind", "ask", "loss", "grads"),
     [
-        *((Net, ask, of_the_middle, "surface") for ask in ASKS),  # backward starts from nothing that derives from it
+        *((Net, ask, of_the_middle, "surface") for ask in (retained, scaled)),  # nothing it starts from derives from it
+        *(
+            pytest.param(Net, ask, of_the_middle, "surface", marks=pytest.mark.slow)
+            for ask in (looked_at, among_several)
+        ),
         *(pytest.param(Side, ask, of_both, "surface", marks=pytest.mark.slow) for ask in ASKS),
-        *((Net, taken_back, loss, "surface") for loss in (of_both, of_what_comes_out)),
-        *((kind, looked_at, loss, "edges") for kind, loss in ((Net, of_the_middle), (Side, of_both))),
+        (Net, taken_back, of_both, "surface"),
+        pytest.param(Net, taken_back, of_what_comes_out, "surface", marks=pytest.mark.slow),
+        (Net, looked_at, of_the_middle, "edges"),
+        pytest.param(Side, looked_at, of_both, "edges", marks=pytest.mark.slow),
     ],
 )
 def test_all_others_are_those_of_eager(kind: type[Net], ask: Ask, loss: Any, grads: str) -> None:

@@ -15,6 +15,7 @@ import memplan
 from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.program.step import WholeStep
 from tests.support.meter import LiveMeter
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, copied
 
 Write = Callable[[Any, torch.Tensor], None]
@@ -184,6 +185,10 @@ WAYS = [
     *(Way(w, whole=False) for w in (a_running_value, if_it_is_there, in_place, on_the_class, past_everybody)),
     *(Way(w, whole=False) for w in (a_parameter, unheard)),
 ]
+IN_EVERY_RUN = (
+    "detached", "on_a_module", "in_a_tree", "of_a_buffer", "random", "only_at_first", "through_setattr", "a_view, used",
+    "in_a_list, used", "on_an_object, used", "a_running_value", "in_place", "past_everybody", "unheard",
+)  # fmt: skip
 
 
 def step(net: Net, x: torch.Tensor, term: Term | None, seed: int) -> dict[str, Any]:
@@ -226,7 +231,7 @@ def samples() -> list[torch.Tensor]:
     return [torch.randn(n, 8) for n in (64, 32, 64)]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", quickly(WAYS, *(way for way in WAYS if str(way) in IN_EVERY_RUN)), ids=str)
 def test_what_forward_leaves_is_what_eager_leaves(way: Way) -> None:
     torch.manual_seed(0)
     plain = Net(way.write)
@@ -240,8 +245,8 @@ def test_what_forward_leaves_is_what_eager_leaves(way: Way) -> None:
         assert_same_bits(want, step(net, x, way.term, i), f"step {i}")
         if way.whole:
             assert isinstance(planned_forward(net).steps[0], WholeStep)  # type: ignore[union-attr]
-    plans = planned_forward(net).steps  # type: ignore[union-attr]
-    assert not way.whole or len(plans) <= 4  # two shapes, and another loss than was thought for each
+    captures = {id(s.key) for s in planned_forward(net).steps if isinstance(s, WholeStep)}  # type: ignore[union-attr]
+    assert not way.whole or len(captures) <= 4  # two shapes, and another loss than was thought for each
 
 
 @pytest.mark.parametrize("way", [Way(on_an_object), Way(in_a_tree), Way(on_a_module, term=found)], ids=str)

@@ -60,7 +60,7 @@ def compiler_that(does: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> I
     ("does", "told"),
     [
         pytest.param("exit 1", "CppCompileError", id="fails"),
-        pytest.param("kill -9 $PPID", "crashed", id="takes its parent with it"),
+        pytest.param("kill -9 $PPID", "crashed", id="takes its parent with it", marks=pytest.mark.slow),
         pytest.param("sleep 600", "took too long", id="hangs", marks=pytest.mark.slow),
     ],
 )

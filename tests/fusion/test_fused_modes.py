@@ -46,7 +46,7 @@ def expected(model: tuple[nn.Module, Sample]) -> dict[str, Any]:
     "settings",
     [
         {"grads": "edges"},
-        {"accumulate": True},
+        pytest.param({"accumulate": True}, marks=pytest.mark.slow),
         {"in_flight": 2},
         {"host_budget": "1GiB", "link": LINK},
     ],

@@ -21,6 +21,7 @@ from memplan.solvers.parts.passes import pass_of
 from memplan.solvers.parts.saved import solve_saved
 from tests.conftest import QUICK
 from tests.support.meter import LiveMeter
+from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, assert_same_bits, run_steps
 
 
@@ -61,7 +62,7 @@ def held_bytes(net: nn.Module, sample: torch.Tensor) -> int:
     return meter.peak_bytes
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("share", quickly((0.0, 0.3, 0.7, 1.0), 0.0, 0.7))
 def test_a_step_fits_its_budget_with_the_plain_bits(share: float) -> None:
     net, sample = net_and_sample()
     planned = copy.deepcopy(net)
@@ -87,7 +88,7 @@ def test_less_fits_than_whole_plans_of_blocks_would_save() -> None:
     assert least[0] < least[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", quickly(("gpt2", "llama"), "llama"))
 def test_saved_bytes_fall_as_seconds_rise(name: str) -> None:
     net, sample = MODELS[name](0)
     captured = capture(net, net.forward, sample)

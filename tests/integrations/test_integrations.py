@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, copied
 
 transformers = pytest.importorskip("transformers")
@@ -141,7 +142,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any
     return run
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", quickly(KINDS, "bfloat16", "loss-outside"))
 def test_a_planned_run_is_the_plain_run(kind: str, plain: Any, tmp_path: Path) -> None:
     """Accumulation, short last batches, evaluation and checkpoints on the way."""
     expected = plain(kind)

@@ -522,7 +522,11 @@ def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
     return lambda: sum(r.message.startswith("planning, because") for r in caplog.records if r.name == "memplan")
 
 
-def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], int]) -> None:
+@pytest.mark.parametrize(("often", "objects_more"), [(145, 60), pytest.param(495, 200, marks=pytest.mark.slow)])
+def test_hundreds_of_steps_of_five_shapes(
+    often: int, objects_more: int, grads: str, plans_made: Callable[[], int]
+) -> None:
+    """All shapes but the first share a capture, and nothing is planned or kept any more after a while."""
     sizes = (96, 64, 80, 33, 97)
     torch.manual_seed(0)
     net = planned(Net().train(), grads)
@@ -538,16 +542,24 @@ def test_a_thousand_steps_of_five_shapes(grads: str, plans_made: Callable[[], in
 
     train(2 * len(sizes))
     made, held_bytes, objects = plans_made(), live_bytes(), len(gc.get_objects())
-    assert len(sizes) <= made <= 2 * len(sizes)
+    assert 1 <= made <= 3
     for _ in range(2):
-        train(495)
+        train(often)
         assert plans_made() == made
         assert live_bytes() == held_bytes
-        assert len(gc.get_objects()) < objects + 200
+        assert len(gc.get_objects()) < objects + objects_more
 
 
-@pytest.mark.parametrize("grads", ["surface", "edges"])
-@pytest.mark.parametrize("name", ["gpt2", "transformer", "handmade"])
+@pytest.mark.parametrize(
+    ("name", "grads"),
+    [
+        *(("handmade", "surface"), ("handmade", "edges"), ("gpt2", "surface")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.slow)
+            for pair in (("gpt2", "edges"), ("transformer", "surface"), ("transformer", "edges"))
+        ),
+    ],
+)
 def test_backward_inside_the_context_of_autocast(name: str, grads: Any) -> None:
     """Its ops are cast there, too: the plan is made anew."""
     plain, sample = MODELS[name](0)
@@ -587,7 +599,7 @@ def test_backward_inside_the_context_of_autocast_changes_bits() -> None:
 
 def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_planned_again() -> None:
     for net, sample, options in (
-        (*MODELS["gpt2"](0), {"on_mismatch": "raise"}),
+        (*MODELS["handmade"](0), {"on_mismatch": "raise"}),
         (Branching(), torch.randn(512, 32), {}),
     ):
         with torch.autocast("cpu", torch.bfloat16):

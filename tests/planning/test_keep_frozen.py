@@ -201,7 +201,7 @@ def train(
     return {"losses": losses, "state": state, "rng_state": torch.get_rng_state()}
 
 
-@pytest.mark.parametrize("seed", [None, 0, 1])
+@pytest.mark.parametrize("seed", [None, 0, pytest.param(1, marks=pytest.mark.slow)])
 def test_steps_are_the_plain_models_bits_and_fetch_what_was_predicted(
     seed: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,6 +24,7 @@ from memplan.runtime.parts.part_step import PartRunner
 from memplan.runtime.parts.partial_step import PartialStep
 from memplan.solvers.parts.ways import UnitChain, UnitChoice, UnitOption, UnitProblem, appraise, choose_ways, smallest
 from tests.support.meter import LiveMeter
+from tests.support.parameters import examples, quickly
 from tests.support.zoo import assert_same_bits, call, loss_of, run_steps
 
 Sample = Any
@@ -117,6 +118,9 @@ class Branching(nn.Module):
         return self.head(hidden).pow(2).mean()
 
 
+ALL_TRAITS = {"tied": True, "again": True, "dropout": 0.1}
+
+
 def twins(build: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     nets = []
     for _ in range(2):
@@ -149,9 +153,12 @@ def test_a_mixture_of_experts_trains_at_half_of_its_activations(experts: str) ->
 
 
 @pytest.mark.parametrize(
-    "traits", [{}, {"dropout": 0.2}, {"tied": True}, {"again": True}, {"tied": True, "again": True, "dropout": 0.1}]
+    ("traits", "fraction"),
+    quickly(
+        itertools.product(({}, {"dropout": 0.2}, {"tied": True}, {"again": True}, ALL_TRAITS), (0.0, 0.6)),
+        *(({}, 0.0), ({"dropout": 0.2}, 0.6), ({"tied": True}, 0.6), (ALL_TRAITS, 0.0)),
+    ),
 )
-@pytest.mark.parametrize("fraction", [0.0, 0.6])
 def test_a_branch_on_computed_data_between_blocks(traits: dict[str, Any], fraction: float | None) -> None:
     net, plain = twins(lambda: Branching(**traits))
     sample = torch.randn(256, 32, generator=torch.Generator().manual_seed(2))
@@ -408,7 +415,11 @@ def assert_same_gradients(net: nn.Module, plain: nn.Module, sample: torch.Tensor
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.parametrize("losses", [[name] for name in LOSS] + [[*LOSS, *LOSS]], ids=[*LOSS, "all in turn"])
+@pytest.mark.parametrize(
+    "losses",
+    quickly([*([name] for name in LOSS), [*LOSS, *LOSS]], ["expanded"], [*LOSS, *LOSS]),
+    ids=[*LOSS, "all in turn"],
+)
 def test_gradients_of_any_layout_reach_parts(losses: list[str]) -> None:
     """A part that was planned for others runs forward once more, and is planned for these from then on."""
     net, sample = WithoutLoss(), torch.randn(64, 8)
@@ -440,7 +451,7 @@ def test_a_part_is_refused_gradients_of_other_layouts_where_its_forward_can_not_
         out.sum().backward()
 
 
-@pytest.mark.parametrize("loss", LOSS)
+@pytest.mark.parametrize("loss", quickly(LOSS, "expanded", "a slice"))
 def test_other_gradients_take_no_more_memory(loss: str) -> None:
     net, sample = WithoutLoss(), torch.randn(512, 8)
     memplan.apply(net, sample, 0.8)
@@ -618,7 +629,7 @@ def every_choice(problem: UnitProblem) -> list[UnitChoice]:
     return [appraise(problem, picks) for picks in itertools.product(*by_stage)]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=examples(200))
 @given(problems, st.integers(0, 120))
 def test_the_choice_is_the_fastest_of_all_that_fit(problem: UnitProblem, budget_bytes: int) -> None:
     every = every_choice(problem)

@@ -6,7 +6,7 @@ import copy
 import gc
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from memplan.solvers.orders.flat import flatten
 from tests.planning.test_offload import CountingStreams, DeviceMeter, live_peaks, with_random_homes
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.meter import storage_bytes
+from tests.support.parameters import quickly
 from tests.support.random_graphs import random_problems
 from tests.support.small import net_and_sample
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, copied, loss_of
@@ -83,12 +84,7 @@ def host(request: pytest.FixtureRequest) -> dict[str, Any]:
     return {} if request.param is None else {"host_budget": request.param, "link": PCIE}
 
 
-def quickly(names: Iterable[str], *quick: str) -> list[Any]:
-    """Names of which only a few run in `make test`."""
-    return [pytest.param(name, marks=() if name in quick else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("name", quickly(OPTIMIZERS, "SGD", "fused AdamW", "foreach Adam", "Adafactor"))
+@pytest.mark.parametrize("name", quickly(OPTIMIZERS, "fused AdamW", "foreach Adam", "Adafactor"))
 def test_three_steps_are_the_bits_of_the_plain_loop(name: str, host: dict[str, Any]) -> None:
     plain, sample = MODELS["handmade"](0)
     net = copy.deepcopy(plain)

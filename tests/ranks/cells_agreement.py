@@ -470,7 +470,7 @@ CELLS = {
     "one plans": Cell(one_plans),
     "one plans copies": Cell(one_plans_copies),
     "other budgets": Cell(other_budgets),
-    "two plan": Cell(two_plan, world=4),
+    "two plan": Cell(two_plan, world=4, full=True),
     "gathers": Cell(gathers),
     "gathers, other batches at first": Cell(lambda: uneven_gathers(((64, 40), (40, 64), (64, 64)), [1, 0], True)),
     "gathers, the first call": Cell(lambda: uneven_gathers(((40, 64), (12, 12), (40, 40)), [1, 0], False)),
@@ -498,5 +498,5 @@ CELLS = {
     "out of memory": Cell(out_of_memory),
     "out of memory with gathers": Cell(alone_with_gathers),
     "dies in backward": Cell(dies, alone=True),
-    "dies between steps": Cell(dies_between, alone=True),
+    "dies between steps": Cell(dies_between, full=True, alone=True),
 }

@@ -247,7 +247,7 @@ def deepspeed_cell(stages: int, kind: str = "plain", **settings: Any) -> Cell:
 
 
 CELLS = {
-    "torch-gpipe": Cell(functools.partial(torch_equals_plain, "gpipe"), needs=TORCH),
+    "torch-gpipe": Cell(functools.partial(torch_equals_plain, "gpipe"), full=True, needs=TORCH),
     "torch-1f1b": Cell(functools.partial(torch_equals_plain, "1f1b"), needs=TORCH),
     "torch-interleaved": Cell(functools.partial(torch_equals_plain, "interleaved"), full=True, needs=TORCH),
     "torch-1f1b-4": Cell(functools.partial(torch_equals_plain, "1f1b"), world=4, full=True, needs=TORCH),

@@ -243,7 +243,7 @@ def torch_cells() -> dict[str, Cell]:
     for kind in SCHEDULES:
         for world in (2, 4):
             run = functools.partial(torch_equals_plain, kind)
-            fast = (kind, world) in (("1f1b", 2), ("interleaved", 2))
+            fast = (kind, world) == ("1f1b", 2)
             found[f"torch-{kind}-{world}"] = Cell(run, world, full=not fast, needs=TORCH)
     return found
 

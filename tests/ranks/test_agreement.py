@@ -61,7 +61,7 @@ def arrivals(net: torch.nn.Module, sample: Any) -> list[str]:
 
 @pytest.mark.parametrize("grads", ["surface", "edges"])
 @pytest.mark.parametrize(
-    "name", ["gpt2", "handmade", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert"))]
+    "name", ["handmade", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama", "bert"))]
 )
 def test_hooks_see_gradients_in_the_order_of_the_signature(name: str, grads: str) -> None:
     net, sample = MODELS[name](0)
@@ -75,7 +75,9 @@ def test_hooks_see_gradients_in_the_order_of_the_signature(name: str, grads: str
     assert orders[0] == orders[1]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "handmade", pytest.param("bert", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "handmade", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "bert"))]
+)
 def test_gradients_arrive_in_the_order_of_the_plain_model(name: str) -> None:
     """Where three ranks or more sum a bucket of gradients, bits depend on the place that each has in it."""
     net, sample = MODELS[name](0)
@@ -105,7 +107,10 @@ def test_equal_events_have_equal_digests() -> None:
 
 
 @pytest.mark.xdist_group("ranks-2-False")
-@pytest.mark.parametrize("name", [n for n, cell in cells().items() if cell.alone])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if c.full else (), id=n) for n, c in cells().items() if c.alone],
+)
 def test_a_rank_that_dies_is_noticed_by_the_others(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, *others = run_ranks([name], cells()[name].world, Path(folder), WITHIN_S)

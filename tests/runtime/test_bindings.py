@@ -18,6 +18,7 @@ from memplan.problem.schedule import Compute
 from memplan.runtime.program.bindings import binding
 from memplan.runtime.program.execute import Runner
 from tests.support.meter import LiveMeter
+from tests.support.parameters import quickly
 from tests.support.small import at_floor, pair
 from tests.support.zoo import MODELS, assert_same_bits, call, loss_of, run_steps
 
@@ -78,7 +79,7 @@ class Log(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", "llama_eager", "resnet50", pytest.param("unet", marks=pytest.mark.slow), "handmade"]
+    "name", quickly(("gpt2", "llama_eager", "resnet50", "unet", "handmade"), "llama_eager", "handmade")
 )
 def test_programs_dispatch_the_ops_of_their_schedule(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     net, sample = MODELS[name](0)

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        ("test_gpu", "bits and gpt2-fp32 or memory or precision or host or seeding or parts"),
+        ("test_gpu", "bits and gpt2-fp32 or memory or host or seeding or parts"),
         pytest.param("test_gpu", "", marks=pytest.mark.slow),
         pytest.param("test_offload_gpu", "", marks=pytest.mark.slow),
     ],

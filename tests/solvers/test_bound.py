@@ -27,10 +27,13 @@ from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
 from tests.support.configs import with_figures
+from tests.support.parameters import examples
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.solver_oracle import all_orders
 
-CALM = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+CALM = settings(
+    max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
 SMALL = with_figures(Config(points=8), sizes=6, grid=10, descents=2, descent_steps=6, exchanges=10, neighbours=10)
 
 
@@ -58,7 +61,7 @@ def program(problem: Problem, moments: tuple[int, ...]) -> MomentProgram:
     return program_of(step_of(flat), moments, fixed[[1 + m - flat.arrays.boundary for m in moments]])
 
 
-@settings(CALM, max_examples=60)
+@settings(CALM, max_examples=examples(60))
 @given(random_problems(most_ops=4, most_size=4), st.data())
 def test_programme_and_multipliers_hold_for_every_short_order(problem: Problem, data: st.DataObject) -> None:
     flat = flatten(problem)
@@ -157,7 +160,7 @@ def test_memory_of_an_input_that_is_overwritten_is_given_back() -> None:
     assert holds_for_short_orders(problem)
 
 
-@settings(CALM, max_examples=40)
+@settings(CALM, max_examples=examples(40))
 @given(random_problems(), st.data())
 def test_every_line_stays_under_its_programme(problem: Problem, data: st.DataObject) -> None:
     flat = flatten(problem)

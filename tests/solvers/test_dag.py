@@ -24,10 +24,11 @@ from memplan.solvers.dag.dag_order import DagArrays, dag_arrays, measure_order, 
 from memplan.solvers.dag.dag_problem import DagNode, DagPlan, DagProblem, account, dag_as_problem
 from memplan.solvers.dag.solve_dag import DagLimits
 from memplan.solvers.orders.flat import Flat, flatten
+from tests.support.parameters import examples
 
 SMALL = DagLimits(trials=3000, moments=3, cuts=6)
 SEARCH = replace(SMALL, exact_nodes=0)  # the search alone
-CALM = settings(max_examples=60, deadline=None, derandomize=True,
+CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 
 
@@ -218,7 +219,7 @@ def test_search_alone_is_never_beaten_where_certified(problem: DagProblem) -> No
             assert not plan.certified or plan.time_s == pytest.approx(least_s)
 
 
-@settings(CALM, max_examples=150)
+@settings(CALM, max_examples=examples(150))
 @given(dags(most_nodes=7), st.integers(1, 4), st.integers(2, 12))
 def test_bounds_hold_for_every_sequence(problem: DagProblem, moments: int, cuts: int) -> None:
     flat = flat_of(problem)
@@ -233,7 +234,7 @@ def test_bounds_hold_for_every_sequence(problem: DagProblem, moments: int, cuts:
             assert exact.bound_s <= least_s * (1 + 1e-9)
 
 
-@settings(CALM, max_examples=25)
+@settings(CALM, max_examples=examples(25))
 @given(dags(most_nodes=6))
 def test_no_plan_is_slower_than_checkmate(problem: DagProblem) -> None:
     for budget in budgets(problem)[1::2]:
@@ -314,7 +315,7 @@ def test_more_budget_never_costs_time_from_the_plan_before(problem: DagProblem) 
     assert plan is not None and plan.overhead == 0.0 and plan.certified
 
 
-@settings(CALM, max_examples=15)
+@settings(CALM, max_examples=examples(15))
 @given(dags(most_nodes=9))
 def test_plans_are_deterministic_and_keep_their_limits(problem: DagProblem) -> None:
     limits = replace(SEARCH, trials=500, intervals=2)

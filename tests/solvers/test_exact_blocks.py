@@ -23,9 +23,10 @@ from memplan.solvers.exact.whole_step import solve_step
 from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.sketch import sketch_of
 from tests.support.milp_oracle import checkmate, facts_of, shortest
+from tests.support.parameters import examples
 from tests.support.random_graphs import StepBuilder, llama_like, random_problems, resnet_like, unet_like
 
-CALM = settings(max_examples=60, deadline=None, derandomize=True,
+CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 RULES = [Rules(*switches) for switches in itertools.product((False, True), repeat=len(Rules._fields))]
 
@@ -89,7 +90,7 @@ def test_equals_the_shortest_path_over_sets(question: tuple[LocalBlock, BlockBud
     assert checked(*question, answer) == pytest.approx(shortest(*question), rel=1e-9, abs=1e-9)
 
 
-@settings(CALM, max_examples=12)
+@settings(CALM, max_examples=examples(12))
 @given(questions(6, 10))
 def test_every_subset_of_rules_gives_the_same_seconds(question: tuple[LocalBlock, BlockBudget]) -> None:
     answers = [solve_block(*question, rules=rules, most_nodes=30_000) for rules in RULES]
@@ -120,7 +121,7 @@ def compared(block: LocalBlock, budget: BlockBudget) -> bool:
     return closed
 
 
-@settings(CALM, max_examples=15)
+@settings(CALM, max_examples=examples(15))
 @given(questions(7, 12))
 def test_equals_the_programme_on_random_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
     assert compared(*question)
@@ -163,7 +164,7 @@ def test_a_layer_is_certified_over_its_grid() -> None:
                 checked(block, budget, answer)
 
 
-@settings(CALM, max_examples=25)
+@settings(CALM, max_examples=examples(25))
 @given(random_problems(most_ops=7), st.sampled_from([0, 1, 3, 1000]))
 def test_a_grid_says_of_every_budget_what_is_true(problem: Problem, most_nodes: int) -> None:
     """Bounds and orders that budgets take over from each other, limits on the forward peak among them."""

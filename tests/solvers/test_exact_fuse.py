@@ -27,6 +27,7 @@ from memplan.solvers.exact.whole_step import whole_step
 from memplan.solvers.orders.flat import flatten
 from tests.solvers.test_exact_blocks import CALM, blocks_of, checked, questions, range_of_budgets, suited
 from tests.support.milp_oracle import facts_of, shortest
+from tests.support.parameters import examples
 from tests.support.random_graphs import StepBuilder
 
 SIZES = (1, 8, 128, 128, 256)  # small values beside large ones, some of a size
@@ -66,7 +67,7 @@ def limited(draw: st.DrawFn, most_ops: int, most_values: int) -> tuple[LocalBloc
     return block, BlockBudget(*limits)
 
 
-@settings(CALM, max_examples=150)
+@settings(CALM, max_examples=examples(150))
 @given(limited(8, 10))
 def test_fused_blocks_have_the_least_time_of_the_shortest_path(question: tuple[LocalBlock, BlockBudget]) -> None:
     answer = solve_block(*question)
@@ -74,7 +75,7 @@ def test_fused_blocks_have_the_least_time_of_the_shortest_path(question: tuple[L
     assert checked(*question, answer) == pytest.approx(shortest(*question), rel=1e-9, abs=1e-9)
 
 
-@settings(CALM, max_examples=60)
+@settings(CALM, max_examples=examples(60))
 @given(limited(16, 24))
 def test_fused_blocks_have_the_least_time_of_larger_blocks(question: tuple[LocalBlock, BlockBudget]) -> None:
     with_fewer = solve_block(*question)

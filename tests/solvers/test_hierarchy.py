@@ -24,6 +24,7 @@ from memplan.solvers.orders.flat import flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
 from tests.support.configs import with_figures
+from tests.support.parameters import examples
 from tests.support.random_graphs import (
     StepBuilder,
     encoder_decoder_like,
@@ -34,7 +35,7 @@ from tests.support.random_graphs import (
 )
 
 SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
-CALM = settings(max_examples=60, deadline=None, derandomize=True,
+CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 SHAPES: dict[str, Callable[[], Problem]] = {
     "unet": lambda: unet_like(4),

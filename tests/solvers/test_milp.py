@@ -19,10 +19,11 @@ from memplan.solvers.exact.incumbents import BlockBudget
 from memplan.solvers.exact.whole_step import solve_step, whole_step
 from memplan.solvers.orders.flat import flatten
 from tests.support.milp_oracle import checkmate, joint, variables
+from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems
 from tests.support.solver_oracle import all_orders
 
-CALM = settings(max_examples=25, deadline=None, derandomize=True,
+CALM = settings(max_examples=examples(25), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 SMALL = ("perceptron", "convolutions")  # committed steps of which HiGHS closes every cell
 
@@ -44,7 +45,7 @@ def in_stages(problem: Problem, order: Sequence[int]) -> bool:
     return first == [*range(n), BOUNDARY, *range(n, len(problem.graph.ops))]
 
 
-@settings(CALM, max_examples=8)
+@settings(CALM, max_examples=examples(8))
 @given(random_problems(most_ops=3, most_size=4))
 def test_the_joint_programme_is_as_good_as_every_order_in_stages(problem: Problem) -> None:
     assume(not problem.frees_gradients and not problem.update_bytes)

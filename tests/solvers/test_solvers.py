@@ -31,6 +31,7 @@ from memplan.solvers.orders.rewrites import bring_down, demand_order, events_of,
 from memplan.solvers.search.exchange import exchange
 from memplan.solvers.search.neighbourhood import search_neighbours
 from tests.support.configs import with_figures
+from tests.support.parameters import examples
 from tests.support.random_graphs import (
     StepBuilder,
     encoder_decoder_like,
@@ -43,7 +44,7 @@ from tests.support.solver_oracle import all_orders, chain_optimum, recount
 
 SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
                sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
-CALM = settings(max_examples=60, deadline=None, derandomize=True,
+CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_front_is_legal_and_monotone_and_above_the_bound(problem: Problem) -> No
     assert front.points[-1].peak_bytes <= front.keep_all.peak_bytes
 
 
-@settings(CALM, max_examples=25)
+@settings(CALM, max_examples=examples(25))
 @given(random_problems(most_ops=4, most_size=4))
 def test_bound_holds_for_every_short_order(problem: Problem) -> None:
     bound = lower_bound(problem)
@@ -139,7 +140,7 @@ def test_bound_holds_for_every_short_order(problem: Problem) -> None:
     assert bound.time_s(front.floor.peak_bytes - 1) >= problem.baseline_time_s or front.floor.time_s > 0
 
 
-@settings(CALM, max_examples=10)
+@settings(CALM, max_examples=examples(10))
 @given(random_problems())
 def test_front_is_deterministic(problem: Problem) -> None:
     first, second = solve_front(problem, config=SMALL), solve_front(problem, config=SMALL)

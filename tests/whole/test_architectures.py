@@ -29,8 +29,8 @@ FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
-    """One of each family runs by default, `make test-slow` runs the others."""
-    found = [] if name in FIRST_OF_FAMILY.values() else [pytest.mark.slow]
+    """One of each family that can be planned so runs by default, `make test-slow` runs the others."""
+    found = [] if name in FIRST_OF_FAMILY.values() and name not in INFEASIBLE else [pytest.mark.slow]
     if name in INFEASIBLE:
         found.append(pytest.mark.xfail(raises=memplan.BudgetInfeasible, reason=INFEASIBLE[name]))
     return found

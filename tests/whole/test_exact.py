@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
@@ -17,18 +17,19 @@ from memplan.installed.planned_forward import planned_forward
 from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
-IN_EVERY_RUN = ("gpt2", "t5", "vit", "handmade")  # in bf16; of the others that is slow
-LIKE_ANOTHER = ("unet",)  # test_architectures has a larger one
-FEW, MANY = 3, 8  # budgets from the floor to the unplanned peak
+IN_EVERY_RUN = ("gpt2", "handmade")  # in bf16; of the others that is slow
+LIKE_ANOTHER = ("llama_eager", "bert", "unet")  # test_architectures has a larger U-Net
+WITHOUT_LOSS = ("unet", "transformer", "handmade")
+FEW, MANY = (0.0, 0.5), tuple(i / 7 for i in range(8))  # budgets as shares of the way from floor to unplanned peak
 
 
-def cells(*counts: int) -> list[Any]:
-    """Every model in both precisions, with so many budgets; MANY are slow."""
+def cells(*budgets: tuple[float, ...], names: Iterable[str] = MODELS) -> list[Any]:
+    """Models in both precisions, with these budgets; MANY are slow."""
     found = []
-    for name, autocast, count in itertools.product(MODELS, (False, True), counts):
-        slow = count == MANY or name in LIKE_ANOTHER or (autocast and name not in IN_EVERY_RUN)
-        kind = f"{name}-{'bf16' if autocast else 'fp32'}-{count}"
-        found.append(pytest.param(name, autocast, count, id=kind, marks=pytest.mark.slow if slow else ()))
+    for name, autocast, shares in itertools.product(names, (False, True), budgets):
+        slow = shares == MANY or name in LIKE_ANOTHER or (autocast and name not in IN_EVERY_RUN)
+        kind = f"{name}-{'bf16' if autocast else 'fp32'}-{len(shares)}"
+        found.append(pytest.param(name, autocast, shares, id=kind, marks=pytest.mark.slow if slow else ()))
     return found
 
 
@@ -61,10 +62,10 @@ def _curve(name: str, autocast: bool, loss_fn: Callable[..., torch.Tensor] | Non
         return memplan.explore(net, sample, loss_fn=loss_fn)
 
 
-def spread(points: tuple[memplan.Plan, ...], count: int) -> list[memplan.Plan]:
-    """The fastest points at `count` budgets from the floor to the unplanned peak."""
+def spread(points: tuple[memplan.Plan, ...], shares: tuple[float, ...]) -> list[memplan.Plan]:
+    """The fastest points at these shares of the way from the floor to the unplanned peak."""
     low, high = points[0].peak_bytes, points[-1].baseline_peak_bytes
-    budgets = [low + (high - low) * i // (count - 1) for i in range(count)]
+    budgets = [low + int((high - low) * share) for share in shares]
     return [[p for p in points if p.peak_bytes <= budget][-1] for budget in budgets]
 
 
@@ -111,35 +112,48 @@ def allocator_peak(net: nn.Module, sample: Sample, autocast: bool) -> int:
     return profiler_peak(lambda: train_once(net, sample, autocast), resident_bytes)
 
 
-@pytest.mark.parametrize(("name", "autocast", "count"), cells(FEW, MANY))
-def test_three_steps_are_the_plain_models_bits_at_any_budget(name: str, autocast: bool, count: int) -> None:
+def assert_measured_as_predicted(net: nn.Module, sample: Sample, autocast: bool, plan: memplan.Plan) -> None:
+    measured = live_peak(net, sample, autocast), allocator_peak(net, sample, autocast)
+    assert measured == (plan.live_peak_bytes, plan.peak_bytes)
+    assert plan.problem.budget_bytes is not None
+    assert measured[1] <= plan.problem.budget_bytes
+
+
+@pytest.mark.parametrize(("name", "autocast", "shares"), cells(FEW, MANY))
+def test_steps_hold_what_is_predicted_and_are_the_plain_models_bits(
+    name: str, autocast: bool, shares: tuple[float, ...]
+) -> None:
+    """At any budget; what they hold where the loss is the model's own."""
     net, sample = built(name)
     plain = run_steps(copy.deepcopy(net), sample, 3, autocast)
     points = curve(name, autocast, False)
-    for point in spread(points, count):
+    for point in spread(points, shares):
         planned = copy.deepcopy(net)
         with under(autocast):
             memplan.apply(planned, sample, plan=point)
+        if name not in WITHOUT_LOSS:
+            assert_measured_as_predicted(planned, sample, autocast, point)
+            planned.load_state_dict(net.state_dict())
         assert_same_bits(plain, run_steps(planned, sample, 3, autocast))
     assert points[0].recomputed, "the smallest budget recomputes something, or this test shows nothing"
 
 
-@pytest.mark.parametrize(("name", "autocast", "count"), cells(FEW, MANY))
-def test_measured_peaks_are_the_predicted_ones_to_the_byte(name: str, autocast: bool, count: int) -> None:
+@pytest.mark.parametrize(("name", "autocast", "shares"), cells(FEW, MANY, names=WITHOUT_LOSS))
+def test_steps_with_the_loss_inside_hold_what_is_predicted(
+    name: str, autocast: bool, shares: tuple[float, ...]
+) -> None:
     net, sample = built(name)
     loss_fn = loss_inside(sample)
-    for point in spread(curve(name, autocast, True), count):
+    assert loss_fn is not None
+    for point in spread(curve(name, autocast, True), shares):
         planned = copy.deepcopy(net)
         with under(autocast):
             memplan.apply(planned, sample, plan=point, loss_fn=loss_fn)
-        measured = live_peak(planned, sample, autocast), allocator_peak(planned, sample, autocast)
-        assert measured == (point.live_peak_bytes, point.peak_bytes)
-        assert point.problem.budget_bytes is not None
-        assert measured[1] <= point.problem.budget_bytes
+        assert_measured_as_predicted(planned, sample, autocast, point)
 
 
 @pytest.mark.parametrize(("name", "autocast", "_"), cells(FEW))
-def test_the_curve_is_monotone_and_never_above_eager(name: str, autocast: bool, _: int) -> None:
+def test_the_curve_is_monotone_and_never_above_eager(name: str, autocast: bool, _: tuple[float, ...]) -> None:
     net, sample = built(name)
     points = curve(name, autocast, True)
     peaks, times = [p.peak_bytes for p in points], [p.time_s for p in points]

@@ -12,7 +12,7 @@ from memplan.capture.ops.signature import op_kind, signature
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.problem.data import Effect, Graph, Op, Value
 
-Numbers = dict[int, int]  # index of a value in the draft -> its index in the graph
+Renumbering = dict[int, int]  # index of a value in the draft -> its index in the graph
 
 
 def drop_dead_ops(draft: Draft, outputs: Sequence[OutputTensor]) -> None:
@@ -89,12 +89,12 @@ def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence
     return used
 
 
-def _value(value: DraftValue, number: Numbers) -> Value:
+def _value(value: DraftValue, number: Renumbering) -> Value:
     reuses = None if value.reuses is None else number[value.reuses]
     return Value(value.name, value.size_bytes, value.role, value.held, reuses)
 
 
-def _op(draft: Draft, op: DraftOp, number: Numbers) -> Op:
+def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
     taken = [r for v in op.outputs if (r := draft.values[v].reuses) is not None]
     first_only = {effect.old for effect in op.effects}
     reads = dict.fromkeys(v for v in [*op.reads.values(), *taken] if v not in first_only)
@@ -112,7 +112,7 @@ def _op(draft: Draft, op: DraftOp, number: Numbers) -> Op:
     )
 
 
-def _kernel(op: DraftOp, number: Numbers) -> Kernel:
+def _kernel(op: DraftOp, number: Renumbering) -> Kernel:
     return Kernel(
         node=op.node,
         target=op.target,

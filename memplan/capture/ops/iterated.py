@@ -12,12 +12,12 @@ import torch
 
 from memplan.capture.ops.layout import dense_stride, is_dense
 
-Sizes = tuple[int, ...]
+Extents = tuple[int, ...]
 
 _CHANNELS_LAST = (1, 3, 2, 0)  # dimensions, the innermost first
 
 
-def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Sizes, Sizes]:
+def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Extents, Extents]:
     """(size, stride) of the result of an op over these operands. The first operand decides before the others."""
     tensors = [t for t in operands if isinstance(t, torch.Tensor)]
     size = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
@@ -32,19 +32,19 @@ def iterated_layout(operands: Sequence[torch.Tensor | complex]) -> tuple[Sizes, 
     return size, dense_stride(size, _sorted(size, [_broadcast(size, t) for t in tensors]))
 
 
-def _is_like(tensor: torch.Tensor, stride: Sizes) -> bool:
+def _is_like(tensor: torch.Tensor, stride: Extents) -> bool:
     """Whether elements lie as with these strides. Strides of dimensions of one element do not count."""
     return all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.stride(), stride, strict=True))
 
 
-def _broadcast(size: Sizes, tensor: torch.Tensor) -> Sizes:
+def _broadcast(size: Extents, tensor: torch.Tensor) -> Extents:
     """Strides for all dimensions of the result; 0 where the operand is repeated."""
     new = len(size) - tensor.dim()
     own = zip(tensor.shape, tensor.stride(), size[new:], strict=True)
     return (0,) * new + tuple(0 if n == 1 and whole != 1 else s for n, s, whole in own)
 
 
-def _sorted(size: Sizes, strides: Sequence[Sizes]) -> list[int]:
+def _sorted(size: Extents, strides: Sequence[Extents]) -> list[int]:
     """The dimensions, the innermost first. It is an insertion sort, because not every two of them can be compared."""
     order = list(reversed(range(len(size))))
     for end in range(1, len(order)):
@@ -59,7 +59,7 @@ def _sorted(size: Sizes, strides: Sequence[Sizes]) -> list[int]:
     return order
 
 
-def _is_outside(size: Sizes, strides: Sequence[Sizes], a: int, b: int) -> bool | None:
+def _is_outside(size: Extents, strides: Sequence[Extents], a: int, b: int) -> bool | None:
     """Whether dimension `a` goes outside of `b`; None where no operand decides."""
     for stride in strides:
         if 0 in (stride[a], stride[b]):

@@ -101,6 +101,11 @@ class WholeStep:
         sizes = self.capture.traced.sizes
         return () if sizes is None else sizes.numbers(call.tensors)
 
+    def size_is_of(self, call: Call) -> None:
+        """Let `plan` be the one for the sizes of this call."""
+        if self.sized is not None:
+            self.sized.numbers = self.numbers(call)
+
     def peak_bytes(self, call: Call) -> int:
         """The peak in a call that the step serves."""
         return self.planned.peak_bytes if self.sized is None else self.sized.peak_bytes(self.numbers(call))
@@ -128,8 +133,7 @@ class WholeStep:
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced = self.capture.traced
-        if self.sized is not None:
-            self.sized.numbers = self.numbers(call)
+        self.size_is_of(call)
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
