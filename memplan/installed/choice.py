@@ -232,7 +232,7 @@ class StepChoice:
         if len(self.steps) == _MANY_STEPS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
-                "a while. Pad batches to few lengths, and pass numbers that change with the batch as tensors",
+                "a while. Pass numbers that change with the batch as tensors",
                 len(self.steps) + 1, reason,
             )  # fmt: skip
         with self.planning():
