@@ -35,7 +35,7 @@ ARROWS = {
     "solvers/parts": "config problem solvers/chain solvers/front solvers/orders",
     "solvers/dag": "config errors problem solvers/bounds solvers/front solvers/numeric solvers/orders units",
     "solvers": "solvers/bounds solvers/dag solvers/front",
-    "torch_private": "",
+    "torch_private": "errors",
     "capture/ops": "errors torch_private",
     "capture/attributes": "capture/ops errors torch_private",
     "capture/trace": "capture/attributes capture/ops errors torch_private",

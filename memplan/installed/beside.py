@@ -68,17 +68,19 @@ class HeldGradients:
         self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
-def news_of_flight(step: WholeStep, steps: Sequence[PlannedStep], limit_bytes: int | None) -> dict[str, str]:
+def news_of_flight(
+    step: WholeStep, step_bytes: int, steps: Sequence[PlannedStep], limit_bytes: int | None
+) -> dict[str, str]:
     """Warnings, by subject, where forwards wait for their backward while another step begins.
 
-    - step: the one that begins.
+    - step, step_bytes: the one that begins, and its peak.
     - steps: all of the model's.
     - limit_bytes: the budget.
     """
     waiting = [s for known in steps if isinstance(known, WholeStep) for s in known.runner.waiting if s.saved]
     if not waiting:
         return {}
-    count, peak_bytes = len(waiting) + 1, step.plan.peak_bytes + sum(state.saved_bytes for state in waiting)
+    count, peak_bytes = len(waiting) + 1, step_bytes + sum(state.saved_bytes for state in waiting)
     news = {}
     if limit_bytes is not None and peak_bytes > limit_bytes:
         news["budget"] = (

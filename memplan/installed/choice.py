@@ -23,8 +23,8 @@ from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
 
-_MOST_STEPS = 64  # that a model keeps; the one that was not used for longest goes first
-_MANY_STEPS = 12  # as many plans for one model are worth a warning
+_MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
+_MANY_KINDS = 12  # as many are worth a warning
 _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
 
 
@@ -101,7 +101,7 @@ class StepChoice:
         """The step that serves a new call."""
         self._look_for_gradients()
         step = self._step_for(call)
-        self._tell_of_flight(step)
+        self._tell_of_flight(step, call)
         return step
 
     def another(self, call: Call, before: PlannedStep) -> PlannedStep:
@@ -229,11 +229,12 @@ class StepChoice:
             known, reason = self.steps, f"{reasons[0] if reasons else self.unfit or 'this is the first call'}"
         log.info("planning, because %s", reason)
         self._tell_of_passing(call, known)
-        if len(self.steps) == _MANY_STEPS:
+        kinds_before = len(set(map(_kind, self.steps)))
+        if kinds_before == _MANY_KINDS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
                 "a while. Pass numbers that change with the batch as tensors",
-                len(self.steps) + 1, reason,
+                kinds_before + 1, reason,
             )  # fmt: skip
         with self.planning():
             try:
@@ -259,7 +260,7 @@ class StepChoice:
         same = self._of_same_kind(call, kinds)
         if same is not None:
             return self.planner.resized(self.model, same, call)
-        like, varying = self._varying(call)
+        like, varying = self._of_other_size(call)
         return self.planner.step(self.model, self.original, call, known, like=like, varying=varying)
 
     def _of_same_kind(self, call: Call, known: dict[int, str | None]) -> WholeStep | None:
@@ -283,12 +284,18 @@ class StepChoice:
         varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
         return f"Of such calls, the longest that fits has {', '.join(varying)}"
 
-    def _varying(self, call: Call) -> tuple[WholeStep | None, Varying]:
+    def varying(self, step: WholeStep, call: Call) -> Varying:
+        """The sizes in which a call differs from that of a step, and from others that the step serves.
+
+        Empty where it differs in anything else, and where each size is planned by itself.
+        """
+        return step.key.varying(call) if self._takes_any_size else Varying()
+
+    def _of_other_size(self, call: Call) -> tuple[WholeStep | None, Varying]:
         """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
-        for step in self.steps if self._takes_any_size else ():
-            if isinstance(step, WholeStep) and (varying := step.key.varying(call)):
-                return step, varying
-        return None, Varying()
+        whole = (step for step in self.steps if isinstance(step, WholeStep))
+        found = ((step, self.varying(step, call)) for step in whole)
+        return next(((step, varying) for step, varying in found if varying), (None, Varying()))
 
     def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
@@ -309,7 +316,8 @@ class StepChoice:
         self._held.belong_to(self.model, host or ())
         others = step.others if isinstance(step, WholeStep) else ()
         self.steps[:0] = [step, *others]
-        del self.steps[_MOST_STEPS:]
+        kept = list(dict.fromkeys(map(_kind, self.steps)))[:_MOST_KINDS]
+        self.steps[:] = [s for s in self.steps if _kind(s) in kept]
         for new in (step, *others):
             self._attend(new)
         return step
@@ -330,9 +338,7 @@ class StepChoice:
                 step = self._at_hand(call) or planned()
         else:
             step = self._agreed(call, self.agreement, planned)
-        if isinstance(step, WholeStep):
-            step.size_is_of(call)
-        return step.plan
+        return step.plan_for(call) if isinstance(step, WholeStep) else step.plan
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
         """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
@@ -340,7 +346,7 @@ class StepChoice:
         None where no backward has.
         """
         call = self.reader.read_sample(sample)
-        plans = [s.plan for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
+        plans = [s.plan_for(call) for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
         counts = [len(plan.problem.graph.tangents) for plan in plans]
         fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
         return min(fewer, default=None)
@@ -390,11 +396,11 @@ class StepChoice:
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
             self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
 
-    def _tell_of_flight(self, step: PlannedStep) -> None:
+    def _tell_of_flight(self, step: PlannedStep, call: Call) -> None:
         """Warn once where forwards wait for their backward while another begins."""
         if self.planner.settings.in_flight > 1 or not isinstance(step, WholeStep):
             return
-        self._tell(news_of_flight(step, self.steps, self.planner.limits.budget_bytes))
+        self._tell(news_of_flight(step, step.peak_bytes(call), self.steps, self.planner.limits.budget_bytes))
 
     def tell_of_shared_backward(self, step: WholeStep) -> None:
         """Warn once where one backward through more than this forward adds up gradients in an order unlike eager's."""
@@ -414,7 +420,7 @@ class StepChoice:
 
 def _kind(step: PlannedStep) -> int:
     """A number that is the same for all steps of one capture."""
-    return id(step.key if isinstance(step, WholeStep) else step)
+    return id(step.key.arguments if isinstance(step, WholeStep) else step)
 
 
 def _seconds(step: PlannedStep) -> float:

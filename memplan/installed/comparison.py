@@ -28,6 +28,7 @@ class Comparison:
         hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
         self._comparable = not hooks and step.runner.store.updates is None
         self._absent_bytes = 0  # of gradients that are not there when the step begins
+        self._predicted = step.planned  # of the first step; later ones may have other sizes
         runner = step.runner
         is_host = runner.store.transfers.is_host
         self._observer = runner.watch = Observer(runner.device, self._held, self._compare, is_host)
@@ -38,6 +39,7 @@ class Comparison:
         return self._observer.grown_bytes
 
     def _held(self) -> list[Any]:
+        self._predicted = self._step.plan
         parameters = list(self._model.parameters())
         self._absent_bytes = sum(p.nbytes for p in parameters if p.requires_grad and p.grad is None)
         gradients, constants = [p.grad for p in parameters], list(self._step.capture.traced.constants.values())
@@ -46,10 +48,10 @@ class Comparison:
     def _compare(self, grown_bytes: int, time_s: float) -> None:
         if not self._comparable:
             return
-        plan = self._step.plan
+        plan, first = self._step.plan, self._predicted
         on_cuda = self._step.runner.device.type == "cuda"
-        predicted_bytes = plan.peak_bytes if on_cuda else plan.live_peak_bytes
-        measured_bytes = plan.problem.resident_bytes + grown_bytes
+        predicted_bytes = first.peak_bytes if on_cuda else first.live_peak_bytes
+        measured_bytes = first.problem.resident_bytes + grown_bytes
         if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
             measured_bytes -= self._absent_bytes
         log.info(

@@ -133,7 +133,7 @@ class Recovery:
     ) -> WholeStep:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
         choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
-        varying = Varying() if step.sized is None else step.key.varying(call)
+        varying = Varying() if step.sized is None else choice.varying(step, call)
         with choice.planning():
             other = choice.planner.step_for(
                 choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying

@@ -104,7 +104,7 @@ def unplanned_bytes(call: Call, known: Sequence[PlannedStep]) -> int | None:
     """Peak bytes of such a call without a plan, as far as the plan of an equal one tells."""
     for step in known:
         if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
-            return int(step.plan.baseline_peak_bytes)
+            return int(step.plan_for(call).baseline_peak_bytes)
     return None
 
 

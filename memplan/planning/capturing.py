@@ -73,7 +73,7 @@ class Capturing:
                 return captured
             except (NothingToTrain, OpenBranch):
                 raise
-            except UnsupportedModel as error:
+            except (UnsupportedModel, private.FixedSize) as error:
                 log.info("such calls are planned for each size, because %s", error)
         return self._captured(model, forward, sample, tangents, backward, seen, dry, frozenset())
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.amp.grad_scaler import _MultiDeviceReplicator
 
+from memplan.errors import MemplanError
+
 
 @contextlib.contextmanager
 def quiet_profiler() -> Iterator[None]:
@@ -54,10 +56,11 @@ _OUT_OF_MEMORY = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the device, or the machine, had no memory left."""
-    return isinstance(error, torch.OutOfMemoryError) or (
-        isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
-    )
+    """Whether the device, or the machine, had no memory left. A refusal that keeps it from happening is none."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    is_pytorchs = isinstance(error, RuntimeError) and not isinstance(error, MemplanError)
+    return is_pytorchs and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 def wait_for_scaler_copies() -> Callable[[], None]:

@@ -31,10 +31,10 @@ _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class FixedSize(Exception):
-    """PyTorch turned a size that varies into a number. places: the innermost calls that led there are known then."""
+    """Something can't be done for sizes that vary."""
 
 
-class _Env(ShapeEnv):
+class SymbolEnv(ShapeEnv):
     """A `ShapeEnv` that says at once where a symbol becomes a number: `fixed(symbol, number)` is called there."""
 
     fixed: Callable[[str, int], None]
@@ -53,7 +53,7 @@ class Symbols:
 
     def __init__(self, fixed: Callable[[str, int], None]) -> None:
         """fixed: called with a symbol and its number where PyTorch comes to depend on the number."""
-        self._env = _Env()
+        self._env = SymbolEnv()
         self._env.fixed = fixed
         self._symbols: list[sympy.Symbol] = []
         self._values: list[int] = []
@@ -129,11 +129,6 @@ class Symbols:
                 found.append(f"s[{index}] <= {int(bounds.upper)}")
         found += [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
         return tuple(dict.fromkeys(found))
-
-
-def number_of(size: Any) -> int:
-    """A size as a number: its value in the trace, on which nothing depends for that."""
-    return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
 
 
 def meta_memory(size_bytes: int) -> torch.UntypedStorage:

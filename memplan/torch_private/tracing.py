@@ -30,7 +30,7 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
-from memplan.torch_private.symbols import Symbols, is_symbolic
+from memplan.torch_private.symbols import SymbolEnv, Symbols, is_symbolic
 
 aten = torch.ops.aten
 
@@ -165,6 +165,7 @@ class Recording:
         assert mode is not None, "no trace in progress"
         self._tracer = mode.tracer
         self._fake_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+        self._varies = isinstance(self._fake_mode.shape_env, SymbolEnv)
         self._fake_mode.cache_enabled = False  # whoever remembers ops himself asks for each of them once
 
     @property
@@ -193,7 +194,7 @@ class Recording:
 
     def unwritten(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which arithmetic with sizes that vary is not written to the trace."""
-        return disable_proxy_modes_tracing()
+        return disable_proxy_modes_tracing() if self._varies else contextlib.nullcontext()
 
     def write(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
         """A new node, under the name that `make_fx` would give it."""

@@ -123,8 +123,7 @@ def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
         assert rung.sized is not None
         for n in (3, 17, 40, 63, 64):
             numbers = (n,) * len(rung.sized.numbers)
-            rung.sized.numbers = numbers
-            plan = rung.sized.plan
+            plan = rung.sized.at(numbers)
             assert rung.sized.peak_bytes(numbers) == simulate(plan.problem, plan.schedule).peak_bytes == plan.peak_bytes
 
 
@@ -283,6 +282,63 @@ def test_random_models_at_random_sizes(names: list[str], sizes: list[tuple[int, 
         assert_same_bits(step(net, x), step(plain, x))
 
 
+def test_inputs_in_one_memory() -> None:
+    """One tensor may be given twice. Where two lie in the same memory otherwise, each size has a plan of its own."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return self.layer(a).square().sum() + self.layer(b).sum()
+
+    for second in (lambda x: x, lambda x: x[:, :2], lambda x: x[:, 1:], lambda x: x[:, :-1]):
+        net = Two()
+        plain, xs = copy.deepcopy(net), [torch.randn(2, n, 4) for n in (6, 5, 9, 4)]
+        memplan.apply(net, (xs[0], second(xs[0])), PLENTY, config="noremat", costs="estimate")
+        for x in (*xs, *xs):
+            assert_same_bits(step_of(net, x, second(x)), step_of(plain, x, second(x)))
+
+
+def step_of(net: nn.Module, *args: torch.Tensor) -> Any:
+    net.zero_grad()
+    loss = net(*args)
+    loss.backward()
+    return loss.detach(), [p.grad for p in net.parameters()]
+
+
+ODD = torch.library.Library("memplan_test_any_length", "DEF")
+ODD.define("odd(Tensor x) -> Tensor")
+
+
+def _odd(x: torch.Tensor) -> torch.Tensor:
+    """A copy that lies column by column where x has many rows, of which its fake kernel knows nothing."""
+    return x.t().contiguous().t() if x.shape[0] > 8 else x.clone()
+
+
+ODD.impl("odd", _odd, "CPU")
+ODD.impl("odd", lambda x: torch.empty_like(x), "Meta")
+
+
+def test_a_fake_kernel_that_is_wrong_about_some_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.layer(x) + torch.ops.memplan_test_any_length.odd.default(x)).square().sum()
+
+    net = Odd()
+    plain = copy.deepcopy(net)
+    memplan.apply(net, torch.randn(3, 4), PLENTY, config="noremat")
+    for n in (3, 5, 6, 12, 5, 12, 9):
+        x = torch.randn(n, 4)
+        assert_same_bits(step_of(net, x), step_of(plain, x))
+    assert "is wrong about this size" in caplog.text
+
+
 # -- what users say ---------------------------------------------------------------------------------------------------
 
 
@@ -372,6 +428,29 @@ def test_activations_are_offloaded_at_every_size() -> None:
         plan = memplan.plan_of(net)
         assert isinstance(plan, memplan.Plan)
         assert plan.peak_bytes <= floor
+
+
+def test_a_copy_of_the_model_takes_the_fastest_schedule_too() -> None:
+    net, sample = MODELS["gpt2"](0)
+    samples = [with_size(sample, 1, 64, n) for n in (30, 40, 64, 12)]
+    memplan.apply(net, samples[0], memplan.explore(net, samples[2])[0].peak_bytes * 11 // 10, config="rockmate")
+    for n in (1, 2):
+        step(net, samples[n])
+    copied = copy.deepcopy(net)
+    for n in (2, 3):
+        assert_same_bits(step(copied, samples[n]), step(net, samples[n]))
+    assert memplan.plan_of(copied).overhead == 0  # type: ignore[union-attr]
+
+
+def test_the_first_steps_are_compared_at_their_own_sizes(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = MODELS["gpt2"](0)
+    caplog.set_level(logging.INFO, "memplan")
+    dynamic = {"input_ids": {1: (8, 64)}, "labels": {1: (8, 64)}}
+    memplan.apply(net, sample, PLENTY, config="noremat", dynamic=dynamic)
+    for n in (64, 10, 10):
+        step(net, with_size(sample, 1, 64, n))
+    assert "the step peaks at" in caplog.text
+    assert "more than predicted" not in caplog.text
 
 
 def test_gradients_accumulate_over_sizes_and_evaluation_is_in_between() -> None:

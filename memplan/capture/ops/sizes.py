@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -81,17 +81,23 @@ class SymbolicInputs:
         self._device = device
         self.symbols = private.Symbols(fixed)
         self.sources: list[Dimension] = []
-        by_memory: dict[tuple[int, int], torch.Tensor] = {}
         self.tensors: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs):
-            key = (storage_key(tensor), int(tensor.storage_offset()))
             if not any(d.tensor == position for d in varying):
                 self.tensors.append(self.symbols.fixed_fake(tensor, device or tensor.device))
-            elif key in by_memory:  # one tensor is given twice
-                self.tensors.append(by_memory[key].detach())
             else:
-                self.tensors.append(self._fake(position, tensor, varying))
-                by_memory[key] = self.tensors[-1]
+                same = self._given_before(tensor, inputs[:position])
+                self.tensors.append(self._fake(position, tensor, varying) if same is None else same.detach())
+
+    def _given_before(self, tensor: torch.Tensor, earlier: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The fake of this very tensor, where it is given twice. Raises FixedSize where tensors overlap otherwise."""
+        for fake, other in zip(self.tensors, earlier):
+            if storage_key(other) == storage_key(tensor):
+                layouts = [(t.storage_offset(), t.shape, t.stride(), t.dtype) for t in (other, tensor)]
+                if layouts[0] != layouts[1] or not private.varies(fake):
+                    raise private.FixedSize("inputs whose sizes vary lie in the same memory")
+                return fake
+        return None
 
     def _fake(self, position: int, tensor: torch.Tensor, varying: Varying) -> torch.Tensor:
         shape = [
@@ -178,14 +184,6 @@ class Evaluation:
         return lambda thing: values[place[thing]] if isinstance(thing, Expression) else thing
 
 
-class FixedLayout(NamedTuple):
-    """The layout of a tensor at the sizes of one call. memory_bytes: of the memory that it lies in."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    memory_bytes: int
-
-
 @dataclass(frozen=True, slots=True)
 class TensorSizes:
     """The layout of one result of a node. memory: equal for tensors that share memory."""
@@ -195,11 +193,6 @@ class TensorSizes:
     offset: Size
     memory: int
     memory_bytes: Size
-
-    def at(self, numbers: Numbers) -> FixedLayout:
-        """The layout at these numbers."""
-        value = Evaluation(expressions_in(self)).at(numbers)
-        return FixedLayout(tuple(map(value, self.shape)), tuple(map(value, self.stride)), value(self.memory_bytes))
 
     @staticmethod
     def of(tensor: torch.Tensor, symbols: private.Symbols) -> TensorSizes:

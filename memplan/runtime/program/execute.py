@@ -23,7 +23,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_results import OtherResults
-from memplan.capture.ops.sizes import Numbers, Sizes, TensorSizes
+from memplan.capture.ops.sizes import Evaluation, Numbers, Sizes, TensorSizes, expressions_in
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
 from memplan.runtime.host.transfers import Transfers
@@ -171,10 +171,15 @@ class TangentLayout:
 
 @dataclass(frozen=True, slots=True)
 class PlannedTangent:
-    """The layout of the gradient that backward was captured for, of one output, at any sizes."""
+    """The layout of the gradient that backward was captured for, of one output, at any sizes.
+
+    - layout: at the sizes of the capture.
+    - sizes, values: what it is at others, and what computes that; None where it does not vary.
+    """
 
     layout: TangentLayout
-    sizes: TensorSizes | None
+    sizes: TensorSizes | None = None
+    values: Evaluation | None = None
 
     @staticmethod
     def all_of(traced: Traced, names: Sequence[str]) -> dict[int, PlannedTangent]:
@@ -183,9 +188,9 @@ class PlannedTangent:
         for index, output in enumerate(traced.outputs):
             if output.tangent is not None:
                 node = traced.tangent_nodes[output.tangent]
-                varying = None if traced.sizes is None else traced.sizes.results.get(node.name)
-                layout = TangentLayout.of(names[index], node.meta["val"])
-                found[index] = PlannedTangent(layout, None if varying is None else varying[0])
+                (size,) = (None,) if traced.sizes is None else traced.sizes.results.get(node.name, (None,))
+                values = None if size is None else Evaluation(expressions_in(size))
+                found[index] = PlannedTangent(TangentLayout.of(names[index], node.meta["val"]), size, values)
         return found
 
     @property
@@ -195,10 +200,11 @@ class PlannedTangent:
 
     def at(self, numbers: Numbers) -> TangentLayout:
         """The layout at these numbers."""
-        if self.sizes is None:
+        if self.sizes is None or self.values is None:
             return self.layout
-        found = self.sizes.at(numbers)
-        return dataclasses.replace(self.layout, shape=found.shape, stride=found.stride)
+        value = self.values.at(numbers)
+        shape, stride = tuple(map(value, self.sizes.shape)), tuple(map(value, self.sizes.stride))
+        return dataclasses.replace(self.layout, shape=shape, stride=stride)
 
 
 class _Watched(NamedTuple):

@@ -57,20 +57,19 @@ class SizedPlan:
         offloads = any(isinstance(step, Offload) for step in self.planned.schedule)
         return offloads and bool((self._bytes_of_kinds(numbers) > self._planned_bytes).any())
 
-    @property
-    def plan(self) -> Plan:
-        """The plan at the sizes that it ran for last."""
-        if self.numbers not in self._plans:
-            problem = self._problem_at(self.numbers, self._growth(self.numbers))
+    def at(self, numbers: Numbers) -> Plan:
+        """The plan at these sizes. The latest one is kept."""
+        if numbers not in self._plans:
+            problem = self._problem_at(numbers, self._growth(numbers))
             timeline = simulate(problem, self.planned.schedule)
             self._plans = {
                 self._sizes.here: self.planned,
-                self.numbers: Plan(
+                numbers: Plan(
                     problem, self.planned.schedule, timeline, self.planned.solver, problem.baseline_time_s,
                     timeline.peak_bytes, timeline.time_s, self.planned.truncated,
                 ),
             }  # fmt: skip
-        return self._plans[self.numbers]
+        return self._plans[numbers]
 
     def longest_within(self, numbers: Numbers, limit_bytes: int) -> Numbers | None:
         """The sizes of the largest call within a budget that is like one which is beyond it, but smaller.

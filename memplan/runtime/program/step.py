@@ -89,7 +89,11 @@ class WholeStep:
     @property
     def plan(self) -> Plan:
         """The plan, at the sizes of the call that it ran for last."""
-        return self.planned if self.sized is None else self.sized.plan
+        return self.planned if self.sized is None else self.sized.at(self.sized.numbers)
+
+    def plan_for(self, call: Call) -> Plan:
+        """The plan, at the sizes of a call that the step serves."""
+        return self.planned if self.sized is None else self.sized.at(self.numbers(call))
 
     @property
     def tangents(self) -> Mapping[int, GradientLayout] | None:
@@ -100,11 +104,6 @@ class WholeStep:
         """The values of what varies from call to call."""
         sizes = self.capture.traced.sizes
         return () if sizes is None else sizes.numbers(call.tensors)
-
-    def size_is_of(self, call: Call) -> None:
-        """Let `plan` be the one for the sizes of this call."""
-        if self.sized is not None:
-            self.sized.numbers = self.numbers(call)
 
     def peak_bytes(self, call: Call) -> int:
         """The peak in a call that the step serves."""
@@ -133,7 +132,8 @@ class WholeStep:
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
         traced = self.capture.traced
-        self.size_is_of(call)
+        if self.sized is not None:
+            self.sized.numbers = self.numbers(call)
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
