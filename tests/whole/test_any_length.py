@@ -325,10 +325,10 @@ def test_a_fake_kernel_that_is_wrong_about_some_sizes(caplog: pytest.LogCaptureF
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layer = nn.Linear(4, 4)
+            self.layer, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return (self.layer(x) + torch.ops.memplan_test_any_length.odd.default(x)).square().sum()
+            return (self.norm(self.layer(x)) + torch.ops.memplan_test_any_length.odd.default(x)).square().sum()
 
     net = Odd()
     plain = copy.deepcopy(net)
@@ -336,6 +336,7 @@ def test_a_fake_kernel_that_is_wrong_about_some_sizes(caplog: pytest.LogCaptureF
     for n in (3, 5, 6, 12, 5, 12, 9):
         x = torch.randn(n, 4)
         assert_same_bits(step_of(net, x), step_of(plain, x))
+        assert_same_bits(dict(net.named_buffers()), dict(plain.named_buffers()))
     assert "is wrong about this size" in caplog.text
 
 

@@ -79,8 +79,8 @@ class PartRunner(Runner):
             restore_held_rng(self.device, generator)
             raise
 
-    def _start(self, inputs: Sequence[torch.Tensor]) -> Any:
-        return super()._start(inputs) if self.is_attended else None
+    def _start(self, inputs: Sequence[torch.Tensor], program: Program) -> Any:
+        return super()._start(inputs, program) if self.is_attended else None
 
     def _go_back(self, start: Any) -> None:
         if start is not None:

@@ -418,9 +418,9 @@ class Runner:
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
-        numbers, start = self._numbers(inputs), self._start(inputs)
+        numbers = self._numbers(inputs)
         program = self._program_for(numbers)
-        sizes = self._evaluate(program, numbers)
+        start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
@@ -499,9 +499,10 @@ class Runner:
 
     # -- running a forward again ------------------------------------------------------------------------------------
 
-    def _start(self, inputs: Sequence[torch.Tensor]) -> _Start:
+    def _start(self, inputs: Sequence[torch.Tensor], program: Program) -> _Start:
         kept: dict[str, torch.Tensor] = {}
-        if self.program.forward in self.unchecked or self._decisions:
+        may_fail = program is not self.program or program.forward in self.unchecked  # for it checks what it gets
+        if may_fail or self._decisions:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}

@@ -17,7 +17,7 @@ import numpy as np
 from memplan.capture.ops.sizes import Numbers, Size, Sizes
 from memplan.plans.plan import Plan
 from memplan.problem.data import Link, Problem
-from memplan.problem.schedule import Offload, Schedule
+from memplan.problem.schedule import Offload, Schedule, Stay
 from memplan.problem.simulate import simulate
 
 _CONSTANT_BITS = 64  # of bytes that do not vary, and again of kernel scratch
@@ -140,6 +140,8 @@ def _moments(problem: Problem, schedule: Schedule, sizes: Sequence[Size], kinds:
         link=None if problem.link is None else Link(1e300, 1e300),
     )
     timeline = simulate(probe, schedule)
-    after_bytes = problem.bytes_after(False)
     at_end = timeline.live_bytes[-1] - (problem.in_flight - 1) * timeline.waiting_bytes
-    return [probe.resident_bytes, *timeline.peak_bytes_at, at_end + after_bytes if after_bytes else 0]
+    after = [problem.update_bytes]
+    if any(isinstance(step, Stay) for step in schedule):  # as in `Problem.bytes_after`
+        after.append(probe.graph.input_bytes)
+    return [probe.resident_bytes, *timeline.peak_bytes_at, *(at_end + more for more in after if more)]
