@@ -24,6 +24,7 @@ from memplan.problem.simulate import simulate
 from memplan.runtime.program.step import WholeStep
 from tests.support.architectures import ARCHITECTURES
 from tests.support.meter import LiveMeter
+from tests.support.parameters import examples
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of
 
 LENGTHS = (64, 48, 17, 33, 10, 64, 5, 47, 3, 2)
@@ -271,7 +272,7 @@ class Pieces(nn.Module):
     sizes=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 20)), min_size=3, max_size=6, unique=True),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=4, deadline=None, derandomize=True)
+@settings(max_examples=examples(10), deadline=None, derandomize=True)
 def test_random_models_at_random_sizes(names: list[str], sizes: list[tuple[int, int]], seed: int) -> None:
     torch.manual_seed(seed)
     net = Pieces(names)
