@@ -59,7 +59,7 @@ class HeldGradients:
         )
 
     def are_counted_by(self, step: PlannedStep) -> bool:
-        planned_so = isinstance(step, WholeStep) and step.plan.problem.accumulate
+        planned_so = isinstance(step, WholeStep) and step.planned.problem.accumulate
         return planned_so or any(step is known for known in self._counting)
 
     def are_counted_from_now_by(self, step: PlannedStep, steps: Iterable[PlannedStep]) -> None:

@@ -366,6 +366,8 @@ class StepChoice:
 
     def _why_no_room(self) -> str | None:
         """Why gradients of an earlier step do not fit beside one of the plans; None where they do."""
+        if not self._held.extra_bytes:
+            return None
         limit_bytes = self.planner.limits.budget_bytes
         peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.steps)
         return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)

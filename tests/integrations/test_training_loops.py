@@ -526,7 +526,11 @@ def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
 def test_hundreds_of_steps_of_five_shapes(
     often: int, objects_more: int, grads: str, plans_made: Callable[[], int]
 ) -> None:
-    """All shapes but the first share a capture, and nothing is planned or kept any more after a while."""
+    """All shapes but the first share a capture, and nothing is planned or kept any more after a while.
+
+    Cycles are collected before they are counted: `torch.utils._pytree.tree_flatten` leaves one a call, and where a
+    process is large, Python collects them seldom.
+    """
     sizes = (96, 64, 80, 33, 97)
     torch.manual_seed(0)
     net = planned(Net().train(), grads)
@@ -540,14 +544,18 @@ def test_hundreds_of_steps_of_five_shapes(
             optimizer.step()
             optimizer.zero_grad()
 
+    def objects_kept() -> int:
+        gc.collect()
+        return len(gc.get_objects())
+
     train(2 * len(sizes))
-    made, held_bytes, objects = plans_made(), live_bytes(), len(gc.get_objects())
+    made, held_bytes, objects = plans_made(), live_bytes(), objects_kept()
     assert 1 <= made <= 3
     for _ in range(2):
         train(often)
         assert plans_made() == made
         assert live_bytes() == held_bytes
-        assert len(gc.get_objects()) < objects + objects_more
+        assert objects_kept() < objects + objects_more
 
 
 @pytest.mark.parametrize(

@@ -88,9 +88,9 @@ def test_programs_dispatch_the_ops_of_their_schedule(name: str, monkeypatch: pyt
     assert isinstance(plan, memplan.Plan)
     log, run = Log(), Runner._run
 
-    def logged(runner: Runner, program: fx.GraphModule, arguments: list[Any], numbers: tuple[int, ...]) -> Any:
+    def logged(runner: Runner, program: fx.GraphModule, arguments: list[Any]) -> Any:
         with log:
-            return run(runner, program, arguments, numbers)
+            return run(runner, program, arguments)
 
     monkeypatch.setattr(Runner, "_run", logged)
     loss_of(call(net, sample)).backward()

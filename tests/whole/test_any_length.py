@@ -402,18 +402,35 @@ def test_a_call_that_can_not_fit_says_the_longest_that_does() -> None:
 
 def test_accelerate_looks_for_a_batch_that_fits() -> None:
     memory = pytest.importorskip("accelerate.utils.memory")
-    net, sample = MODELS["gpt2"](0)
-    budget = memplan.explore(net, with_size(sample, 0, 2, 8))[0].peak_bytes
-    memplan.apply(net, sample, budget)
+    net, x = MODELS["handmade"](0)
+    assert isinstance(x, torch.Tensor)
+    budget = memplan.explore(net, torch.randn(60, 32), costs="estimate")[0].peak_bytes
+    memplan.apply(net, x, budget, costs="estimate")
     tried = []
 
-    @memory.find_executable_batch_size(starting_batch_size=64)  # type: ignore[untyped-decorator]
+    @memory.find_executable_batch_size(starting_batch_size=400)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> None:
         tried.append(batch_size)
-        step(net, with_size(sample, 0, 2, batch_size))
+        step(net, torch.randn(batch_size, 32))
 
     train()
-    assert tried[-1] >= 8
+    assert tried[0] == 400 > tried[-1] >= 48
+
+
+def test_choosing_a_schedule_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call needs to know of a schedule at its sizes comes without a graph of those sizes."""
+    net, sample = MODELS["gpt2"](0)
+    samples = [with_size(sample, 1, 64, n) for n in (64, 40, 30, 12, 50)]
+    memplan.apply(net, samples[0], PLENTY, config="rockmate")
+    for batch in samples[:3]:
+        step(net, batch)
+
+    def refused(*arguments: Any) -> Any:
+        raise AssertionError("a step was made at other sizes")
+
+    monkeypatch.setattr("memplan.planning.problems.at_sizes", refused)
+    for batch in samples:
+        step(net, batch)
 
 
 # -- other modes ------------------------------------------------------------------------------------------------------
