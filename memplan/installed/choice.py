@@ -255,13 +255,11 @@ class StepChoice:
         self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]
     ) -> PlannedStep:
         """A new step for a call, which serves such calls of other sizes where it can."""
-        if share is not None:
-            return self.planner.step(self.model, self.original, call, known, share)
         same = self._of_same_kind(call, kinds)
         if same is not None:
             return self.planner.resized(self.model, same, call)
         like, varying = self._of_other_size(call)
-        return self.planner.step(self.model, self.original, call, known, like=like, varying=varying)
+        return self.planner.step(self.model, self.original, call, known, share, like, varying)
 
     def _of_same_kind(self, call: Call, known: dict[int, str | None]) -> WholeStep | None:
         """A step for calls of any size, of which this is one, that has no room for it."""

@@ -153,9 +153,11 @@ class Recovery:
         if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
             return
-        if self._choice.is_fixed or not repeats or not isinstance(problem, OtherResults):
+        sized = isinstance(step, WholeStep) and step.sized is not None
+        fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
+        if fixed or not repeats or not isinstance(problem, OtherResults):
             raise problem
-        if isinstance(step, WholeStep) and step.sized is not None:
+        if sized:  # in a group, the ranks have agreed on its order of gradients, which a plan of this size has too
             self._choice.plan_each_size()
         elif problem.found == self._found:  # the new trace has not heeded it
             raise problem

@@ -112,20 +112,22 @@ class Planner:
         """A step that serves such calls.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
-        - share: exchanges plans with the other ranks of a group.
+        - share: exchanges plans with the other ranks of a group. A step for many sizes needs none, unless parameters
+          are sharded.
         - like: a step for such a call of another size: backward starts from the same outputs.
         - varying: sizes that vary from call to call. The step then serves all of them, if it can be captured so.
         """
-        if not known and not varying and share is None:
+        together = share is not None and self.settings.shards is not None
+        if not known and not varying and not together:
             varying = self._declared(self.capturing.call_of(model, forward, sample))
-        if share is not None:  # others would not go along with a second try
-            return self._step(model, forward, sample, known, share)
-        if varying:
+        if varying and not together:  # the gradients of all schedules of a capture arrive in one order
             try:
                 return self._step(model, forward, sample, known, None, like, varying)
             except OtherResults as error:  # what they are at other sizes nobody knows
                 log.info("such calls are planned for each size, because %s", error)
                 error.note()
+        if share is not None:  # others would not go along with a second try
+            return self._step(model, forward, sample, known, share)
         return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
 
     def _declared(self, call: Call) -> Varying:

@@ -6,8 +6,10 @@ A trace over such sizes serves all numbers for which the conditions hold that it
 
 from __future__ import annotations
 
+import builtins
 import math
 import operator
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -207,23 +209,67 @@ def named_anew(graph: fx.Graph) -> dict[str, str]:
     return names
 
 
-# -- fake kernels that turn sizes into numbers ------------------------------------------------------------------------
+# -- what turns sizes into numbers without need ------------------------------------------------------------------------
+
+_ONE_AT_A_TIME = threading.RLock()  # for what is put in the place of others here serves the whole process
+_MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the number
 
 
 @contextmanager
 def _sizes_left_open() -> Iterator[None]:
-    """A context in which fake kernels that turn sizes into numbers, without need, leave them symbols."""
+    """A context in which fake kernels, `range` and `len` leave sizes symbols."""
     known = fake_impls.op_implementations_dict
-    before = {op: known.get(op) for op in _OPEN}
-    known.update(_OPEN)
-    try:
-        yield
-    finally:
-        for op, kernel in before.items():
-            if kernel is None:
-                del known[op]
-            else:
-                known[op] = kernel
+    with _ONE_AT_A_TIME:
+        kernels = {op: known.get(op) for op in _OPEN}
+        functions = {name: getattr(builtins, name) for name in _OPEN_BUILTINS}
+        known.update(_OPEN)
+        vars(builtins).update(_OPEN_BUILTINS)
+        try:
+            yield
+        finally:
+            vars(builtins).update(functions)
+            for op, kernel in kernels.items():
+                if kernel is None:
+                    del known[op]
+                else:
+                    known[op] = kernel
+
+
+_RANGE, _LEN = range, len  # names of builtins mean what stands in for them, during a trace
+
+
+class _RangeType(type):
+    """The type of what stands in for `range`: all that asks for its kind sees the class itself."""
+
+    def __call__(cls, *bounds: Any) -> Any:
+        if not any(isinstance(bound, torch.SymInt) for bound in bounds):
+            return _RANGE(*bounds)
+        start, stop, step = (0, *bounds, 1) if _LEN(bounds) == 1 else (*bounds, 1)[:3]
+        if isinstance(step, torch.SymInt) or step <= 0:
+            return _RANGE(*bounds)
+        turns = []
+        while start < stop:
+            if _LEN(turns) == _MOST_TURNS:
+                return _RANGE(*bounds)
+            turns.append(start)
+            start = start + step
+        return turns
+
+    def __instancecheck__(cls, thing: Any) -> bool:
+        return isinstance(thing, _RANGE)
+
+    def __subclasscheck__(cls, kind: type) -> bool:
+        return issubclass(kind, _RANGE)
+
+
+class _Range(metaclass=_RangeType):
+    """A `range` whose bounds may be symbols: the trace then depends on the number of its turns, not on the bounds."""
+
+
+def _length(thing: Any, /) -> Any:
+    """A `len` of which that of a tensor may be a symbol."""
+    symbolic = isinstance(thing, FakeTensor) and thing._has_symbolic_sizes_strides and thing.dim()
+    return thing.shape[0] if symbolic else _LEN(thing)
 
 
 def _padded(mode: FakeTensorMode, func: Any, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -> torch.Tensor:
@@ -246,3 +292,4 @@ def _product(mode: FakeTensorMode, func: Any, x: torch.Tensor, a: torch.Tensor, 
 
 
 _OPEN: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _padded, aten.baddbmm.default: _product}
+_OPEN_BUILTINS: dict[str, Any] = {"range": _Range, "len": _length}

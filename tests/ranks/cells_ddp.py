@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,39 @@ def compare_groups(rows: tuple[Sequence[int], Sequence[int]], budgets: tuple[flo
     return first_difference(*runs, "result")
 
 
+def compare_sizes(sync: str, agree: bool) -> str | None:
+    """Ranks whose batches have sizes of their own, all of which one capture serves."""
+    keywords = {"group": torch.distributed.group.WORLD} if agree else {}
+    rank = torch.distributed.get_rank()
+    rows = [(96, 64, 80, 56, 88, 72, 64, 90), (96, 96, 40, 77, 61, 94, 85, 33)][rank]
+    with plannings() as reasons:
+        runs = [train("plain", sync, grads, rows, 0.75, **keywords) for grads in (None, "surface")]
+    if len(reasons) > 2:
+        return f"planned {len(reasons)} times: {reasons}"
+    return first_difference(*runs, "result")
+
+
+@contextlib.contextmanager
+def plannings() -> Iterator[list[str]]:
+    """A context whose value lists why plans were made in it."""
+    reasons: list[str] = []
+
+    class Noted(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.getMessage().startswith("planning, because"):
+                reasons.append(record.getMessage())
+
+    logger, handler = logging.getLogger("memplan"), Noted()
+    before = logger.level
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    try:
+        yield reasons
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
 def compare_trainers(**options: Any) -> str | None:
     """The Trainer, which has DistributedDataParallel look for unused parameters unless told otherwise."""
     from memplan.integrations.huggingface import MemplanCallback
@@ -143,4 +177,9 @@ CELLS |= {
         functools.partial(compare_trainers, **options), full=True, needs=("transformers", "accelerate")
     )
     for name, options in TRAINERS.items()
+}
+CELLS |= {
+    "group: sizes of its own on each rank": Cell(functools.partial(compare_sizes, "every-step", True)),
+    "group: sizes of its own on each rank, no-sync": Cell(functools.partial(compare_sizes, "no-sync", True), full=True),
+    "sizes of its own on each rank": Cell(functools.partial(compare_sizes, "every-step", False), full=True),
 }

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import memplan
+from tests.ranks.cells_ddp import plannings
 from tests.ranks.spawn import Cell
 from tests.support.deepspeed_runs import (
     BATCH,
@@ -99,6 +100,20 @@ def compare_uneven(setting: Setting) -> str | None:
             return losses, {n: copied(p) for n, p in engine.module.named_parameters()}, torch.get_rng_state()
 
     return first_difference(run(None), run(setting.section), "result")
+
+
+def compare_sizes(setting: Setting) -> str | None:
+    """Ranks whose batches have sizes of their own, all of which one capture serves."""
+    sizes = [(BATCH, 40, 64, 33, 72, 50, 81), (BATCH, BATCH, 51, 90, 44, 64, 35)][torch.distributed.get_rank()]
+
+    def run(section: dict[str, Any] | None) -> Any:
+        with engine_for(setting, section) as engine:
+            losses = [copied(step(engine, batch(setting.dtype, size))) for size in sizes]
+            return losses, {n: copied(p) for n, p in engine.module.named_parameters()}, torch.get_rng_state()
+
+    with plannings() as reasons:
+        difference = first_difference(run(None), run(setting.section), "result")
+    return difference or (f"planned {len(reasons)} times: {reasons}" if len(reasons) > 2 else None)
 
 
 def compare_scaled(stage: int) -> str | None:
@@ -312,6 +327,10 @@ CELLS |= {f"life of ZeRO {stage}": cell(compare_life, stage, full=stage == 1) fo
 CELLS |= {
     f"uneven batches, ZeRO {stage}": cell(compare_uneven, Setting(stage, dtype), full=stage < 2)
     for stage, dtype in ((0, "float32"), (1, "bfloat16"), (2, "float32"))
+}
+CELLS |= {
+    f"sizes of its own on each rank, ZeRO {stage}": cell(compare_sizes, Setting(stage), full=stage < 2)
+    for stage in (0, 1, 2)
 }
 CELLS |= {f"skipped steps, ZeRO {stage} float16": cell(compare_scaled, stage, full=stage != 2) for stage in (1, 2, 3)}
 CELLS |= {f"budgets of ZeRO {stage}": cell(check_budgets, stage, full=stage < 2) for stage in (0, 1, 2)}
