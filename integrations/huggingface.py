@@ -95,8 +95,8 @@ class MemplanCallback(TrainerCallback):
         self._model = memplan.apply(model, None, self._budget, **keywords)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        plan = self.plan
-        if self._told or plan is None:
+        plan = None if self._told else self.plan
+        if plan is None:
             return
         self._told = True
         if state.is_world_process_zero:

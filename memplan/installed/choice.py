@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import nn
 
-from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
@@ -288,6 +288,10 @@ class StepChoice:
         Empty where it differs in anything else, and where each size is planned by itself.
         """
         return step.key.varying(call) if self._takes_any_size else Varying()
+
+    def may_vary(self, call: Call) -> Varying:
+        """All sizes of a call; empty where each size is planned by itself."""
+        return all_sizes(call.tensors) if self._takes_any_size else Varying()
 
     def _of_other_size(self, call: Call) -> tuple[WholeStep | None, Varying]:
         """A step for such a call of another size, and the sizes that vary; None and none where there is none."""

@@ -131,14 +131,20 @@ class Recovery:
     def _planned_for(
         self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
     ) -> WholeStep:
-        """A new step for gradients of such layouts, under this autocast, with the forward of one that has run."""
+        """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
+
+        Now that the step is captured a second time, it is for all sizes that there may be.
+        """
         choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
-        varying = Varying() if step.sized is None else choice.varying(step, call)
-        with choice.planning():
-            other = choice.planner.step_for(
-                choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
-            )  # fmt: skip
-        self._choice.add(other)
+        known = Varying() if step.sized is None else choice.varying(step, call)
+        for varying in dict.fromkeys((known or choice.may_vary(call), Varying())):
+            with choice.planning():
+                other = choice.planner.step_for(
+                    choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
+                )  # fmt: skip
+            if other.forward_ops(call) == step.forward_ops(call):
+                break
+        choice.add(other)
         return other
 
     def after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:

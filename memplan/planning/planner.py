@@ -13,7 +13,7 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
-from memplan.capture.ops.sizes import Dimension, Varying
+from memplan.capture.ops.sizes import Dimension, Varying, all_sizes
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -134,7 +134,7 @@ class Planner:
         """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
         dynamic = self.settings.dynamic
         if dynamic == "all":
-            return frozenset(Dimension(i, d) for i, t in enumerate(call.tensors) for d in range(t.dim()))
+            return all_sizes(call.tensors)
         found = set()
         for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
             for index in ranges:

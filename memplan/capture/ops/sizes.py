@@ -58,6 +58,11 @@ def varying_between(some: Sequence[Sequence[int]], others: Sequence[Sequence[int
     )
 
 
+def all_sizes(tensors: Sequence[torch.Tensor]) -> Varying:
+    """Every size of some tensors."""
+    return frozenset(Dimension(position, i) for position, t in enumerate(tensors) for i in range(t.dim()))
+
+
 class SymbolicInputs:
     """Fakes of a call's tensors with symbols for what varies.
 
