@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with dynamic padding: seconds a step with a plan for every length, over plain, and what is planned.
 
-    python -m benchmarks.sft [--models gpt2 llama] [--batches 200] [--budgets 1.0 0.5] [--output FILE]
+    python -m benchmarks.sft [--models gpt2 llama] [--batches 200] [--budgets 1TiB 150MiB] [--output FILE]
 
 Batches of 4 texts are padded to their longest, so that nearly each has another length. Losses and weights are compared
 bit for bit. Steps from the 20th on are timed, of a plain run and of the planned ones, one run after the other; the
@@ -35,15 +35,17 @@ WORDS = 997
 Row = dict[str, Any]
 
 
-def build(name: str) -> nn.Module:
+def build(name: str, layers: int = 6, width: int = 256) -> nn.Module:
     torch.manual_seed(0)
     ids = {"pad_token_id": WORDS, "eos_token_id": WORDS + 1, "bos_token_id": None}
     if name == "gpt2":
-        config = transformers.GPT2Config(vocab_size=1000, n_positions=512, n_embd=256, n_layer=6, n_head=4, **ids)
+        config = transformers.GPT2Config(
+            vocab_size=1000, n_positions=512, n_embd=width, n_layer=layers, n_head=4, **ids
+        )
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
-        vocab_size=1000, hidden_size=256, intermediate_size=688, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, **ids,
+        vocab_size=1000, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512, **ids,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 
@@ -92,7 +94,7 @@ class Run:
             args = trl.SFTConfig(
                 output_dir=folder, per_device_train_batch_size=BATCH, max_steps=batches, learning_rate=1e-3,
                 max_length=None, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
-                dataloader_pin_memory=False, seed=3, bf16=False, gradient_checkpointing=False, **options,
+                dataloader_pin_memory=False, seed=3, bf16=False, activation_checkpointing=False, **options,
             )  # fmt: skip
             trainer = trl.SFTTrainer(
                 net, args, train_dataset=texts(batches), processing_class=tokenizer(), callbacks=[watch, *callbacks]
@@ -118,7 +120,7 @@ class Run:
 
 
 class Plannings(logging.Handler):
-    """Counts what the planner says that it does."""
+    """A context that counts how often there is planning in it: each is a capture, a search, or both."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -127,23 +129,31 @@ class Plannings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         self.count += record.getMessage().startswith("planning, because")
 
+    def __enter__(self) -> Plannings:
+        logger = logging.getLogger("memplan")
+        self._level = logger.level
+        logger.setLevel(logging.INFO)
+        logger.addHandler(self)
+        return self
 
-def measured(name: str, batches: int, budgets: list[float]) -> Row:
-    logger, plannings = logging.getLogger("memplan"), Plannings()
-    logger.setLevel(logging.INFO)
-    logger.addHandler(plannings)
+    def __exit__(self, *error: object) -> None:
+        logger = logging.getLogger("memplan")
+        logger.removeHandler(self)
+        logger.setLevel(self._level)
+
+
+def measured(name: str, batches: int, budgets: list[str]) -> Row:
     plain = Run(build(name), batches)
     row: Row = {"lengths": len(set(plain.shapes)), "plain_s": sum(plain.step_s[WARM:]), "planned": {}}
     for budget in budgets:
-        plannings.count = 0
-        run = Run(build(name), batches, MemplanCallback(budget))
-        row["planned"][str(budget)] = {
+        with Plannings() as plannings:
+            run = Run(build(name), batches, MemplanCallback(budget))
+        row["planned"][budget] = {
             "plannings": plannings.count,
             "ratio": sum(run.step_s[WARM:]) / sum(plain.step_s[WARM:]),
             "first_steps_s": sum(run.step_s[:WARM]),
             "same_bits": run.equals(plain),
         }
-    logger.removeHandler(plannings)
     return row
 
 
@@ -151,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--budgets", type=float, nargs="+", default=[1.0, 0.5])
+    parser.add_argument("--budgets", nargs="+", default=["1TiB", "150MiB"])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sft.json")
     args = parser.parse_args()
     result: dict[str, Any] = {"environment": environment(), "trl": trl.__version__, "batches": args.batches}

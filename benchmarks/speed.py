@@ -1,6 +1,6 @@
 """What memplan costs: seconds to plan, seconds that a planned step adds, and how well its overhead was predicted.
 
-    python -m benchmarks.speed [--only planning solving unlimited guards batches prediction] [--output FILE]
+    python -m benchmarks.speed [--only planning solving unlimited guards batches lengths prediction] [--output FILE]
 
 With --only, what the file has of the other parts stays.
 
@@ -11,6 +11,8 @@ unlimited: plain eager against the same step under a budget that needs no recomp
 guards: what a call of a planned 12-layer GPT-2 with a padding mask spends on finding its plan; each of eight plans for
 other lengths kept beside it is asked first.
 batches: the first, the second and the third call with a shorter batch than planned.
+lengths: what the second length costs, which is captured for all of them, and what each new one costs after that, beyond
+the same step again. Models are narrow, so that steps are short.
 prediction: measured against predicted overhead at five budgets, in a new process whose C library keeps freed memory, as
 CUDA's allocator does: with glibc's own settings every large tensor of a CPU step costs page faults, plain steps, which
 hold more, the most of them, and no timing of single ops knows of that. Each of several blocks has copies of its own of
@@ -195,6 +197,35 @@ def batches() -> dict[str, Any]:
     return rows
 
 
+def lengths() -> dict[str, Any]:
+    torch.manual_seed(0)
+    llama = build_llama(32, 64, 4, 100).train()
+    rows = {}
+    for name, (model, sample), budget in (
+        ("gpt2 12x64, unlimited", gpt2(12, 64, 1000, 2, 128), "1TiB"),
+        ("gpt2 12x64, half", gpt2(12, 64, 1000, 2, 128), 0.5),
+        ("llama 32x64, unlimited", (llama, language_sample(100, 1, 64)), "1TiB"),
+    ):
+        length = sample["input_ids"].shape[1]
+        first_s = seconds(partial(memplan.apply, model, sample, budget))
+        step(model, sample)
+        second_s = seconds(partial(step, model, shortened(sample, length - 1)))
+        more, steps = [], []
+        for new in range(length - 2, length - 32, -1):
+            short = shortened(sample, new)
+            times = [seconds(partial(step, model, short)) for _ in range(4)]
+            steps.append(min(times[1:]))
+            more.append(times[0] - steps[-1])
+        rows[name] = {
+            "apply_s": first_s,
+            "second_length_s": second_s,
+            "new_length_s": statistics.median(more),
+            "step_s": statistics.median(steps),
+        }
+        memplan.remove(model)
+    return rows
+
+
 # glibc then keeps what is freed. Figures are bytes
 KEEP_FREED_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_THRESHOLD_": str(1 << 40)}
 BLOCKS, BLOCK = 3, 13
@@ -257,6 +288,7 @@ PARTS: dict[str, Callable[[], dict[str, Any]]] = {
     "unlimited": unlimited,
     "guards": guards,
     "batches": batches,
+    "lengths": lengths,
     "prediction": prediction,
 }
 

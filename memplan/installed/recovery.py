@@ -116,7 +116,7 @@ class Recovery:
                 return other
         log.info("planning, because %s", problem)
         try:
-            other = self._planned_for(step, call, tangents, backward)
+            other = self._planned_for(step, call, tangents, backward, self._choice.may_vary(call))
         except MemplanError as error:
             raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
         planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
@@ -129,19 +129,29 @@ class Recovery:
         return other
 
     def _planned_for(
-        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+        self,
+        step: WholeStep,
+        call: Call,
+        tangents: dict[int, torch.Tensor],
+        backward: Autocast | None,
+        may_vary: Varying = frozenset(),
     ) -> WholeStep:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
 
-        Now that the step is captured a second time, it is for all sizes that there may be.
+        may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
         """
         choice, layouts, seen = self._choice, _layouts(tangents), step.capture.answers
         known = Varying() if step.sized is None else choice.varying(step, call)
-        for varying in dict.fromkeys((known or choice.may_vary(call), Varying())):
-            with choice.planning():
-                other = choice.planner.step_for(
-                    choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
-                )  # fmt: skip
+        for varying in dict.fromkeys((known or may_vary, Varying())):
+            try:
+                with choice.planning():
+                    other = choice.planner.step_for(
+                        choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
+                    )  # fmt: skip
+            except OtherResults:  # what they are at other sizes nobody knows
+                if not varying:
+                    raise
+                continue
             if other.forward_ops(call) == step.forward_ops(call):
                 break
         choice.add(other)

@@ -247,7 +247,7 @@ class _RangeType(type):
         start, stop, step = (0, *bounds, 1) if _LEN(bounds) == 1 else (*bounds, 1)[:3]
         if isinstance(step, torch.SymInt) or step <= 0:
             return _RANGE(*bounds)
-        turns = []
+        turns: list[Any] = []
         while start < stop:
             if _LEN(turns) == _MOST_TURNS:
                 return _RANGE(*bounds)
