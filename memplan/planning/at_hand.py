@@ -99,6 +99,23 @@ class AtHand:
         fits = self._placement.host_budget is None or found.host_bytes <= self._placement.host_limit
         return found if fits else None
 
+    def at_other_sizes(self, problem: Problem, plan: Plan) -> tuple[Plan, ...]:
+        """Plans for a step that differs from that of a plan by sizes alone: with its schedule, and with all kept.
+
+        The first fits the budget; none where neither does.
+        """
+        limit = self._limits.budget_bytes
+        if limit is None or not same_structure(problem.graph, plan.problem.graph):
+            return ()
+        fastest = min(textbook(problem), key=lambda c: c.time_s)
+        problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
+        found = []
+        for solver, schedule in dict.fromkeys(((fastest.solver, fastest.schedule), (plan.solver, plan.schedule))):
+            line = simulate(problem, schedule)
+            found.append(Plan(problem, schedule, line, solver, problem.baseline_time_s, line.peak_bytes, line.time_s))
+        found.sort(key=lambda p: p.peak_bytes > limit)
+        return tuple(found) if found[0].peak_bytes <= limit else ()
+
 
 def unplanned_bytes(call: Call, known: Sequence[PlannedStep]) -> int | None:
     """Peak bytes of such a call without a plan, as far as the plan of an equal one tells."""

@@ -65,6 +65,7 @@ class Planner:
         self._uncaptured = UncapturedSteps(
             settings, self.limits, self.placement, self._problems.optimizer_needs
         )  # fmt: skip
+        self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
     def check_optimizer(self, model: nn.Module) -> None:
         """Warn where the optimizer has none of the model's parameters. With update="backward", raise ValueError."""
@@ -175,7 +176,10 @@ class Planner:
 
     def _sized(self, model: nn.Module, captured: Capture) -> WholeStep:
         """A step for calls of any size, with others beside it that suit longer and shorter calls."""
-        first, *others = [self._whole(model, captured, plan) for plan in self._plans.ladder(model, captured)]
+        plans: tuple[Plan, ...] = ()
+        if self._given is not None:
+            plans = self._at_hand.at_other_sizes(self._problems.problem(model, captured), self._given)
+        first, *others = [self._whole(model, captured, p) for p in plans or self._plans.ladder(model, captured)]
         return dataclasses.replace(first, others=tuple(others))
 
     def _step(
@@ -291,7 +295,10 @@ class Planner:
 
     @once_more_where_results_differ
     def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
-        """A step that runs a given plan. Raises PlanMismatch where that is for another step."""
+        """A step that runs a given plan, at the sizes of the sample.
+
+        Raises PlanMismatch where the plan is for another step, or peaks beyond its budget at these sizes.
+        """
         if self.settings.shards is None:
             self.placement.decide(frozenset())
         self._group.take_over(plan)
@@ -302,6 +309,11 @@ class Planner:
                 "through .data, or make a plan without it"
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
+        if self.settings.takes_any_size and self.placement.host_budget is None:
+            self._given = plan
+            if difference is not None:
+                plans = self._at_hand.at_other_sizes(self._problems.problem(model, captured), plan)
+                plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
             if plan.problem.costs.source == "measured":  # the plan may know of results that nobody has seen here yet
                 with contextlib.suppress(ValueError):  # ops of a model on the meta device can't run

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -431,6 +432,35 @@ def test_choosing_a_schedule_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("memplan.planning.problems.at_sizes", refused)
     for batch in samples:
         step(net, batch)
+
+
+@pytest.mark.parametrize("first", [64, 40])
+def test_a_plan_file_serves_all_sizes(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, sample = MODELS["gpt2"](0)
+    memplan.plan(net, sample, 0.6, costs="estimate").save(tmp_path / "plan.json")
+    plain, plan = copy.deepcopy(net), memplan.Plan.load(tmp_path / "plan.json")
+    memplan.apply(net, with_size(sample, 1, 64, first), plan=plan)
+
+    def refused(*arguments: Any) -> Any:
+        raise AssertionError("there was a search")
+
+    monkeypatch.setattr("memplan.planning.whole_plans.solve_front", refused)
+    overheads = {}
+    for n in (first, 30, 64, 12, 50, 7):
+        batch = with_size(sample, 1, 64, n)
+        assert_same_bits(step(plain, batch), step(net, batch))
+        now = memplan.plan_of(net)
+        assert isinstance(now, memplan.Plan)
+        assert now.peak_bytes <= (plan.problem.budget_bytes or 0)
+        overheads[n] = now.overhead
+    assert overheads[12] == 0 < overheads[64]
+
+
+def test_a_plan_file_whose_budget_a_size_exceeds_is_refused() -> None:
+    net, sample = MODELS["gpt2"](0)
+    plan = memplan.plan(net, with_size(sample, 1, 64, 16), 0.95, costs="estimate")
+    with pytest.raises(memplan.PlanMismatch, match="another training step"):
+        memplan.apply(net, sample, plan=plan)
 
 
 # -- other modes ------------------------------------------------------------------------------------------------------
