@@ -291,5 +291,26 @@ def _product(mode: FakeTensorMode, func: Any, x: torch.Tensor, a: torch.Tensor, 
         return x.new_empty((a.shape[0], a.shape[1], b.shape[2]))
 
 
-_OPEN: dict[Any, Callable[..., Any]] = {aten.constant_pad_nd.default: _padded, aten.baddbmm.default: _product}
+def _small_again(keeps_format: bool) -> Callable[..., torch.Tensor]:
+    """The gradient of an upsampled image; of the upsampled one's memory format, or contiguous."""
+
+    def kernel(mode: FakeTensorMode, func: Any, grad: torch.Tensor, size: Any, shape: Any, *_: Any) -> torch.Tensor:
+        memory_format = suggest_memory_format(grad) if keeps_format else torch.contiguous_format
+        with mode:
+            return torch.empty(shape, dtype=grad.dtype, device=grad.device, memory_format=memory_format)
+
+    return kernel
+
+
+_OPEN: dict[Any, Callable[..., Any]] = {
+    aten.constant_pad_nd.default: _padded,
+    aten.baddbmm.default: _product,
+    aten.upsample_bilinear2d_backward.default: _small_again(True),
+    aten.upsample_trilinear3d_backward.default: _small_again(True),
+    aten.upsample_linear1d_backward.default: _small_again(False),
+    aten.upsample_nearest1d_backward.default: _small_again(False),
+    aten.upsample_nearest3d_backward.default: _small_again(False),
+    aten.upsample_bicubic2d_backward.default: _small_again(False),
+    aten._upsample_bicubic2d_aa_backward.default: _small_again(False),
+}
 _OPEN_BUILTINS: dict[str, Any] = {"range": _Range, "len": _length}

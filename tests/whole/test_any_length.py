@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import logging
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -47,9 +49,16 @@ def tensors_in(sample: Sample) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(sample) if isinstance(leaf, torch.Tensor)]
 
 
+def seed_all() -> None:
+    """Seed all generators that a model may draw from."""
+    random.seed(5)
+    np.random.seed(5)
+    torch.manual_seed(5)
+
+
 def step(net: nn.Module, sample: Sample, autocast: bool = False) -> tuple[Any, ...]:
     """Loss, gradients, buffers and generator of one training step."""
-    torch.manual_seed(5)
+    seed_all()
     net.zero_grad(set_to_none=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         loss = loss_of(call(net, copy.deepcopy(sample)))
@@ -63,10 +72,12 @@ def live_peak(net: nn.Module, sample: Sample, autocast: bool) -> int:
     planned, meter = planned_forward(net), LiveMeter()
     assert planned is not None
     meter.register([list(net.parameters()), list(net.buffers()), sample, planned.constants])
+    seed_all()
     with meter:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             output = call(net, sample)
-        loss_of(output).backward()
+        loss = output if isinstance(output, torch.Tensor) and output.dim() == 0 else loss_of(output)
+        loss.backward()
     return meter.peak_bytes
 
 
@@ -522,18 +533,84 @@ def test_gradients_accumulate_over_sizes_and_evaluation_is_in_between() -> None:
 # -- sweeps -----------------------------------------------------------------------------------------------------------
 
 
+def qwen3() -> tuple[nn.Module, Sample]:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16,
+    )  # fmt: skip
+    return Qwen3ForCausalLM(config).train(), language_sample()
+
+
+def gemma3() -> tuple[nn.Module, Sample]:
+    """Windows of 16 tokens in two layers of three."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    config = Gemma3TextConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, sliding_window=16, sliding_window_pattern=3,
+    )  # fmt: skip
+    return Gemma3ForCausalLM(config).train(), language_sample()
+
+
+def language_sample() -> Sample:
+    ids = torch.randint(0, 100, (2, 48))
+    return {"input_ids": ids, "labels": ids.clone(), "use_cache": False}
+
+
+def built(name: str) -> tuple[nn.Module, Sample]:
+    torch.manual_seed(0)
+    if name in ("qwen3", "gemma3"):
+        return {"qwen3": qwen3, "gemma3": gemma3}[name]()
+    return MODELS[name](0) if name in ("gpt2", "resnet50") else ARCHITECTURES[name].build(0)
+
+
+def of_sizes(sample: Sample, dims: tuple[int, ...]) -> list[Sample]:
+    """Samples of six to ten sizes: of their length, their batch, or height and width."""
+    if dims == (1,):
+        size = max(t.shape[1] for t in tensors_in(sample) if t.dim() == 2)
+        sizes: tuple[int, ...] = (size, size * 3 // 4, 17, 9, size, 30, 12, 5, 31, size)
+    else:
+        size = tensors_in(sample)[0].shape[dims[0]]
+        sizes = (4, 3, 2, 4, 3, 2) if dims == (0,) else (size, size // 2, size * 3 // 4, size, size // 2, size // 4)
+    samples = []
+    for now in sizes:
+        changed = sample
+        for dim in dims:
+            changed = with_size(changed, dim, size, now)
+        samples.append(changed)
+    return samples
+
+
 SWEEP = {
-    "llama": 1, "gemma2": 1, "bert": 1, "bloom": 1, "modernbert": 1, "t5": 1, "bart": 1, "mixtral": 1, "mamba2": 1,
-    "whisper": 1, "vit": 0, "convnext": 0, "swin": 0, "segformer": 0, "wav2vec2": 0, "dit": 0,
+    "gpt2": (1,), "llama": (1,), "qwen3": (1,), "gemma2": (1,), "gemma3": (1,), "bert": (1,), "bloom": (1,),
+    "modernbert": (1,), "t5": (1,), "bart": (1,), "mixtral": (1,), "mamba2": (1,), "whisper": (1,), "vit": (0,),
+    "convnext": (0,), "swin": (0,), "segformer": (0,), "audio_spectrogram_transformer": (0,), "dit": (0,),
+    "resnet50": (0,), "unet2d_condition": (0,),
 }  # fmt: skip
+NAMED = ("gpt2", "llama", "qwen3", "gemma3", "bert", "t5", "mixtral", "mamba2", "whisper", "vit", "resnet50")
+CASES = [*SWEEP.items(), ("unet2d_condition", (2, 3)), ("resnet50", (2, 3))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("name", SWEEP)
-def test_architectures_at_ten_sizes(name: str, autocast: bool) -> None:
-    net, sample = ARCHITECTURES[name].build(0)
-    dim = SWEEP[name]
-    size = tensors_in(sample)[0].shape[dim] if dim == 0 else max(t.shape[1] for t in tensors_in(sample) if t.dim() == 2)
-    sizes = (4, 3, 2, 4, 3, 2) if dim == 0 else (size, size * 3 // 4, 17, 9, size, 30, 12, 5, 31, size)
-    train_at(net, [with_size(sample, dim, size, n) for n in sizes], PLENTY, autocast)
+@pytest.mark.parametrize(("name", "dims"), CASES)
+def test_architectures_at_many_sizes(name: str, dims: tuple[int, ...], autocast: bool) -> None:
+    net, sample = built(name)
+    train_at(net, of_sizes(sample, dims), PLENTY, autocast)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(("name", "dims"), [(n, d) for n, d in CASES if n in (*NAMED, "unet2d_condition")])
+def test_architectures_at_many_sizes_in_small_budgets(
+    name: str, dims: tuple[int, ...], autocast: bool, share: float
+) -> None:
+    """share: of the way from the floor of the largest size to its unplanned peak."""
+    net, sample = built(name)
+    samples = of_sizes(sample, dims)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        floor, *_, top = (p.peak_bytes for p in memplan.explore(net, samples[0], costs="estimate"))
+    train_at(net, samples, int(floor + share * (top - floor)), autocast, costs="estimate")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ def _contiguous(like: torch.Tensor) -> torch.Tensor:
 
 def _channels_as(like: torch.Tensor, padding: Sequence[int] = ()) -> torch.Tensor:
     """Channels last where `like` has them last. padding: on both sides of dimensions, the last dimension first."""
-    shape = torch.nn.functional.pad(like, padding).shape
+    shape = list(like.shape)
+    for i in range(len(padding) // 2):
+        shape[-1 - i] += padding[2 * i] + padding[2 * i + 1]
     return torch.empty(shape, device="meta", memory_format=private.suggest_memory_format(like))
 
 
@@ -91,8 +94,8 @@ _ITERATED: dict[Any, tuple[int, ...]] = {
 # Ops whose real CPU kernels shrink a result that they made larger, and keep its memory: op -> number of elements that
 # the memory holds, from the arguments. Fake kernels make the small result.
 _ELEMENTS: dict[Any, Callable[..., int]] = {
-    aten.mse_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
-    aten.smooth_l1_loss.default: lambda x, y, *_: torch.broadcast_shapes(x.shape, y.shape).numel(),
+    aten.mse_loss.default: lambda x, y, *_: math.prod(torch.broadcast_shapes(x.shape, y.shape)),
+    aten.smooth_l1_loss.default: lambda x, y, *_: math.prod(torch.broadcast_shapes(x.shape, y.shape)),
     aten.binary_cross_entropy.default: lambda x, *_: x.numel(),
     aten.soft_margin_loss.default: lambda x, *_: x.numel(),
     aten.col2im.default: lambda x, *_: x.numel(),

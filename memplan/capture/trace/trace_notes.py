@@ -87,7 +87,7 @@ class TraceNotes:
         )
         self.template = template
         self.requires_grad = tuple(t.requires_grad for t in template.tensors)
-        self.boundary = next(iter(reversed(nodes)))
+        self.boundary = next(n for n in reversed(nodes) if not private.is_symbolic(n.meta.get("val")))
         self.node_names = tuple(n.name for n in nodes)
         self.stack.clear()
 
