@@ -94,7 +94,7 @@ class Run:
             args = trl.SFTConfig(
                 output_dir=folder, per_device_train_batch_size=BATCH, max_steps=batches, learning_rate=1e-3,
                 max_length=None, logging_steps=1, save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True,
-                dataloader_pin_memory=False, seed=3, bf16=False, activation_checkpointing=False, **options,
+                dataloader_pin_memory=False, seed=3, bf16=False, **{"activation_checkpointing": False, **options},
             )  # fmt: skip
             trainer = trl.SFTTrainer(
                 net, args, train_dataset=texts(batches), processing_class=tokenizer(), callbacks=[watch, *callbacks]

@@ -23,8 +23,8 @@ class MemplanCallback(TrainerCallback):
     """Plans the model that a Trainer trains: its first batch, when that comes, and later ones that are unlike it.
 
     The plan is on the model while `trainer.train()` runs, and is taken off when that ends; `plan` still has it then.
-    Where parameters live on the host it stays, so that the model can be evaluated; `memplan.remove` takes it off. After
-    the first step, the logger "memplan" logs one line about it at level INFO.
+    Where parameters live on the host it stays, so that the model can be evaluated; `memplan.remove` takes it off.
+    Gradient checkpointing is switched off, with a line in the log: the plan decides what is recomputed.
 
     - budget, apply_keywords: as for `memplan.apply`. Three keywords follow the training arguments unless they are given
       here. `accumulate` is on where gradients are accumulated over several batches. `grads` is "edges" where
@@ -40,7 +40,7 @@ class MemplanCallback(TrainerCallback):
 
     def __init__(
         self,
-        budget: int | float | str | memplan.Budget,
+        budget: int | float | str | memplan.Budget | None = None,
         *,
         count_optimizer: bool = False,
         model: nn.Module | None = None,
@@ -55,7 +55,6 @@ class MemplanCallback(TrainerCallback):
         self._budget, self._count_optimizer, self._keywords = budget, count_optimizer, apply_keywords
         self._model: nn.Module | None = None
         self._plan: memplan.Plan | memplan.PartialPlan | None = None
-        self._told = False
         self._place: _InPlace | None = None
         if model is not None:
             if not self._offloads:
@@ -76,16 +75,17 @@ class MemplanCallback(TrainerCallback):
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         _check(args, self._keywords)
+        _switch_checkpointing_off(args, kwargs.get("model"))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         _check(args, self._keywords)
         model: nn.Module = kwargs["model"]
+        _switch_checkpointing_off(args, model)
         if self._model is not model:
             self._finish()
         self._may_move()
-        self._told = False
         keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
         if self._offloads:  # some may be there from training before
             keywords.setdefault("device", args.device)
@@ -93,20 +93,6 @@ class MemplanCallback(TrainerCallback):
             keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
         model.train()  # as the Trainer does before each step: the plan is one of training
         self._model = memplan.apply(model, None, self._budget, **keywords)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        plan = None if self._told else self.plan
-        if plan is None:
-            return
-        self._told = True
-        if state.is_world_process_zero:
-            log.info(
-                "steps are planned to peak at %.1f MiB, %.0f%% of the unplanned %.1f MiB, at %+.1f%% time",
-                plan.peak_bytes / 2**20,
-                100 * plan.peak_bytes / plan.baseline_peak_bytes,
-                plan.baseline_peak_bytes / 2**20,
-                100 * plan.overhead,
-            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -153,13 +139,26 @@ class _InPlace:
             vars(self._model)["hf_device_map"] = self._before
 
 
+def _switch_checkpointing_off(args: TrainingArguments, model: nn.Module | None) -> None:
+    """Switch gradient checkpointing off in the arguments, and in the model with what it had made inputs require."""
+    asked = [name for name in ("gradient_checkpointing", "activation_checkpointing") if getattr(args, name, False)]
+    for name in asked:
+        setattr(args, name, False)
+    modules: list[Any] = [] if model is None else list(model.modules())
+    on = any(getattr(module, "gradient_checkpointing", False) is True for module in modules)
+    for module in modules if on or asked else ():
+        older = getattr(module, "gradient_checkpointing_disable", None)
+        disable = getattr(module, "activation_checkpointing_disable", older)
+        if on and callable(disable):
+            disable()
+        if hasattr(module, "_require_grads_hook"):
+            module.disable_input_require_grads()
+    if asked or on:
+        log.warning("gradient checkpointing is switched off, for the plan decides what is recomputed")
+
+
 def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
     """Raise ValueError for training arguments that a plan can't be combined with."""
-    if args.gradient_checkpointing or getattr(args, "activation_checkpointing", False):
-        raise ValueError(
-            "MemplanCallback got TrainingArguments(gradient_checkpointing=True): checkpointing decides what is "
-            "recomputed, which is what the plan does. Set gradient_checkpointing=False"
-        )
     if args.torch_compile:
         raise ValueError(
             "MemplanCallback got TrainingArguments(torch_compile=True), but a plan is made of the ops that eager "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
+from memplan.capture.capture import model_device
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike
@@ -22,6 +24,7 @@ from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
@@ -68,7 +71,9 @@ def apply(
     sample: a batch like those to come: a tensor, a tuple of arguments, or a dict of keyword arguments of forward. None:
         the first call is planned when it comes.
     budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a fraction
-        of the unplanned peak (0.5), or a `Budget`. For a fraction, it is the unplanned peak of the first plan.
+        of the unplanned peak (0.5, "0.5", "50%"), or a `Budget`. For a fraction, it is the unplanned peak of the first
+        plan. "min": the least that the first plan can do with. None or "auto": what the device has free and this
+        process holds, less a tenth of the device; on a CPU, of the machine's memory.
     loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
         the step; the planned model is then called with those arguments and returns the loss.
     optimizer: counts its state and its `step()` into the budget.
@@ -134,8 +139,6 @@ def apply(
     Returns the same model. Raises BudgetInfeasible (with the smallest budget that can be met), UnsupportedModel,
     PlanMismatch (`plan` belongs to another step), ValueError or TypeError (bad arguments); then nothing has changed.
     """
-    if plan is None and budget is None:
-        raise TypeError("apply needs a budget, or a plan= to run")
     if plan is not None and budget is not None:
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
@@ -146,12 +149,14 @@ def apply(
         raise TypeError(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
+    if plan is None:
+        budget = _named(budget, model, device)
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
         "fused" if plan is not None and plan.exact == "program" else kernels, dynamic,
     )  # fmt: skip
-    given, is_compiled = model, private.is_compiled(model)
+    given, is_compiled, began_s = model, private.is_compiled(model), time.monotonic()
     with contextlib.ExitStack() as aside:
         model = aside.enter_context(_compiled_aside(given, settings.kernels))
         refuse_without_forward(model)
@@ -182,7 +187,7 @@ def apply(
                 with errors_of_forward():
                     step = None if sample is None else first_step()
             if step is not None:
-                planned.add(step)
+                planned.add(step, time.monotonic() - began_s)
         if before is not None:
             before.uninstall()
             planned.undo = before.undo
@@ -191,6 +196,13 @@ def apply(
             planned.undo.append(aside.pop_all().close)
             log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
     return given
+
+
+def _named(budget: BudgetLike | None, model: nn.Module, device: torch.device | str | None) -> BudgetLike:
+    """The budget; where it is to be found out, what the device has room for."""
+    if budget is not None and budget != AUTOMATIC:
+        return budget
+    return automatic_bytes(model_device(model) if device is None else torch.device(device))
 
 
 def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None) -> BudgetInfeasible:
@@ -206,12 +218,13 @@ def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None
     )
 
 
-def plan(model: nn.Module, sample: Sample, budget: BudgetLike, **settings: Any) -> Plan:
+def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **settings: Any) -> Plan:
     """The plan that `apply` would run, without touching the model.
 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
     shards, keep_frozen, kernels and surroundings, as for `apply`, which says what they are and what they raise.
     """
+    budget = _named(budget, model, settings.get("device"))
     planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
     with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)

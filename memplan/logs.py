@@ -1,27 +1,47 @@
 """The logger "memplan", and a progress bar.
 
-Log lines go where the program has them go, or to stderr where that says nothing of it.
+Log lines go where the program has them go, or to stderr where that says nothing of it: warnings, and one line for each
+planned model. MEMPLAN_LOG changes that: debug, info, warning, error or off.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 
 log = logging.getLogger("memplan")
 
+_LEVELS = {
+    "debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR,
+    "off": logging.CRITICAL + 1,
+}  # fmt: skip
+_asked = _LEVELS.get(os.environ.get("MEMPLAN_LOG", "").lower())
+
 
 class _ToStderr(logging.Handler):
-    """Writes what no other handler of the program does, with the logger's name in front."""
+    """Writes what no other handler of the program does, with the logger's name in front of every line."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if log.handlers == [self] and not (log.propagate and logging.getLogger().handlers):
-            sys.stderr.write(f"{self.format(record)}\n")
+        if log.handlers != [self] or (log.propagate and logging.getLogger().handlers):
+            return
+        if record.levelno >= (logging.WARNING if _asked is None else _asked) or getattr(record, "shows", False):
+            for line in self.format(record).splitlines():
+                sys.stderr.write(f"{log.name}: {line}\n")
 
 
-_handler = _ToStderr(logging.WARNING)
-_handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-log.addHandler(_handler)
+log.addHandler(_ToStderr())
+if _asked is not None:
+    log.setLevel(_asked)
+
+
+def show(text: str) -> None:
+    """Log information that a user sees without asking, unless MEMPLAN_LOG, or the logger's own level, is above it."""
+    if _asked is None and log.level <= logging.INFO:
+        record = log.makeRecord(log.name, logging.INFO, __file__, 0, text, (), None, extra={"shows": True})
+        log.handle(record)
+    else:
+        log.info(text)
 
 
 def show_count(what: str, done: int, total: int) -> None:

@@ -8,7 +8,7 @@ import re
 _FACTORS: dict[str, int] = {
     "": 1,
     "B": 1,
-    **{f"{prefix}B": 1000**power for power, prefix in enumerate("kMGT", start=1)},
+    **{f"{prefix}{b}": 1000**power for power, prefix in enumerate("kMGT", start=1) for b in ("B", "")},
     **{f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", start=1)},
 }
 _CASELESS = {unit.lower(): factor for unit, factor in _FACTORS.items()}
@@ -16,7 +16,7 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of "8GiB" (8 * 1024**3), "8GB" (8 * 1000**3), "512 MiB" or "4096", rounded down.
+    """Bytes of "8GiB" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), "512 MiB" or "4096", rounded down.
 
     Raises ValueError for anything else.
     """

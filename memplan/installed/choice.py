@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
-from memplan.logs import log
+from memplan.logs import log, show
 from memplan.planning.planner import Planner
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
+from memplan.problem.data import Surroundings
 from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
@@ -57,7 +60,10 @@ class StepChoice:
         self.unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
         self._aside, self._attend = aside, attend
         self._takes_any_size = planner.settings.takes_any_size
-        self._told: set[str] = set()  # of what there has been a warning
+        self._told: set[str] = set()  # of what there has been a word
+        engine = planner.settings.surroundings != Surroundings()  # which says by itself what it runs
+        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._tells_of_plan = not engine and (not ranks or torch.distributed.get_rank() == 0)
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
@@ -236,6 +242,7 @@ class StepChoice:
                 "a while. Pass numbers that change with the batch as tensors",
                 kinds_before + 1, reason,
             )  # fmt: skip
+        began_s = time.monotonic()
         with self.planning():
             try:
                 step = self._new_step(call, known, share, kinds)
@@ -249,7 +256,7 @@ class StepChoice:
                 if longest is None:
                     raise
                 raise BudgetInfeasible(f"{error}. {longest}", error.floor_bytes, error.floor_overhead) from None
-            return self.add(step)
+            return self.add(step, time.monotonic() - began_s)
 
     def _new_step(
         self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]
@@ -308,8 +315,8 @@ class StepChoice:
             self.agreement.keep(before, after)
         return after
 
-    def add(self, step: PlannedStep) -> PlannedStep:
-        """Take in a new step, as the one that was used last."""
+    def add(self, step: PlannedStep, took_s: float = 0.0) -> PlannedStep:
+        """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
         step.settle(self.model)
         host = self.planner.placement.host
         if self._host is not None and host != self._host:
@@ -322,6 +329,10 @@ class StepChoice:
         self.steps[:] = [s for s in self.steps if _kind(s) in kept]
         for new in (step, *others):
             self._attend(new)
+        if step.plan is not None and not step.provisional and "plan" not in self._told:
+            self._told.add("plan")
+            text = f"{step.plan.summary}; planned in {took_s:.1f} s"
+            (show if took_s and self._tells_of_plan else log.info)(text)
         return step
 
     def prepare(self, sample: Sample) -> Plan | PartialPlan | None:

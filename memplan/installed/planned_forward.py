@@ -137,9 +137,9 @@ class PlannedForward:
         finally:
             self._is_set_aside = before
 
-    def add(self, step: PlannedStep) -> None:
-        """Take in a new step, as the one that was used last."""
-        self.choice.add(step)
+    def add(self, step: PlannedStep, took_s: float = 0.0) -> None:
+        """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
+        self.choice.add(step, took_s)
 
     def _attend(self, step: PlannedStep) -> None:
         if vars(self.model).get("forward") is self:

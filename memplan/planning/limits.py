@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from memplan.costs.margin import known_margin, remember_margin
+from memplan.logs import log
 from memplan.planning.settings import Settings
 from memplan.problem.budgets import budget_bytes_of, device_bytes
+from memplan.units import format_bytes
 
 
 class Limits:
@@ -34,11 +36,14 @@ class Limits:
         budget = self._settings.budget
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 
-    def settle(self, unplanned_bytes: int, resident_bytes: int) -> int:
-        """The budget in bytes, which is fixed from now on. Both figures are of the step that is being planned."""
+    def settle(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
+        """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned."""
         if self.budget_bytes is None:
-            assert self._settings.budget is not None
-            self.budget_bytes = budget_bytes_of(self._settings.budget, unplanned_bytes, resident_bytes)
+            budget = self._settings.budget
+            assert budget is not None
+            self.budget_bytes = budget_bytes_of(budget, unplanned_bytes, resident_bytes, floor_bytes)
+            if isinstance(budget, str):
+                log.info("the budget %r is %s", budget, format_bytes(self.budget_bytes))
         return self.budget_bytes
 
     def reset(self, budget_bytes: int | None) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from memplan.capture.shards import Shards
 from memplan.config import Config, ConfigLike, config_of
-from memplan.problem.budgets import BudgetLike, device_bytes, limit_bytes
+from memplan.problem.budgets import SMALLEST, BudgetLike, device_bytes, parsed
 from memplan.problem.data import Budget, Link, Roofline, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.host.updates import refuse_update_in_backward
@@ -56,9 +56,10 @@ class Settings:
         if self.budget is not None:
             device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.most_on_host is not None:
-            if isinstance(self.most_on_host, float):
+            if not isinstance(parsed(self.most_on_host), int):
                 raise TypeError(f"host_budget is an int or a str such as '64GiB', got {self.most_on_host!r}")
-            limit_bytes(self.most_on_host, 0)
+            if isinstance(self.budget, str) and parsed(self.budget) == SMALLEST:
+                raise ValueError("budget='min' is without host_budget=: with it, the least is where all is on the host")
         _ = self.search, self.target_device
         self._check_flight()
         if self.link is not None:

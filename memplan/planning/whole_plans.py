@@ -61,7 +61,7 @@ class WholePlans:
 
     def _within(self, problem: Problem, front: Front) -> Plan:
         """The fastest plan of a front within the budget. Raises BudgetInfeasible."""
-        limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes)
+        limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes, front.floor.peak_bytes)
         chosen = front.best(self._limits.less_margin(limit)) or front.floor
         if chosen.peak_bytes > limit:
             raise infeasible(problem, front.floor, limit)
@@ -80,10 +80,10 @@ class WholePlans:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
         front = self._front(problem)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
-        limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes)
         host_limit = self._placement.host_limit
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = least_peak_bytes(nowhere, front, lambda _: problem)
+        limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
         search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(self._limits.less_margin(limit)) or search(limit)
         if chosen is None:
@@ -94,7 +94,7 @@ class WholePlans:
         """A plan that may offload values, and may have parameters live on the host."""
         parts, problem_of = self._problems.by_homes(model, captured, problem)
         plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes)
+        limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
         within = self._limits.less_margin(limit)
         alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= within

@@ -29,7 +29,7 @@ class UnitRow:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class PartialPlan:
     """What a step of a model that is planned in parts will hold and cost.
 
@@ -49,6 +49,19 @@ class PartialPlan:
     baseline_time_s: float
     units: tuple[UnitRow, ...]
     exact: Exactness = "eager"
+
+    def __repr__(self) -> str:
+        return f"<memplan.PartialPlan: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Peak, budget, what it costs and how it is done, in one line."""
+        within = f"{format_bytes(self.budget_bytes)} (unplanned {format_bytes(self.baseline_peak_bytes)})"
+        again = sum(unit.way != "keep" for unit in self.units)
+        return (
+            f"peak {format_bytes(self.peak_bytes)} of {within}, {self.overhead:+.1%} time: {again} of "
+            f"{len(self.units)} parts recompute"
+        )
 
     @property
     def activation_peak_bytes(self) -> int:

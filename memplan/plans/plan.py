@@ -11,7 +11,7 @@ import networkx as nx
 from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_graph import step_graph
-from memplan.plans.plan_text import report_text
+from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
 from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
 from memplan.problem.schedule import (
@@ -48,9 +48,17 @@ _STEP_NAMES: dict[str, type[Any]] = {
 _NAMES_OF_STEPS = {kind: name for name, kind in _STEP_NAMES.items()}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(PlanFigures):
     """What one training step will do, hold and cost: `PlanFigures`, and what can be done with them."""
+
+    def __repr__(self) -> str:
+        return f"<memplan.Plan: {self.summary}>"
+
+    @property
+    def summary(self) -> str:
+        """Peak, budget, what it costs and how it is done, in one line."""
+        return summary(self)
 
     def report(self) -> str:
         """A page of text: budget, peaks, overhead, bound, what is recomputed and what the peak consists of."""

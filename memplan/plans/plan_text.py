@@ -28,6 +28,17 @@ def report_text(plan: PlanFigures) -> str:
     return "\n".join([*_headline(plan), "", *_recomputed(plan), "", *_peak(plan), *_remarks(plan)]) + "\n"
 
 
+def summary(plan: PlanFigures) -> str:
+    """Peak, budget, what it costs and how it is done, in one line."""
+    budget_bytes, most = plan.problem.budget_bytes, format_bytes(plan.baseline_peak_bytes)
+    within = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+    how = [f"{len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops run again"] if plan.recomputed else []
+    if plan.offloaded_bytes:
+        how.append(f"{format_bytes(plan.offloaded_bytes)} go to the host")
+    text = ", ".join(how) or "nothing is recomputed"
+    return f"peak {format_bytes(plan.peak_bytes)}{within} (unplanned {most}), {plan.overhead:+.1%} time: {text}"
+
+
 def _headline(plan: PlanFigures) -> list[str]:
     problem = plan.problem
     budget = "no limit" if problem.budget_bytes is None else format_bytes(problem.budget_bytes)

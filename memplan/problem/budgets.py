@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 from memplan.problem.data import Budget
 from memplan.units import parse_bytes
 
 BudgetLike = int | float | str | Budget
 
+SMALLEST = "min"
+_PERCENT = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*%\s*", re.ASCII)
+_FRACTION = re.compile(r"\s*(?:0?\.\d+|1\.0*)\s*", re.ASCII)
 
-def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int) -> int:
-    """Bytes of a budget, rounded down."""
+
+def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: int, floor_bytes: int = 0) -> int:
+    """Bytes of a budget, rounded down. floor_bytes: what "min" is."""
     if not isinstance(budget, Budget):
-        return limit_bytes(budget, unplanned_bytes)
+        return floor_bytes if parsed(budget) == SMALLEST else limit_bytes(budget, unplanned_bytes)
     limits = []
     if budget.device is not None:
         limits.append(limit_bytes(budget.device, unplanned_bytes))
@@ -24,21 +30,45 @@ def budget_bytes_of(budget: BudgetLike, unplanned_bytes: int, resident_bytes: in
 
 def limit_bytes(budget: int | float | str, whole_bytes: int) -> int:
     """Bytes of one limit; a fraction is one of `whole_bytes`. Raises TypeError, ValueError."""
+    limit = parsed(budget)
+    if isinstance(limit, str):
+        raise ValueError(f"{limit!r} is a budget of a whole step, not of a part of it")
+    return int(limit * whole_bytes) if isinstance(limit, float) else limit
+
+
+def parsed(budget: int | float | str) -> int | float | str:
+    """A limit as a number: bytes as an int, a fraction as a float, or "min". Raises TypeError, ValueError.
+
+    "80%" and "0.8" are fractions, as 0.8 is; "8GiB", "8GB" and "8G" are bytes.
+    """
     if isinstance(budget, str):
-        return parse_bytes(budget)
+        if budget.strip().lower() == SMALLEST:
+            return SMALLEST
+        percent = _PERCENT.fullmatch(budget)
+        if percent is not None:
+            return _fraction(float(percent[1]) / 100, budget)
+        return _fraction(float(budget), budget) if _FRACTION.fullmatch(budget) else parse_bytes(budget)
     if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-        raise TypeError(f"a budget is an int, a str such as '8GiB', a float in (0, 1] or a Budget, got {budget!r}")
+        raise TypeError(
+            "a budget is an int, a str such as '8GiB', '80%', 'min' or 'auto', a float in (0, 1] or a Budget, got "
+            f"{budget!r}"
+        )
     if isinstance(budget, float):
-        if not 0 < budget <= 1:
-            raise ValueError(f"a budget given as a float is a fraction of the unplanned peak in (0, 1], got {budget}")
-        return int(budget * whole_bytes)
+        return _fraction(budget, budget)
     if budget <= 0:
         raise ValueError(f"a budget must be more than 0 bytes, got {budget}")
     return budget
+
+
+def _fraction(value: float, given: object) -> float:
+    if not 0 < value <= 1:
+        raise ValueError(f"a budget given as a fraction is one of the unplanned peak, in (0, 1], got {given!r}")
+    return value
 
 
 def device_bytes(budget: BudgetLike) -> int | None:
     """The limit on the device where it is given in bytes, else None; checks the rest of the budget too."""
     budget_bytes_of(budget, 1 << 62, 0)
     device = budget.device if isinstance(budget, Budget) else budget
-    return None if device is None or isinstance(device, float) else limit_bytes(device, 0)
+    limit = None if device is None else parsed(device)
+    return limit if isinstance(limit, int) else None

@@ -36,6 +36,15 @@ def test_twelve_batches(name: str, budget: str) -> None:
     assert planned.equals(plain)
 
 
+def test_its_default_of_gradient_checkpointing() -> None:
+    """SFTConfig switches it on. The plan switches it off, and the bits are those of either."""
+    runs = [
+        Run(build("gpt2", layers=2, width=64), 3, *callbacks, activation_checkpointing=True)
+        for callbacks in ((), (MemplanCallback("1TiB", costs="estimate"),))
+    ]
+    assert runs[0].equals(runs[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_two_hundred_batches(name: str) -> None:

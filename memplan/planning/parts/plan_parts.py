@@ -29,7 +29,7 @@ from memplan.runtime.parts.part_step import PartTangents
 from memplan.runtime.parts.partial_step import Ways, run_in_parts
 from memplan.runtime.parts.rehearsal import EditedArguments, Rehearsal, resident_tensors, timed_step
 from memplan.runtime.watch.meter import LeavesOut
-from memplan.solvers.parts.ways import appraise
+from memplan.solvers.parts.ways import appraise, smallest
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,8 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
     keep_all = appraise(parts.problem, [(0, tuple(len(o) - 1 for o in s[0].units)) for s in parts.problem.stages])
     resident = (t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage()))
     resident_bytes = _bytes_of(resident) + held_bytes
-    limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes)
+    least_bytes = smallest(parts.problem).peak_bytes + held_bytes
+    limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes, least_bytes)
     fitted = fit(request, parts, limit, held_bytes, elsewhere)
     around.wait()
     run = functools.partial(run_in_parts, fitted.ways, request.forward, call, ignored=around.ignored)

@@ -71,7 +71,7 @@ class PartsRequest:
     """A step to be planned in parts.
 
     - forward: what runs the model, with its arguments in `call`.
-    - limit: gives the budget from the unplanned peak and the resident bytes, both with what is held beside the step.
+    - limit: gives the budget from the unplanned peak, the resident bytes and the least peak, with what is held beside.
     - reason: why the whole can't be captured.
     - blocks: what to plan, each called once in a forward; None looks for what can be captured.
     - costs: "measure" or "estimate".
