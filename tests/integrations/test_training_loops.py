@@ -505,6 +505,36 @@ def test_two_forwards_in_one_backward_on_top_of_gradients(grads: str) -> None:
     compare(loop, grads)
 
 
+@pytest.mark.parametrize(("first", "precision"), [("plan", "bf16"), ("accelerate", "no"), ("accelerate", "bf16")])
+def test_accelerate_in_either_order(first: str, precision: str) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.state import AcceleratorState, GradientState
+
+    net, sample = MODELS["gpt2"](0)
+    losses: list[Any] = []
+    for planned in (False, True):
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        torch.manual_seed(0)
+        model: Any = copy.deepcopy(net)
+        optimizer: Any = torch.optim.AdamW(model.parameters())
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        for now in ("plan", "accelerate") if first == "plan" else ("accelerate", "plan"):
+            if now == "accelerate":
+                model, optimizer = accelerator.prepare(model, optimizer)
+            elif planned:
+                memplan.apply(model, None, 0.7, costs="estimate")
+        for _ in range(3):
+            loss = loss_of(call(model, sample))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    assert losses[:3] == losses[3:]
+
+
 # -- long runs --------------------------------------------------------------------------------------------------------
 
 

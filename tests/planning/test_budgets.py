@@ -32,7 +32,7 @@ def test_what_budgets_mean(given: Any, meant: Any) -> None:
 
 @pytest.mark.parametrize("given", ["120%", "0%", "0.0", "8X", "", "-8GiB", -1, 0, 1.5, float("nan"), True, None, [1]])
 def test_what_is_no_budget(given: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="budget|bytes"):
+    with pytest.raises((ValueError, TypeError), match=r"budget|bytes"):
         parsed(given)
 
 

@@ -17,7 +17,8 @@ from memplan.problem.data import Problem
 from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers import Front, solve_front
 
-LimitOf = Callable[[int, int], int]  # (bytes of the unplanned peak, resident bytes) -> the budget in bytes
+# (bytes of the unplanned peak, resident bytes, bytes of the least peak) -> the budget in bytes
+LimitOf = Callable[[int, int, int], int]
 Fuse = Callable[[Traced], Traced]
 WholeParameters = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
