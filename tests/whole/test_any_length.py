@@ -612,5 +612,5 @@ def test_architectures_at_many_sizes_in_small_budgets(
     net, sample = built(name)
     samples = of_sizes(sample, dims)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        floor, *_, top = (p.peak_bytes for p in memplan.explore(net, samples[0], costs="estimate"))
+        floor, *_, top = (p.peak_bytes for p in memplan.explore(net, samples[0], costs="estimate", config="rockmate"))
     train_at(net, samples, int(floor + share * (top - floor)), autocast, costs="estimate")
