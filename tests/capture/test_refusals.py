@@ -76,7 +76,6 @@ def test_a_string_that_is_no_size(budget: str) -> None:
         (float("inf"), ValueError),
         (True, TypeError),
         (False, TypeError),
-        (None, TypeError),
         (b"8GiB", TypeError),
         ([1], TypeError),
         (1j, TypeError),
@@ -555,7 +554,7 @@ def test_the_plan_of_another_model_says_what_differs() -> None:
         nothing_changes(net, sample),
         pytest.raises(memplan.PlanMismatch, match=r"2048 in the plan, 1024 in the model"),
     ):
-        memplan.apply(net, sample[:32].clone(), plan=plan)
+        memplan.apply(net, sample[:32].clone(), plan=plan, dynamic="never")
 
 
 class ReadsATensorAttribute(Net):
