@@ -33,7 +33,7 @@ Sample = Any
 def plan_partially(net: nn.Module, forward: Any, found: Any, budget: int | LimitOf) -> PartialStep:
     """A step of a model that runs in parts, within bytes or what gives them."""
     found = found.detached()
-    limit = budget if callable(budget) else lambda peak_bytes, resident_bytes: budget
+    limit = budget if callable(budget) else lambda peak_bytes, resident_bytes, _: budget
     planned = plan_parts(PartsRequest(net, forward, found, limit, device=torch.device("cpu")))
     return PartialStep.of(planned.plan, planned.ways, net, forward, found)
 
@@ -56,9 +56,9 @@ def planned_in_parts(net: nn.Module, sample: Sample, budget: Any, whole_fails: b
     return step
 
 
-def at(fraction: float) -> Callable[[int, int], int]:
+def at(fraction: float) -> Callable[[int, int, int], int]:
     """A budget at this part of the way from what is resident to the unplanned peak."""
-    return lambda peak_bytes, resident_bytes: resident_bytes + int(fraction * (peak_bytes - resident_bytes))
+    return lambda peak_bytes, resident_bytes, _: resident_bytes + int(fraction * (peak_bytes - resident_bytes))
 
 
 def least_of(net: nn.Module, sample: Sample) -> int:
@@ -163,7 +163,7 @@ def test_a_branch_on_computed_data_between_blocks(traits: dict[str, Any], fracti
     net, plain = twins(lambda: Branching(**traits))
     sample = torch.randn(256, 32, generator=torch.Generator().manual_seed(2))
     floor_bytes = least_of(net, sample)
-    budget = lambda peak_bytes, resident_bytes: floor_bytes + int(fraction * (peak_bytes - floor_bytes))  # noqa: E731
+    budget = lambda peak_bytes, resident_bytes, _: floor_bytes + int(fraction * (peak_bytes - floor_bytes))  # noqa: E731
     step = planned_in_parts(net, sample, budget)
     assert {row.name for row in step.plan.units} >= {"first", "second"}
     assert_exact(net, plain, sample, step)
