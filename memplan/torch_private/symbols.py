@@ -248,22 +248,43 @@ class _RangeType(type):
         if isinstance(step, torch.SymInt) or step <= 0:
             return _RANGE(*bounds)
         turns: list[Any] = []
-        while start < stop:
+        turn = start
+        while turn < stop:
             if _LEN(turns) == _MOST_TURNS:
                 return _RANGE(*bounds)
-            turns.append(start)
-            start = start + step
-        return turns
+            turns.append(turn)
+            turn = turn + step
+        return _Turns(turns)
 
     def __instancecheck__(cls, thing: Any) -> bool:
-        return isinstance(thing, _RANGE)
+        return isinstance(thing, (_RANGE, _Turns))
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, _RANGE)
+        return issubclass(kind, (_RANGE, _Turns))
 
 
 class _Range(metaclass=_RangeType):
     """A `range` whose bounds may be symbols: the trace then depends on the number of its turns, not on the bounds."""
+
+
+class _Turns(Sequence[Any]):
+    """What such a range goes through. Neither a list nor a tuple, for code looks at what it is given."""
+
+    def __init__(self, turns: Sequence[Any]) -> None:
+        self._turns = turns
+
+    def __len__(self) -> int:
+        return _LEN(self._turns)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._turns[index]
+        return _Turns(found) if isinstance(index, slice) else found
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, (_RANGE, _Turns)) and list(self._turns) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._turns))
 
 
 def _length(thing: Any, /) -> Any:

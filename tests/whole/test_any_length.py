@@ -321,6 +321,40 @@ def step_of(net: nn.Module, *args: torch.Tensor) -> Any:
     return loss.detach(), [p.grad for p in net.parameters()]
 
 
+class Chunked(nn.Module):
+    """Goes over its rows in chunks, and asks for their number in several ways."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = []
+        for start in range(0, x.shape[0], 16):
+            end = min(start + 16, x.shape[0])
+            found.append(self.outer(torch.tanh(self.inner(x[start:end]))))
+        places = torch.arange(len(x)) / len(x)
+        last = next(reversed(range(0, len(x), 16)))
+        whole = torch.cat(found) * places[:, None]
+        assert isinstance(range(0, len(x), 16), range)
+        return (whole - x[last]).pow(2).sum() / len(found)
+
+
+def test_loops_over_sizes() -> None:
+    """A capture for each number of turns, and at the ends of chunks one for each size; the bits of plain in all."""
+    torch.manual_seed(0)
+    net = Chunked().train()
+    plain = copy.deepcopy(net)
+    memplan.apply(net, torch.randn(64, 8), PLENTY, config="noremat", costs="estimate")
+    for rows in (64, 60, 52, 40, 55, 36, 60, 20, 30, 45):
+        x = torch.randn(rows, 8)
+        assert_same_bits(step_of(net, x), step_of(plain, x))
+    assert captures(net) <= 4
+    for rows in (33, 49, 17, 32, 16, 9, 3, 1, 50):
+        x = torch.randn(rows, 8)
+        assert_same_bits(step_of(net, x), step_of(plain, x))
+
+
 ODD = torch.library.Library("memplan_test_any_length", "DEF")
 ODD.define("odd(Tensor x) -> Tensor")
 
