@@ -110,10 +110,10 @@ class AtHand:
         fastest = min(textbook(problem), key=lambda c: c.time_s)
         problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
         found = []
-        for solver, schedule in dict.fromkeys(((fastest.solver, fastest.schedule), (plan.solver, plan.schedule))):
+        for schedule, solver in {plan.schedule: plan.solver, fastest.schedule: fastest.solver}.items():
             line = simulate(problem, schedule)
             found.append(Plan(problem, schedule, line, solver, problem.baseline_time_s, line.peak_bytes, line.time_s))
-        found.sort(key=lambda p: p.peak_bytes > limit)
+        found.sort(key=lambda p: (p.peak_bytes > limit, p.time_s))
         return tuple(found) if found[0].peak_bytes <= limit else ()
 
 
