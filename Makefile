@@ -13,13 +13,14 @@ TORCH_PIP_ARGS ?=
 WORKERS ?= auto
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FEW := $(VENV)/.installed-for-demo
 # Files in their own order: in the order of how many tests they have, those with few long ones would come last.
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
 
-demo: $(STAMP)
+demo: $(FEW)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
@@ -73,8 +74,12 @@ clean:
 	find memplan -name "*.nb[ic]" -delete
 
 # torch comes first and alone, so that nothing else decides which build of it is installed.
-$(STAMP): pyproject.toml $(CONSTRAINTS)
+$(FEW): pyproject.toml $(CONSTRAINTS)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(TORCH_PIP_ARGS) -c $(CONSTRAINTS) torch
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[hf]'
+	touch $(FEW)
+
+$(STAMP): $(FEW)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $(STAMP)
