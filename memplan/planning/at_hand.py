@@ -105,7 +105,7 @@ class AtHand:
         The first fits the budget; none where neither does.
         """
         limit = self._limits.budget_bytes
-        if limit is None or not same_structure(problem.graph, plan.problem.graph):
+        if limit is None or kind_of(problem.graph) != kind_of(plan.problem.graph):
             return ()
         fastest = min(textbook(problem), key=lambda c: c.time_s)
         problem = dataclasses.replace(problem, budget_bytes=limit, link=plan.problem.link)
