@@ -26,6 +26,8 @@ from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.parts.rehearsal import OneForward, one_forward
 
+_MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
+
 
 class Capturing:
     """Captures the steps of one model.
@@ -36,6 +38,7 @@ class Capturing:
 
     def __init__(self, settings: Settings, placement: Placement, decides: bool) -> None:
         self._settings, self._placement, self.decides = settings, placement, decides
+        self._refused = 0  # captures for all sizes that failed, one after the other
 
     def stop_deciding(self) -> None:
         """Capture from now on without running forward to see its branches: it takes too many ways."""
@@ -64,16 +67,18 @@ class Capturing:
           captured for this call's alone.
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
-        if varying:
+        if varying and self._refused < _MOST_TRIES:
             try:
                 captured = self._captured(model, forward, sample, tangents or like, backward, seen, dry, varying)
                 assert captured.traced.sizes is not None
+                self._refused = 0
                 for place in captured.traced.sizes.fixed:
                     log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
                 return captured
             except (NothingToTrain, OpenBranch):
                 raise
             except (UnsupportedModel, private.FixedSize) as error:
+                self._refused += 1
                 log.info("such calls are planned for each size, because %s", error)
         return self._captured(model, forward, sample, tangents, backward, seen, dry, frozenset())
 

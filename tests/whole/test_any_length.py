@@ -355,6 +355,31 @@ def test_loops_over_sizes() -> None:
         assert_same_bits(step_of(net, x), step_of(plain, x))
 
 
+class RowByRow(nn.Module):
+    """Takes a step for each row, so that the number of rows decides what runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(8)
+        for index in range(x.shape[0]):
+            state = torch.tanh(self.cell(state) + x[index])
+        return state.pow(2).sum()
+
+
+def test_captures_for_all_sizes_are_tried_three_times(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "memplan")
+    net = RowByRow().train()
+    plain = copy.deepcopy(net)
+    memplan.apply(net, torch.randn(9, 8), PLENTY, config="noremat", costs="estimate")
+    for rows in (9, 7, 5, 8, 6, 4):
+        x = torch.randn(rows, 8)
+        assert_same_bits(step_of(net, x), step_of(plain, x))
+    assert sum("such calls are planned for each size" in r.getMessage() for r in caplog.records) == 3
+
+
 ODD = torch.library.Library("memplan_test_any_length", "DEF")
 ODD.define("odd(Tensor x) -> Tensor")
 
