@@ -1,6 +1,6 @@
 """TRL's SFTTrainer with dynamic padding: seconds a step with a plan for every length, over plain, and what is planned.
 
-    python -m benchmarks.sft [--models gpt2 llama] [--batches 200] [--budgets 1TiB 150MiB] [--output FILE]
+    python -m benchmarks.sft [--models gpt2 llama] [--batches 200] [--budgets 1TiB 250MiB] [--output FILE]
 
 Batches of 4 texts are padded to their longest, so that nearly each has another length. Losses and weights are compared
 bit for bit. Steps from the 20th on are timed, of a plain run and of the planned ones, one run after the other; the
@@ -161,7 +161,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])
     parser.add_argument("--batches", type=int, default=200)
-    parser.add_argument("--budgets", nargs="+", default=["1TiB", "150MiB"])
+    parser.add_argument("--budgets", nargs="+", default=["1TiB", "250MiB"])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "sft.json")
     args = parser.parse_args()
     result: dict[str, Any] = {"environment": environment(), "trl": trl.__version__, "batches": args.batches}
