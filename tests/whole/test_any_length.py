@@ -626,13 +626,17 @@ def built(name: str) -> tuple[nn.Module, Sample]:
 
 
 def of_sizes(sample: Sample, dims: tuple[int, ...]) -> list[Sample]:
-    """Samples of six to ten sizes: of their length, their batch, or height and width."""
+    """Samples of six to ten sizes: of their length, their batch, or height and width.
+
+    Images are not so small that a strided convolution sees a single pixel: in bfloat16, oneDNN then leaves most of the
+    gradient of its weight unwritten, in plain PyTorch too, and no two steps have the same bits.
+    """
     if dims == (1,):
         size = max(t.shape[1] for t in tensors_in(sample) if t.dim() == 2)
         sizes: tuple[int, ...] = (size, size * 3 // 4, 17, 9, size, 30, 12, 5, 31, size)
     else:
         size = tensors_in(sample)[0].shape[dims[0]]
-        sizes = (4, 3, 2, 4, 3, 2) if dims == (0,) else (size, size // 2, size * 3 // 4, size, size // 2, size // 4)
+        sizes = (4, 3, 2, 4, 3, 2) if dims == (0,) else (size, size // 2, size * 3 // 4, size, size // 2, size * 5 // 8)
     samples = []
     for now in sizes:
         changed = sample
