@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import random
 import tempfile
 import time
@@ -27,6 +26,7 @@ from torch import nn
 
 from benchmarks.environment import environment
 from memplan.integrations.huggingface import MemplanCallback
+from tests.support.plannings import plannings
 
 WARM = 19  # steps that are not timed
 BATCH = 4
@@ -119,37 +119,14 @@ class Run:
         return self.losses == other.losses and self.shapes == other.shapes and all(same)
 
 
-class Plannings(logging.Handler):
-    """A context that counts how often there is planning in it: each is a capture, a search, or both."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.INFO)
-        self.count = 0
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.count += record.getMessage().startswith("planning, because")
-
-    def __enter__(self) -> Plannings:
-        logger = logging.getLogger("memplan")
-        self._level = logger.level
-        logger.setLevel(logging.INFO)
-        logger.addHandler(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        logger = logging.getLogger("memplan")
-        logger.removeHandler(self)
-        logger.setLevel(self._level)
-
-
 def measured(name: str, batches: int, budgets: list[str]) -> Row:
     plain = Run(build(name), batches)
     row: Row = {"lengths": len(set(plain.shapes)), "plain_s": sum(plain.step_s[WARM:]), "planned": {}}
     for budget in budgets:
-        with Plannings() as plannings:
+        with plannings() as reasons:
             run = Run(build(name), batches, MemplanCallback(budget))
         row["planned"][budget] = {
-            "plannings": plannings.count,
+            "plannings": len(reasons),
             "ratio": sum(run.step_s[WARM:]) / sum(plain.step_s[WARM:]),
             "first_steps_s": sum(run.step_s[:WARM]),
             "same_bits": run.equals(plain),

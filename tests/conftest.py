@@ -1,7 +1,7 @@
 """Threads are fixed, so that kernels take the same scratch each time; measured costs stay inside the test session."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 
 from memplan.config import PRESETS, Config
 from tests.support.configs import with_figures
+from tests.support.plannings import plannings
 
 QUICK = with_figures(
     Config(("rotor", "cuts", "blocks")), moments=1, cuts=8, block_cuts=4, options=12, sizes=8, grid=10, descents=3,
@@ -29,6 +30,13 @@ def cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder for measured costs."""
     monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
     return tmp_path
+
+
+@pytest.fixture
+def plans_made() -> Iterator[Callable[[], int]]:
+    """How often there was planning since the test began."""
+    with plannings() as reasons:
+        yield lambda: len(reasons)
 
 
 @pytest.fixture(autouse=True)

@@ -33,13 +33,6 @@ def kinds(net: nn.Module) -> list[type]:
     return [type(step) for step in planned.steps]
 
 
-@pytest.fixture
-def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    """How many plans were made since the test began."""
-    caplog.set_level(logging.INFO, "memplan")
-    return lambda: sum(r.message.startswith("planning, because") for r in caplog.records)
-
-
 # -- every change that the key notices --------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,6 @@ from memplan.integrations.huggingface import MemplanCallback  # noqa: E402
 ROOT = Path(__file__).resolve().parents[2]
 BUDGET = 0.6
 TIMES = ("runtime", "per_second", "total_flos")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors here are small: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Texts(torch.utils.data.Dataset[Any]):

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
 BUDGET = 0.6  # of the unplanned peak: all models below then recompute something
 Loop = Callable[[nn.Module], Any]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    """The tensors here are small: more threads would only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Net(nn.Module):
@@ -506,7 +496,7 @@ def test_two_forwards_in_one_backward_on_top_of_gradients(grads: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "precision"), [("plan", "bf16"), ("accelerate", "no"), ("accelerate", "bf16")])
-def test_accelerate_in_either_order(first: str, precision: str) -> None:
+def test_accelerate_in_either_order(first: str, precision: str, plans_made: Callable[[], int]) -> None:
     accelerate = pytest.importorskip("accelerate")
     from accelerate.state import AcceleratorState, GradientState
 
@@ -533,6 +523,7 @@ def test_accelerate_in_either_order(first: str, precision: str) -> None:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
     assert losses[:3] == losses[3:]
+    assert plans_made() == 1
 
 
 # -- long runs --------------------------------------------------------------------------------------------------------
@@ -546,12 +537,6 @@ def live_bytes() -> int:
         tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     real = [tensor for tensor in tensors if not isinstance(tensor, private.FakeTensor)]
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in real}.values())
-
-
-@pytest.fixture
-def plans_made(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    caplog.set_level(logging.INFO, "memplan")
-    return lambda: sum(r.message.startswith("planning, because") for r in caplog.records if r.name == "memplan")
 
 
 @pytest.mark.parametrize(("often", "objects_more"), [(145, 60), pytest.param(495, 200, marks=pytest.mark.slow)])

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from tests.ranks.spawn import Cell
+from tests.support.plannings import plannings
 from tests.support.zoo import copied, first_difference
 
 BUDGET = 0.6
@@ -111,27 +111,6 @@ def compare_sizes(sync: str, agree: bool) -> str | None:
     if len(reasons) > 2:
         return f"planned {len(reasons)} times: {reasons}"
     return first_difference(*runs, "result")
-
-
-@contextlib.contextmanager
-def plannings() -> Iterator[list[str]]:
-    """A context whose value lists why plans were made in it."""
-    reasons: list[str] = []
-
-    class Noted(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            if record.getMessage().startswith("planning, because"):
-                reasons.append(record.getMessage())
-
-    logger, handler = logging.getLogger("memplan"), Noted()
-    before = logger.level
-    logger.setLevel(logging.INFO)
-    logger.addHandler(handler)
-    try:
-        yield reasons
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def compare_trainers(**options: Any) -> str | None:

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 import memplan
-from tests.ranks.cells_ddp import plannings
 from tests.ranks.spawn import Cell
 from tests.support.deepspeed_runs import (
     BATCH,
@@ -31,6 +30,7 @@ from tests.support.deepspeed_runs import (
     train,
 )
 from tests.support.meter import gloo_lets_go, profiler_peak
+from tests.support.plannings import plannings
 from tests.support.zoo import copied, first_difference
 
 
