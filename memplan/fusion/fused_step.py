@@ -11,7 +11,7 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, Made, Traced
-from memplan.capture.ops.layout import device_bytes_of
+from memplan.capture.ops.layout import device_bytes_of, tensor_text
 from memplan.fusion.compile_groups import FusedKernel
 from memplan.fusion.groups import FusedGroup, Unit
 from memplan.fusion.step_graph import StepGraph, place_of_node
@@ -93,7 +93,8 @@ class _Writer:
         name = self._names.create_node("call_function", operator.getitem, (), name=f"inner_{len(self._values)}")
         name.meta["val"] = self._like(node.meta["val"])
         size_bytes = device_bytes_of(name.meta["val"], self._old.device)
-        return self._new(node, Value(name.name, size_bytes, reuses=reuses), (name,)), name
+        tensor = tensor_text(name.meta["val"])
+        return self._new(node, Value(name.name, size_bytes, reuses=reuses, tensor=tensor), (name,)), name
 
     # -- ops --------------------------------------------------------------------------------------------------------
 

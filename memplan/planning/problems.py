@@ -126,7 +126,7 @@ class Problems:
         def problem_at(numbers: Numbers, growth: float) -> Problem:
             found, ratios = at_sizes(traced, numbers).graph, list[float]()
             values = tuple(
-                dataclasses.replace(v, size_bytes=other.size_bytes)
+                dataclasses.replace(v, size_bytes=other.size_bytes, tensor=other.tensor)
                 for v, other in zip(planned.graph.values, found.values, strict=True)
             )
             graph = dataclasses.replace(planned.graph, values=values, ops=found.ops)

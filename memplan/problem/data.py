@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 Phase = Literal["forward", "backward"]
@@ -49,6 +49,8 @@ class Value:
     - update_bytes: what that update takes on the device for a while.
     - lasting: of a parameter that lives on the host: nothing writes to it between steps, so that its copy on the device
       may stay there from one step to the next.
+    - tensor: dtype and shape of what is stored there when it is made, as in "float32[8, 128, 768]"; "" where that is
+      not known. It is there to be read: values that differ in it alone are equal.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Value:
     updates: tuple[int, ...] = ()
     update_bytes: int = 0
     lasting: bool = False
+    tensor: str = field(default="", compare=False)
 
     @property
     def resident(self) -> bool:

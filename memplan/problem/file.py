@@ -228,6 +228,7 @@ def _read_value(content: Any, index: int) -> Value:
         Reader.indices(content["updates"], index, "updates"),
         Reader.typed(content, "update_bytes", int),
         Reader.typed(content, "lasting", bool),
+        Reader.typed({"tensor": ""} | content, "tensor", str),  # older files do not say
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 
 from memplan.problem.data import Graph, Op, Value
 
@@ -30,14 +30,14 @@ def first_difference(planned: Graph, captured: Graph) -> str | None:
     for what, mine, theirs in pairs:
         for index, (a, b) in enumerate(zip(mine, theirs, strict=False)):
             if a != b:
-                fields = [k for k, v in asdict(a).items() if asdict(b)[k] != v]
-                if fields == ["key"] and isinstance(b, Op) and b.fused:
+                names = [f.name for f in fields(a) if f.compare and getattr(a, f.name) != getattr(b, f.name)]
+                if names == ["key"] and isinstance(b, Op) and b.fused:
                     return (
                         f"op {index} ({b.name}) is a group that is compiled otherwise here: with another version of "
                         "PyTorch, another number of threads, or for other sizes"
                     )
                 shown = ", ".join(
-                    f"{k}: {asdict(a)[k]!r} in the plan, {asdict(b)[k]!r} in the model" for k in fields[:3]
+                    f"{n}: {getattr(a, n)!r} in the plan, {getattr(b, n)!r} in the model" for n in names[:3]
                 )
                 return f"{what} {index} ({b.name}) differs: {shown}"
         if len(mine) != len(theirs):

@@ -307,6 +307,24 @@ def test_looking_at_a_constant_takes_no_memory() -> None:
     assert not [op.name for op in graph.ops if op.kind in ("aten.slice.Tensor", "aten.unbind.int", "aten.t.default")]
 
 
+def test_values_say_what_is_stored_there() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Linear(6, 2, dtype=torch.float32))
+    values = memplan.plan(net, torch.randn(4, 8), 1.0, costs="estimate").problem.graph.values
+    tensors = {v.name: v.tensor for v in values}
+    assert tensors["0.weight"] == tensors["gradient of parameter 0.weight"] == "float32[6, 8]"
+    assert tensors["input"] == "float32[4, 8]"
+    overwritten = [v for v in values if v.reuses is not None and v.role == "activation"]
+    assert overwritten
+    assert {v.tensor for v in overwritten} == {"float32[4, 6]"}
+    for v in values:
+        dtype, _, shape = v.tensor.rstrip("]").partition("[")
+        assert (
+            v.size_bytes
+            == torch.Size(map(int, filter(None, shape.split(", ")))).numel() * getattr(torch, dtype).itemsize
+        )
+
+
 class BiasesOnly(nn.Module):
     """Convolutions that train nothing but their biases, after a batch norm of the input."""
 

@@ -108,6 +108,7 @@ def test_a_dry_run_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     eager = memplan.plan(net, sample, 1.0, costs="estimate")
     assert (fused.exact, eager.exact) == ("program", "eager")
     assert len(fused.problem.graph.ops) < len(eager.problem.graph.ops)
+    assert all(v.tensor for v in fused.problem.graph.values)
     with pytest.raises(ValueError, match="needs a compiler"):
         memplan.apply(net, sample, 1.0, kernels="fused", costs="estimate")
     assert memplan.plan_of(net) is None

@@ -124,19 +124,23 @@ def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
         exact = capture(net, net.forward, with_size(sample, dim, size, n))
         numbers = general.sizes.numbers(exact.call.tensors)
         assert general.sizes.mismatch(numbers) is None
-        assert at_sizes(general, numbers).graph == exact.traced.graph
+        graph = at_sizes(general, numbers).graph
+        assert graph == exact.traced.graph
+        assert [v.tensor for v in graph.values] == [v.tensor for v in exact.traced.graph.values]
 
 
 def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
     net, sample = MODELS["gpt2"](0)
     net = train_at(net, [sample, with_size(sample, 1, 64, 40)], PLENTY)
     ladder = [s for s in whole_steps(net) if s.sized is not None]
+    batch = len(tensors_in(sample)[0])
     assert len(ladder) > 2
     for rung in ladder:
         assert rung.sized is not None
         for n in (3, 17, 40, 63, 64):
             numbers = (n,) * len(rung.sized.numbers)
             plan = rung.sized.at(numbers)
+            assert f"int64[{batch}, {n}]" in {v.tensor for v in plan.problem.graph.values}
             assert rung.sized.peak_bytes(numbers) == simulate(plan.problem, plan.schedule).peak_bytes == plan.peak_bytes
 
 

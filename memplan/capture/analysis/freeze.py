@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import fx
+
 from memplan.capture.analysis.draft import Draft, DraftOp, DraftValue
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
 from memplan.capture.ops.dataflow import nodes_behind
-from memplan.capture.ops.layout import generator_state_bytes
+from memplan.capture.ops.layout import generator_state_bytes, tensor_text
 from memplan.capture.ops.signature import op_kind, signature
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.problem.data import Effect, Graph, Op, Value
@@ -91,7 +93,12 @@ def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence
 
 def _value(value: DraftValue, number: Renumbering) -> Value:
     reuses = None if value.reuses is None else number[value.reuses]
-    return Value(value.name, value.size_bytes, value.role, value.held, reuses)
+    return Value(value.name, value.size_bytes, value.role, value.held, reuses, tensor=tensor_in(value.roots))
+
+
+def tensor_in(roots: Sequence[fx.Node]) -> str:
+    """Dtype and shape of what is stored in a value's memory by the node that made it, the first that holds it."""
+    return tensor_text(roots[0].meta["val"]) if roots else ""
 
 
 def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from memplan import torch_private as private
+from memplan.capture.analysis.freeze import tensor_in
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, MetaTensor, OutputTensor, Traced
 from memplan.capture.ops.signature import signature
 from memplan.capture.ops.sizes import (
@@ -107,12 +108,14 @@ def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
         args, kwargs = _renamed(put((call.args, call.kwargs), value), by_name)
         kernels[index] = dataclasses.replace(kernels[index], args=args, kwargs=kwargs, repeat_args=args)
     value_bytes = sizes.bytes_of(sizes.values, numbers)
+    roots = {v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()}
     return dataclasses.replace(
         traced,
         graph=dataclasses.replace(
             traced.graph,
             values=tuple(
-                dataclasses.replace(v, size_bytes=n) for v, n in zip(traced.graph.values, value_bytes, strict=True)
+                dataclasses.replace(v, size_bytes=n, tensor=tensor_in(roots[index]))
+                for index, (v, n) in enumerate(zip(traced.graph.values, value_bytes, strict=True))
             ),
             ops=tuple(
                 dataclasses.replace(op, key=signature(k.target, k.args, k.kwargs, k.node.meta.get("val")))
@@ -120,7 +123,7 @@ def _with_numbers(traced: Traced, sizes: Sizes, numbers: Numbers) -> Traced:
             ),
         ),
         kernels=tuple(kernels),
-        roots={v: tuple(new[n] for n in nodes) for v, nodes in traced.roots.items()},
+        roots=roots,
         parents={new[n]: new[parent] for n, parent in traced.parents.items()},
         residents={new[n]: resident for n, resident in traced.residents.items()},
         outputs=tuple(OutputTensor(new[o.node], o.value, o.requires_grad, o.tangent) for o in traced.outputs),

@@ -16,6 +16,11 @@ def storage_key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def tensor_text(tensor: torch.Tensor) -> str:
+    """Dtype and shape of a tensor as people read them: "float32[8, 128, 768]"."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}[{', '.join(map(str, tensor.shape))}]"
+
+
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor, or the strided tensors that a sparse one consists of."""
     if tensor.layout is torch.sparse_coo:
