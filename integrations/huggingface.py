@@ -87,6 +87,8 @@ class MemplanCallback(TrainerCallback):
             self._finish()
         self._may_move()
         keywords = {"grads": _grads(args), "accumulate": args.gradient_accumulation_steps > 1, **self._keywords}
+        if args.auto_find_batch_size:  # the next try is a smaller batch anyway
+            keywords.setdefault("on_infeasible", "raise")
         if self._offloads:  # some may be there from training before
             keywords.setdefault("device", args.device)
         if self._count_optimizer:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
     from memplan.api import remove as remove
+    from memplan.batch_size import SizedChoice as SizedChoice
+    from memplan.batch_size import largest_batch as largest_batch
+    from memplan.batch_size import longest_sequence as longest_sequence
     from memplan.capture.shards import Shard as Shard
     from memplan.capture.shards import Shards as Shards
     from memplan.config import Config as Config
@@ -28,10 +31,12 @@ if TYPE_CHECKING:
     from memplan.errors import InvalidPlanFile as InvalidPlanFile
     from memplan.errors import MemplanError as MemplanError
     from memplan.errors import PlanMismatch as PlanMismatch
+    from memplan.errors import Remedy as Remedy
     from memplan.errors import UnsupportedModel as UnsupportedModel
     from memplan.installed.blocks import apply_blocks as apply_blocks
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
+    from memplan.losses import chunked_loss as chunked_loss
     from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
@@ -48,10 +53,11 @@ __version__ = "0.1.0"
 _HOMES = {
     "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
     "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api",
+    "largest_batch": "batch_size", "longest_sequence": "batch_size", "SizedChoice": "batch_size",
     "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
-    "PlanMismatch": "errors", "UnsupportedModel": "errors",
+    "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
     "apply_blocks": "installed.blocks", "PartialPlan": "plans.partial_plan",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",

@@ -26,7 +26,7 @@ from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, Settings, Update
+from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
@@ -62,6 +62,7 @@ def apply(
     dynamic: Dynamic = "auto",
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
+    on_infeasible: OnInfeasible = "advise",
     surroundings: Surroundings | None = None,
     plan: Plan | None = None,
     group: torch.distributed.ProcessGroup | None = None,
@@ -128,6 +129,9 @@ def apply(
         which is kept; "raise" raises PlanMismatch with what changed.
     on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
         margin and runs the step again, with nothing lost. The margin is remembered for the device.
+    on_infeasible: what happens where no schedule fits the budget: "advise" looks for what would make it fit (offload,
+        smaller batches, another loss, ...), each by a plan of its own, and raises BudgetInfeasible with what it found;
+        "raise" raises at once; "min" raises the budget to the least, with a warning.
     surroundings: what an engine around the model holds on the device beside the step.
     plan: run this plan (from `plan`, `explore` or a file) instead of making one.
     group: the ranks that train this model together, where collectives follow the order in which gradients arrive, or
@@ -154,7 +158,7 @@ def apply(
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
-        "fused" if plan is not None and plan.exact == "program" else kernels, dynamic,
+        "fused" if plan is not None and plan.exact == "program" else kernels, dynamic, on_infeasible,
     )  # fmt: skip
     given, is_compiled, began_s = model, private.is_compiled(model), time.monotonic()
     with contextlib.ExitStack() as aside:
@@ -209,12 +213,10 @@ def _with_floor_of_fewer_outputs(error: BudgetInfeasible, less_bytes: int | None
     """The refusal, with the smaller budget that would do where backward starts from fewer outputs."""
     if less_bytes is None or less_bytes >= error.floor_bytes:
         return error
-    return BudgetInfeasible(
-        f"{error}\nThe present plan, for the outputs from which backward started, could do with "
+    return error.saying(
+        "\nThe present plan, for the outputs from which backward started, could do with "
         f"{format_bytes(less_bytes)} ({less_bytes} bytes). apply() plans for every output that requires grad; loss_fn= "
-        "says which count",
-        error.floor_bytes,
-        error.floor_overhead,
+        "says which count"
     )
 
 
@@ -222,7 +224,8 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """The plan that `apply` would run, without touching the model.
 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-    shards, keep_frozen, kernels and surroundings, as for `apply`, which says what they are and what they raise.
+    shards, keep_frozen, kernels, on_infeasible and surroundings, as for `apply`, which says what they are and what they
+    raise.
     """
     budget = _named(budget, model, settings.get("device"))
     planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
@@ -237,7 +240,8 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
-    planner = Planner(_settings("explore", None, settings, but=("update", "shards", "keep_frozen", "dynamic")))
+    without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
+    planner = Planner(_settings("explore", None, settings, without))
     with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)

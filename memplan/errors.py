@@ -1,5 +1,9 @@
 """Everything memplan raises on purpose. A message says what was got, what the limit is, and what to do next."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
+
 
 class MemplanError(Exception):
     """Base class of every error below."""
@@ -17,20 +21,52 @@ class PlanMismatch(MemplanError):
     """A call, or a plan file, does not fit the plan: something that the capture depended on has changed."""
 
 
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which a step was found to fit the budget.
+
+    - change: the argument to paste, or what to do, in words.
+    - peak_bytes: what the step then peaks at.
+    - overhead: the time that it takes at most beyond that of the unplanned step, for equal work (0.31 is +31%).
+    - note: what to know of it, in words.
+    """
+
+    change: str
+    peak_bytes: int
+    overhead: float
+    note: str = ""
+
+
 class BudgetInfeasible(MemplanError, RuntimeError):
     """No schedule that memplan knows fits the budget.
 
     What looks for a batch size that fits (`auto_find_batch_size` of transformers, `find_executable_batch_size` of
     accelerate) takes it for the out-of-memory error that it prevents.
 
-    `floor_bytes` is the smallest budget that can be met (where the device has no room even to time single ops, what the
-    largest of them takes), and `floor_overhead` what it costs in time (0.31 is +31%; infinite where that is not known).
+    - floor_bytes: the smallest budget that can be met (where the device has no room even to time single ops, what the
+      largest of them takes).
+    - floor_overhead: what that costs in time (0.31 is +31%; infinite where it is not known).
+    - baseline_time_s: seconds of the unplanned step; None where they are not known.
+    - remedies: changes with which the step was found to fit, the cheapest first; empty where none was looked for.
     """
 
-    def __init__(self, message: str, floor_bytes: int, floor_overhead: float = float("inf")) -> None:
+    def __init__(
+        self,
+        message: str,
+        floor_bytes: int,
+        floor_overhead: float = float("inf"),
+        baseline_time_s: float | None = None,
+        remedies: tuple[Remedy, ...] = (),
+    ) -> None:
         super().__init__(message)
-        self.floor_bytes = floor_bytes
-        self.floor_overhead = floor_overhead
+        self.floor_bytes, self.floor_overhead = floor_bytes, floor_overhead
+        self.baseline_time_s, self.remedies = baseline_time_s, remedies
+
+    def saying(self, more: str, remedies: tuple[Remedy, ...] = ()) -> BudgetInfeasible:
+        """This error with more text, and with further remedies."""
+        return BudgetInfeasible(
+            f"{self}{more}", self.floor_bytes, self.floor_overhead, self.baseline_time_s, (*self.remedies, *remedies)
+        )
 
 
 class IllegalSchedule(MemplanError):

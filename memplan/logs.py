@@ -6,9 +6,11 @@ planned model. MEMPLAN_LOG changes that: debug, info, warning, error or off.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 
 log = logging.getLogger("memplan")
 
@@ -42,6 +44,20 @@ def show(text: str) -> None:
         log.handle(record)
     else:
         log.info(text)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """A context in which nothing is logged, because what is tried in it concerns nobody."""
+
+    def nothing(_: logging.LogRecord) -> bool:
+        return False
+
+    log.addFilter(nothing)
+    try:
+        yield
+    finally:
+        log.removeFilter(nothing)
 
 
 def show_count(what: str, done: int, total: int) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memplan.config import PRESETS, Config
+from memplan.planning.remedies import Remedies
 from tests.support.configs import with_figures
 from tests.support.plannings import plannings
 
@@ -43,7 +44,8 @@ def plans_made() -> Iterator[Callable[[], int]]:
 def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans from fewer methods, which do not go far: most tests are about what is done with a plan.
 
-    Tests of the search itself are marked `full_search`.
+    Where nothing fits, nobody looks for remedies either. Tests of the search itself are marked `full_search`.
     """
     if request.node.get_closest_marker("full_search") is None:
         monkeypatch.setitem(PRESETS, "auto", QUICK)
+        monkeypatch.setattr(Remedies, "error", lambda remedies: remedies.refusal)

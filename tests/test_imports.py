@@ -49,14 +49,16 @@ ARROWS = {
     "runtime/parts": "capture errors logs plans runtime/program runtime/watch torch_private",
     "runtime/ranks": "errors runtime/program torch_private",
     "runtime": "",
+    "losses": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
-    "planning": "capture config costs errors fusion logs planning/parts plans problem runtime solvers torch_private "
-    "units",
+    "planning": "capture config costs errors fusion logs losses planning/parts plans problem runtime solvers "
+    "torch_private units",
     "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
+    "batch_size": "api capture planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
     "__main__": "costs",
-    "__init__": "api capture config errors installed kernel_errors planning plans problem units",
+    "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
@@ -65,7 +67,19 @@ THEIRS = {
     "plans": {"networkx"},
     "solvers": NUMERIC,
     **dict.fromkeys(
-        ("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api", "kernel_errors"),
+        (
+            "torch_private",
+            "capture",
+            "costs",
+            "fusion",
+            "runtime",
+            "planning",
+            "installed",
+            "api",
+            "kernel_errors",
+            "batch_size",
+            "losses",
+        ),
         NUMERIC | {"torch"},
     ),
     "torch_private": NUMERIC | {"torch", "sympy"},  # in which PyTorch's symbolic sizes are written

@@ -255,7 +255,7 @@ class StepChoice:
                 longest = self._longest(call, kinds)
                 if longest is None:
                     raise
-                raise BudgetInfeasible(f"{error}. {longest}", error.floor_bytes, error.floor_overhead) from None
+                raise error.saying(f". {longest}") from None
             return self.add(step, time.monotonic() - began_s)
 
     def _new_step(

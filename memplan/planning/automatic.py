@@ -24,7 +24,7 @@ def automatic_bytes(device: torch.device) -> int:
         free_bytes, whole_bytes = torch.cuda.mem_get_info(device)
         room_bytes = free_bytes + torch.cuda.memory_reserved(device)
     else:
-        room_bytes = whole_bytes = _memory_bytes()
+        room_bytes = whole_bytes = memory_bytes()
     budget_bytes = max(1, room_bytes - int(_RESERVE * whole_bytes))
     log.info(
         "the budget 'auto' is %s: %s of %s %s, less a reserve of %d%%",
@@ -34,7 +34,7 @@ def automatic_bytes(device: torch.device) -> int:
     return budget_bytes
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Physical memory, or less where a container is limited to that."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):

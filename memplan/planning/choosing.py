@@ -69,6 +69,7 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
         f"smaller batch{_fewer_outputs(problem)}",
         floor.peak_bytes,
         overhead,
+        problem.baseline_time_s,
     )
 
 
@@ -99,10 +100,12 @@ def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | No
             f"({floor_bytes} bytes) is the least. "
             f"Raise the budget, or use a smaller batch{_fewer_outputs(problem)}",
             floor_bytes,
+            baseline_time_s=problem.baseline_time_s,
         )
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host, so the step "
         f"would run out of memory. With enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the "
         f"device is the least. Raise one of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
         floor_bytes,
+        baseline_time_s=problem.baseline_time_s,
     )

@@ -37,13 +37,22 @@ class Limits:
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 
     def settle(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
-        """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned."""
+        """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned.
+
+        With on_infeasible="min" it is raised to the floor of a step that can't do with less.
+        """
         if self.budget_bytes is None:
             budget = self._settings.budget
             assert budget is not None
             self.budget_bytes = budget_bytes_of(budget, unplanned_bytes, resident_bytes, floor_bytes)
             if isinstance(budget, str):
                 log.info("the budget %r is %s", budget, format_bytes(self.budget_bytes))
+        if self._settings.on_infeasible == "min" and self.budget_bytes < floor_bytes:
+            log.warning(
+                "no schedule fits %s; the budget is raised to the least, %s",
+                format_bytes(self.budget_bytes), format_bytes(floor_bytes),
+            )  # fmt: skip
+            self.budget_bytes = floor_bytes
         return self.budget_bytes
 
     def reset(self, budget_bytes: int | None) -> None:

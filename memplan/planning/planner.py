@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -18,7 +18,7 @@ from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
-from memplan.errors import PlanMismatch, UnsupportedModel
+from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.planning.at_hand import AtHand
 from memplan.planning.capturing import Capturing
@@ -26,6 +26,7 @@ from memplan.planning.group_plans import GroupPlans
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
+from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
 from memplan.planning.uncaptured import UncapturedSteps
 from memplan.planning.whole_plans import WholePlans
@@ -87,7 +88,8 @@ class Planner:
     @once_more_where_results_differ
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
-        return self._plans.plan(model, self._to_look_at(model, forward, sample))
+        with self._advice(model, forward, sample):
+            return self._plans.plan(model, self._to_look_at(model, forward, sample))
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
@@ -129,7 +131,26 @@ class Planner:
                 error.note()
         if share is not None:  # others would not go along with a second try
             return self._step(model, forward, sample, known, share)
-        return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+        with self._advice(model, forward, sample) if not known else contextlib.nullcontext():
+            return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+
+    @contextlib.contextmanager
+    def _advice(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Iterator[None]:
+        """A context for a first plan. Where nothing fits the budget, the error says what would make it fit."""
+        try:
+            yield
+        except BudgetInfeasible as error:
+            limit_bytes = self.limits.budget_bytes
+            if self.settings.on_infeasible != "advise" or limit_bytes is None:
+                raise
+            call = self.capturing.call_of(model, forward, sample)
+
+            def plan_with(settings: Settings, call: Call) -> Plan:
+                other = Planner(settings, decides=self.capturing.decides)
+                other.limits.margin = self.limits.margin
+                return other.plan(model, forward, call)
+
+            raise Remedies(self.settings, model, call, error, limit_bytes, plan_with).error() from None
 
     def _declared(self, call: Call) -> Varying:
         """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""

@@ -21,6 +21,7 @@ LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Kernels = Literal["eager", "fused"]
+OnInfeasible = Literal["advise", "raise", "min"]
 # of arguments by name: which of their dimensions vary, and from which size to which
 Dynamic = Literal["auto", "all", "never"] | Mapping[str, Mapping[int, tuple[int, int]]]
 
@@ -51,6 +52,7 @@ class Settings:
     keep_frozen: bool = False
     kernels: Kernels = "eager"
     dynamic: Dynamic = "auto"
+    on_infeasible: OnInfeasible = "advise"
 
     def __post_init__(self) -> None:
         if self.budget is not None:
@@ -70,6 +72,8 @@ class Settings:
             raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
         if self.kernels not in ("eager", "fused"):
             raise ValueError(f"kernels must be 'eager' or 'fused', got {self.kernels!r}")
+        if self.on_infeasible not in ("advise", "raise", "min"):
+            raise ValueError(f"on_infeasible must be 'advise', 'raise' or 'min', got {self.on_infeasible!r}")
         self._check_dynamic()
         if self.update not in ("step", "backward"):
             raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")

@@ -104,6 +104,9 @@ class WholePlans:
             choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
         )  # fmt: skip
         chosen = search(within) or search(limit)
+        if chosen is None and self._limits.settle(0, 0, least) > limit:
+            limit = within = least
+            chosen = search(limit)
         if chosen is None:
             raise no_room(plain, least, limit, placement.host_limit)
         if self._settings.keep_frozen:

@@ -1,0 +1,158 @@
+"""The batch and the length that suit a budget best, from a few plans."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memplan.api import plan
+from memplan.capture.capture import model_device
+from memplan.capture.trace.call import Sample
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes
+from memplan.planning.largest import largest_that_fits
+from memplan.plans.plan import Plan
+from memplan.problem.budgets import parsed
+from memplan.units import format_bytes, format_seconds
+
+MakeSample = Callable[[int], Sample]
+
+_MOST = 1 << 20  # rows, or tokens
+_WORTH = 0.01  # of the speed: for less, the smaller batch is taken, which leaves more room
+_SLOWER = 0.05  # than the fastest so far: still smaller batches will not be faster
+
+
+@dataclass(frozen=True, slots=True)
+class SizedChoice:
+    """A size that fits, and the others that were tried.
+
+    - size: rows of a micro-batch, or the length.
+    - accumulation: micro-batches to one step of the optimizer.
+    - plan: the plan at that size; `apply(model, sample, plan=choice.plan)` runs it.
+    - tried: plans by size. Their peaks and times are why.
+    """
+
+    size: int
+    accumulation: int
+    plan: Plan
+    tried: dict[int, Plan]
+
+    def __str__(self) -> str:
+        times = f", {self.accumulation} times for each step" if self.accumulation > 1 else ""
+        rows = [
+            f"  {size:>7d}  peak {format_bytes(found.peak_bytes):>9s}  {format_seconds(found.time_s):>8s} each, "
+            f"{size / found.time_s:.4g} a second ({found.overhead:+.1%} for the budget)"
+            f"{' <- taken' if size == self.size else ''}"
+            for size, found in sorted(self.tried.items())
+        ]
+        return "\n".join([f"{self.size}{times}", *rows])
+
+
+def largest_batch(
+    model: nn.Module,
+    make_sample: MakeSample,
+    budget: int | str | None = None,
+    effective_batch: int | None = None,
+    **settings: Any,
+) -> SizedChoice:
+    """The micro-batch with which training goes through most rows a second within a budget.
+
+        choice = memplan.largest_batch(model, lambda rows: torch.zeros(rows, 3, 224, 224), "16GiB", effective_batch=64)
+        print(choice)                                       # what was tried, and how fast that is
+        memplan.apply(model, make_sample(choice.size), "16GiB", accumulate=choice.accumulation > 1)
+
+    The largest batch that fits is often not the fastest: it recomputes more. So the largest is looked for, and then
+    smaller ones, as long as they are faster.
+
+    - make_sample: gives a sample with so many rows, of any number.
+    - budget: bytes, "16GiB" or "auto", as for `apply`; None is "auto".
+    - effective_batch: rows to one step of the optimizer: the micro-batch divides it, and gradients are added up. None:
+      any micro-batch will do, without accumulation.
+    - settings: those of `plan`.
+
+    Raises BudgetInfeasible where not even one row fits.
+    """
+    if effective_batch is not None and effective_batch < 1:
+        raise ValueError(f"effective_batch is a number of rows, 1 or more, got {effective_batch!r}")
+    limit_bytes = _bytes_of(budget, model, settings)
+    tried: dict[int, Plan] = {}
+
+    def plan_at(rows: int) -> Plan:
+        if rows not in tried:
+            adds_up = settings.get("accumulate", False) or (effective_batch or rows) > rows
+            own = {"on_infeasible": "raise", **settings, "accumulate": adds_up}
+            tried[rows] = plan(model, _sample(make_sample, rows), limit_bytes, **own)
+        return tried[rows]
+
+    found = largest_that_fits(plan_at, limit_bytes, effective_batch or _MOST)
+    if found is None:
+        plan_at(1)  # says why
+        raise AssertionError("a plan was found at one row, and then not")
+    size, speeds = found[0] if effective_batch is None else _divisor(effective_batch, found[0]), dict[int, float]()
+    while size:
+        speeds[size] = size / plan_at(size).time_s
+        if speeds[size] < (1 - _SLOWER) * max(speeds.values()):
+            break
+        size = size // 2 if effective_batch is None else _divisor(effective_batch, size - 1)
+    best = min(size for size, speed in speeds.items() if speed >= (1 - _WORTH) * max(speeds.values()))
+    return SizedChoice(best, 1 if effective_batch is None else effective_batch // best, tried[best], tried)
+
+
+def longest_sequence(
+    model: nn.Module, make_sample: MakeSample, budget: int | str | None = None, most: int = _MOST, **settings: Any
+) -> SizedChoice:
+    """The longest sequence with which a training step fits a budget, and what that costs.
+
+        choice = memplan.longest_sequence(model, lambda length: torch.zeros(1, length, dtype=torch.long), "16GiB")
+
+    - make_sample: gives a sample of that length, up to the most.
+    - most: the longest that model and data allow.
+    - budget, settings: as for `largest_batch`.
+
+    Raises BudgetInfeasible where not even a length of 1 fits.
+    """
+    limit_bytes = _bytes_of(budget, model, settings)
+    tried: dict[int, Plan] = {}
+
+    def plan_at(length: int) -> Plan:
+        own = {"on_infeasible": "raise", **settings}
+        tried[length] = plan(model, _sample(make_sample, length), limit_bytes, **own)
+        return tried[length]
+
+    found = largest_that_fits(plan_at, limit_bytes, most)
+    if found is None:
+        plan_at(1)  # says why
+        raise AssertionError("a plan was found at length 1, and then not")
+    return SizedChoice(found[0], 1, found[1], tried)
+
+
+def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:
+    """The budget in bytes. Raises ValueError for one that is not."""
+    if budget is None or budget == AUTOMATIC:
+        device = settings.get("device")
+        return automatic_bytes(model_device(model) if device is None else torch.device(device))
+    found = parsed(budget)
+    if not isinstance(found, int):
+        raise ValueError(f"give the budget in bytes, for example '16GiB': {budget!r} is another one for each size")
+    return found
+
+
+def _sample(make_sample: MakeSample, size: int) -> Sample:
+    """A sample of a size. Raises ValueError where no tensor of it has that size."""
+    sample = make_sample(size)
+    shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
+    if not any(size in shape for shape in shapes):
+        raise ValueError(
+            f"make_sample({size}) has no tensor with a size of {size}, but shapes {shapes}. Make samples of any size, "
+            "for example with torch.zeros"
+        )
+    return sample
+
+
+def _divisor(whole: int, most: int) -> int:
+    """The largest divisor of a number up to a bound; 0 for a bound of 0."""
+    return next((size for size in range(min(whole, most), 0, -1) if whole % size == 0), 0)

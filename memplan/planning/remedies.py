@@ -1,0 +1,218 @@
+"""What would make a step fit that does not: changes that are tried, each by a plan of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from memplan.capture.trace.call import Call
+from memplan.errors import BudgetInfeasible, Remedy
+from memplan.logs import log, quiet, show
+from memplan.losses import chunked_loss, takes_chunked_loss
+from memplan.planning.automatic import memory_bytes
+from memplan.planning.largest import largest_that_fits
+from memplan.planning.settings import Settings
+from memplan.plans.plan import Plan
+from memplan.problem.data import Link
+from memplan.units import format_bytes
+
+PlanWith = Callable[[Settings, Call], Plan]  # what plans a call by other settings, or raises BudgetInfeasible
+
+_QUICK = "rotor"  # how remedies are looked for that take several searches, unless the user says how
+_LINK = Link(25e9, 25e9)  # of PCI Express 4.0 with 16 lanes, for a device that is only described
+_GIB = 1 << 30
+_OF_HOST = 0.8  # of the machine's memory may be taken for what is offloaded
+
+
+class Remedies:
+    """Looks for changes with which a call fits its budget.
+
+    - refusal: the error without any.
+    - limit_bytes: the budget in bytes.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: nn.Module,
+        call: Call,
+        refusal: BudgetInfeasible,
+        limit_bytes: int,
+        plan_with: PlanWith,
+    ) -> None:
+        self._settings = dataclasses.replace(settings, budget=limit_bytes, on_infeasible="raise")
+        self._quick = dataclasses.replace(self._settings, config=_QUICK if settings.config is None else settings.config)
+        self._model, self._call, self.refusal, self._limit_bytes = model, call, refusal, limit_bytes
+        self._plan_with = plan_with
+        self._vain: list[str] = []
+
+    def error(self) -> BudgetInfeasible:
+        """The refusal with what was found, the cheapest first, and with what was tried in vain."""
+        show(f"the step does not fit {format_bytes(self._limit_bytes)}; looking for what would make it fit")
+        with quiet():
+            found = tuple(sorted(self._found(), key=lambda remedy: remedy.overhead))
+        lines = [
+            f"  {r.change:44s} peak {format_bytes(r.peak_bytes):>9s}, {r.overhead:+.1%} time{r.note and f'; {r.note}'}"
+            for r in found
+        ]
+        text = "\nIt fits with (time at most, against the unplanned step):" if found else ""
+        text += "".join(f"\n{line}" for line in lines)
+        if self._vain:
+            text += f"\nNot with (least peak): {', '.join(self._vain)}"
+        return self.refusal.saying(text, found)
+
+    def _found(self) -> Iterator[Remedy]:
+        for look in (
+            self._on_host, self._update_in_backward, self._chunked, self._half_precision, self._fused,
+            self._smaller_batch, self._shorter,
+        ):  # fmt: skip
+            try:
+                yield from look()
+            except Exception as error:  # whatever goes wrong with a changed model, the refusal is what is to be told
+                log.debug("%s is no remedy: %s", look.__name__, error)
+
+    # -- settings ---------------------------------------------------------------------------------------------------
+
+    def _on_host(self) -> Iterator[Remedy]:
+        settings = self._quick
+        if settings.most_on_host is not None or settings.surroundings.keeps_parameters:
+            return
+        measured = settings.costs == "measure"
+        most_bytes = int(_OF_HOST * memory_bytes()) if measured else 1 << 50
+        link = settings.link or (None if measured else _LINK)
+        settings = dataclasses.replace(settings, host_budget=most_bytes, link=link)
+        frozen = settings.in_flight == 1 and any(not p.requires_grad for p in self._model.parameters())
+        plan = self._tried("host_budget=", settings)
+        if plan is None:
+            return
+        more = ""
+        if frozen:
+            staying = self._tried("keep_frozen=", dataclasses.replace(settings, keep_frozen=True))
+            if staying is not None and staying.time_s < plan.time_s:
+                plan, more = staying, ", keep_frozen=True"
+        size = f"{math.ceil(plan.host_bytes * 1.02 / _GIB)}GiB" if plan.host_bytes > _GIB else f"{plan.host_bytes}"
+        note = "" if measured or self._settings.link else f"at {_LINK.to_host_bytes_per_s / 1e9:.0f} GB/s to the host"
+        yield self._remedy(f'host_budget="{size}"{more}', plan, note)
+
+    def _update_in_backward(self) -> Iterator[Remedy]:
+        settings = self._settings
+        gradient_bytes = sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
+        if settings.optimizer is None or settings.update == "backward" or gradient_bytes < self._missing_bytes:
+            return
+        yield from self._with('update="backward"', dataclasses.replace(settings, update="backward"))
+
+    def _chunked(self) -> Iterator[Remedy]:
+        if self._settings.loss_fn is None and takes_chunked_loss(self._model, self._call.arguments):
+            yield from self._with(
+                "loss_fn=memplan.chunked_loss()",
+                dataclasses.replace(self._settings, loss_fn=chunked_loss()),
+                "logits in chunks: rounds otherwise",
+            )
+
+    def _fused(self) -> Iterator[Remedy]:
+        if self._settings.kernels == "fused" or self._settings.shards is not None:
+            return
+        settings, note = self._settings, "rounds otherwise"
+        if settings.costs == "measure":  # which would compile them
+            settings, note = dataclasses.replace(settings, costs="estimate"), "estimated; rounds otherwise"
+        yield from self._with('kernels="fused"', dataclasses.replace(settings, kernels="fused"), note)
+
+    def _half_precision(self) -> Iterator[Remedy]:
+        kind = self._call.device_type
+        if torch.is_autocast_enabled(kind) or all(p.dtype != torch.float32 for p in self._model.parameters()):
+            return
+        with torch.autocast(kind, torch.bfloat16):
+            yield from self._with("torch.autocast in bfloat16", self._settings, "rounds otherwise")
+
+    # -- smaller calls ----------------------------------------------------------------------------------------------
+
+    def _smaller_batch(self) -> Iterator[Remedy]:
+        settings, whole = self._quick, _batch(self._call)
+        if whole < 2 or settings.update == "backward" or settings.in_flight > 1:
+            return
+        settings = dataclasses.replace(settings, accumulate=True)
+
+        def plan_at(size: int) -> Plan:
+            return self._plan_with(settings, cut_batch(self._call, whole, size))
+
+        found = self._largest(whole, plan_at)
+        if found is None:
+            self._vain.append("a batch of 1")
+            return
+        half = found[0] // 2  # at the largest that fits, much is recomputed
+        tries = [found, *([(half, plan_at(half))] if half else [])]
+        size, plan = min(tries, key=lambda sized: sized[1].time_s / sized[0])
+        yield self._remedy(f"batches of {size} of {whole}, accumulate=True", plan, "", whole / size)
+
+    def _shorter(self) -> Iterator[Remedy]:
+        whole = _length(self._call)
+        if whole < 2:
+            return
+        found = self._largest(whole, lambda size: self._plan_with(self._quick, cut_length(self._call, whole, size)))
+        if found is not None:
+            size, plan = found
+            yield Remedy(f"a length of {size} instead of {whole}", plan.peak_bytes, plan.overhead)
+
+    def _largest(self, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
+        return largest_that_fits(plan_at, self._limit_bytes, whole - 1, {whole: self.refusal.floor_bytes})
+
+    # -- trying -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _missing_bytes(self) -> int:
+        return self.refusal.floor_bytes - self._limit_bytes
+
+    def _with(self, change: str, settings: Settings, note: str = "") -> Iterator[Remedy]:
+        plan = self._tried(change, settings)
+        if plan is not None:
+            yield self._remedy(change, plan, note)
+
+    def _tried(self, change: str, settings: Settings) -> Plan | None:
+        """The plan with a change of settings; None where there is none."""
+        try:
+            return self._plan_with(settings, self._call)
+        except BudgetInfeasible as error:
+            self._vain.append(f"{change} ({format_bytes(error.floor_bytes)})")
+            return None
+
+    def _remedy(self, change: str, plan: Plan, note: str, times: float = 1.0) -> Remedy:
+        """times: how often such a step runs for the work of one that does not fit."""
+        measured = plan.problem.costs.source == "measured"
+        like = measured == (self._settings.costs == "measure")  # else seconds are not those of the unplanned step
+        baseline_s = (like and self.refusal.baseline_time_s) or plan.baseline_time_s
+        return Remedy(change, plan.peak_bytes, plan.time_s * times / baseline_s - 1 if baseline_s else 0.0, note)
+
+
+def _batch(call: Call) -> int:
+    """The size that all tensors of a call begin with; 0 where they begin with several."""
+    sizes = {t.shape[0] for t in call.tensors if t.dim()}
+    return sizes.pop() if len(sizes) == 1 else 0
+
+
+def _length(call: Call) -> int:
+    """The largest second size of tensors of integers, which are tokens; 0 where there are none."""
+    return max((t.shape[1] for t in call.tensors if t.dim() > 1 and not t.is_floating_point()), default=0)
+
+
+def cut_batch(call: Call, whole: int, size: int) -> Call:
+    """The call with the first rows of its batch."""
+    return _cut(call, [[(0, size)] if t.dim() and t.shape[0] == whole else [] for t in call.tensors])
+
+
+def cut_length(call: Call, whole: int, size: int) -> Call:
+    """The call with the first tokens: all sizes but the first that are the length become shorter."""
+    return _cut(call, [[(i, size) for i in range(1, t.dim()) if t.shape[i] == whole] for t in call.tensors])
+
+
+def _cut(call: Call, cuts: Sequence[Sequence[tuple[int, int]]]) -> Call:
+    tensors = []
+    for tensor, dims in zip(call.tensors, cuts, strict=True):
+        part = tensor.detach()
+        for dim, size in dims:
+            part = part.narrow(dim, 0, size)
+        tensors.append(part.contiguous().requires_grad_(tensor.requires_grad) if dims else tensor)
+    return call.filled(tensors)
