@@ -6,25 +6,21 @@ from collections import Counter
 
 import networkx as nx
 
+from memplan.plans.choices import decisions
 from memplan.plans.figures import PlanFigures
-from memplan.problem.schedule import Compute, Offload
+from memplan.problem.schedule import Compute
 
 
 def step_graph(plan: PlanFigures) -> nx.DiGraph:
     """Ops and values of the step with their bytes, seconds and decisions: see `Plan.graph`."""
     graph, costs = plan.problem.graph, plan.problem.costs
     runs = Counter(step.op for step in plan.schedule if isinstance(step, Compute))
-    offloaded = {step.value for step in plan.schedule if isinstance(step, Offload)}
-    maker = {v: i for i, op in enumerate(graph.ops) for v in op.outputs}
-    crossing = _crossing(plan, maker)
+    decided = decisions(graph, plan.schedule)
     found = nx.DiGraph()
     for index, value in enumerate(graph.values):
-        decision = None
-        if index in crossing:
-            decision = "offload" if index in offloaded else "recompute" if runs[maker[index]] > 1 else "keep"
         found.add_node(
             ("value", index), name=value.name, size_bytes=value.size_bytes, role=value.role, held=value.held,
-            decision=decision,
+            decision=decided.get(index),
         )  # fmt: skip
         if value.reuses is not None:
             found.add_edge(("value", value.reuses), ("value", index), reuses=True)
@@ -37,10 +33,3 @@ def step_graph(plan: PlanFigures) -> nx.DiGraph:
         found.add_edges_from((("op", index), ("value", v)) for v in op.outputs)
         found.add_edges_from((("op", index), ("value", effect.new)) for effect in op.effects)
     return found
-
-
-def _crossing(plan: PlanFigures, maker: dict[int, int]) -> set[int]:
-    """Values that forward computes and backward reads."""
-    ops = plan.problem.graph.ops
-    read = {v for op in ops if op.phase == "backward" for v in op.inputs}
-    return {v for v in read if v in maker and ops[maker[v]].phase == "forward"}

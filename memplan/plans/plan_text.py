@@ -1,31 +1,25 @@
-"""A plan as a page of text."""
+"""A plan as a page of text, of about sixty lines however large the model."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections.abc import Iterable
+from typing import get_args
 
+from memplan.plans.choices import TensorDecision, choice_groups, choices_of
 from memplan.plans.figures import PlanFigures
-from memplan.problem.schedule import (
-    Boundary,
-    Compute,
-    Drop,
-    DropHost,
-    DropRng,
-    Offload,
-    Prefetch,
-    SaveRng,
-    Stay,
-    SurfaceGrads,
-    Wait,
-)
+from memplan.plans.labels import THE_MODEL, in_groups, joined, named, short_kind
+from memplan.plans.step_memory import KINDS, StepMemory, planned_memory
 from memplan.units import format_bytes, format_seconds
 
-_MOST_ROWS = 12
+_MOST_AT_PEAK, _MOST_CHOICES, _MOST_MODULES = 6, 8, 6
+_MOST_LETTERS = 60
 
 
 def report_text(plan: PlanFigures) -> str:
-    """Budget, peaks, overhead and bound; which layers are recomputed; what is held at the peak."""
-    return "\n".join([*_headline(plan), "", *_recomputed(plan), "", *_peak(plan), *_remarks(plan)]) + "\n"
+    """Budget, peaks, overhead and bound; what the peak is made of; what is done with tensors, and why."""
+    memory = planned_memory(plan)
+    parts = [_headline(plan), _peak(memory), _choices(memory), _recomputed(plan)]
+    return "\n".join([*(line for part in parts for line in (*part, "")), *_remarks(plan)]).rstrip() + "\n"
 
 
 def summary(plan: PlanFigures) -> str:
@@ -70,57 +64,60 @@ def _headline(plan: PlanFigures) -> list[str]:
     ]
 
 
+def _peak(memory: StepMemory) -> list[str]:
+    """What the peak is made of, by kind, and the largest tensors that are there beside what stays throughout."""
+    peak_bytes, peak = memory.timeline.peak_bytes, memory.peak_moment
+    rows = sorted(memory.peak_by_kind().items(), key=lambda row: -row[1])
+    lines = [f"the peak is where {memory.moment_text(peak)}; it is made of:"]
+    lines += [f"  {format_bytes(n):>10s} {n / peak_bytes:4.0%}  {kind:11s} {KINDS[kind]}" for kind, n in rows]
+    come = [life for life in memory.at(peak) if life.begin > 0]
+    groups = in_groups(come, lambda life: (life.kind, joined(life.name), life.tensor))
+    groups.sort(key=lambda group: -sum(life.size_bytes for life in group))
+    if groups:
+        lines += ["", "the largest that are there and were not when the step began:"]
+    for group in groups[:_MOST_AT_PEAK]:
+        one, name = group[0], named([life.name for life in group])
+        lines.append(_row(sum(life.size_bytes for life in group), one.kind, name, one.tensor))
+    rest = [life.size_bytes for group in groups[_MOST_AT_PEAK:] for life in group]
+    return [*lines, *_more(len(groups) - _MOST_AT_PEAK, rest)]
+
+
+def _choices(memory: StepMemory) -> list[str]:
+    """What is done with the largest tensors that forward makes for backward, and why."""
+    choices = choices_of(memory)
+    counts = [(kind, [c.size_bytes for c in choices if c.decision == kind]) for kind in get_args(TensorDecision)]
+    told = ", ".join(f"{kind} {len(sizes)} ({format_bytes(sum(sizes))})" for kind, sizes in counts if sizes)
+    groups = choice_groups(choices)
+    lines = [f"what forward makes for backward: {told or 'nothing'}"]
+    if groups:
+        lines.append("the largest, each by itself: other tensors may have to stay, or to be made again, with it")
+    for group in groups[:_MOST_CHOICES]:
+        lines.append(_row(group.size_bytes, group.choices[0].decision, group.label, group.choices[0].tensor))
+        lines.append(f"{'':14s}{group.reason}")
+    return [*lines, *_more(len(groups) - _MOST_CHOICES, (g.size_bytes for g in groups[_MOST_CHOICES:]))]
+
+
 def _recomputed(plan: PlanFigures) -> list[str]:
-    ops, times = plan.problem.graph.ops, plan.problem.costs.time_s
-    by_layer: dict[str, list[int]] = defaultdict(list)
-    for index in plan.recomputed:
-        by_layer[ops[index].layer or "(the model itself)"].append(index)
-    if not by_layer:
+    ops, times_s = plan.problem.graph.ops, plan.problem.costs.time_s
+    if not plan.recomputed:
         return ["nothing is recomputed"]
-    rows = sorted(by_layer.items(), key=lambda row: -sum(times[i] for i in row[1]))
-    lines = [f"recomputed: {len(plan.recomputed)} runs of ops in {len(rows)} modules, the dearest first"]
-    for layer, indices in rows[:_MOST_ROWS]:
-        kinds = ", ".join(
-            dict.fromkeys(ops[i].kind.split(".")[1] if "." in ops[i].kind else ops[i].kind for i in indices)
-        )
-        lines.append(f"  {layer:40s} {format_seconds(sum(times[i] for i in indices)):>8s}  {kinds}")
-    if len(rows) > _MOST_ROWS:
-        lines.append(f"  and {len(rows) - _MOST_ROWS} more")
-    return lines
+    rows = in_groups(plan.recomputed, lambda index: joined(ops[index].layer or THE_MODEL))
+    rows.sort(key=lambda row: -sum(times_s[i] for i in row))
+    lines = [f"recomputed: {len(plan.recomputed)} runs of ops in {len(rows)} kinds of modules, the dearest first"]
+    for row in rows[:_MOST_MODULES]:
+        name = named(list(dict.fromkeys(ops[i].layer or THE_MODEL for i in row)))
+        kinds = ", ".join(dict.fromkeys(short_kind(ops[i]) for i in row))
+        kinds = kinds if len(kinds) <= _MOST_LETTERS else kinds[:_MOST_LETTERS] + " …"
+        lines.append(f"  {format_seconds(sum(times_s[i] for i in row)):>10s}  {name}  {kinds}")
+    return [*lines, *([f"  and {len(rows) - _MOST_MODULES} more"] if len(rows) > _MOST_MODULES else [])]
 
 
-def _peak(plan: PlanFigures) -> list[str]:
-    values = plan.problem.graph.values
-    held = sorted(_live_at_peak(plan), key=lambda v: (-values[v].size_bytes, v))
-    step = plan.schedule[plan.timeline.peak_step]
-    where = plan.problem.graph.ops[step.op] if isinstance(step, Compute) else None
-    name = f"{where.kind} of {where.layer or 'the model'} ({where.phase})" if where else "the loss boundary"
-    lines = [f"at the peak, while {name} runs, beside what is resident:"]
-    for index in held[:_MOST_ROWS]:
-        lines.append(f"  {format_bytes(values[index].size_bytes):>10s}  {values[index].role:10s}  {values[index].name}")
-    if len(held) > _MOST_ROWS:
-        rest = sum(values[v].size_bytes for v in held[_MOST_ROWS:])
-        lines.append(f"  {format_bytes(rest):>10s}  in {len(held) - _MOST_ROWS} more")
-    return lines
+def _row(size_bytes: int, what: str, name: str, tensor: str) -> str:
+    return f"  {format_bytes(size_bytes):>10s}  {what:10s}  {name}  {tensor}".rstrip()
 
 
-def _live_at_peak(plan: PlanFigures) -> set[int]:
-    graph = plan.problem.graph
-    live: set[int] = set()
-    for step in plan.schedule[: plan.timeline.peak_step + 1]:
-        match step:
-            case Compute(op):
-                live.update(graph.ops[op].outputs)
-                live.difference_update(r for v in graph.ops[op].outputs if (r := graph.values[v].reuses) is not None)
-            case Drop(value):
-                live.discard(value)
-            case Boundary():
-                live.update(graph.tangents)
-            case Prefetch(value) | Stay(value):
-                live.add(value)
-            case SaveRng() | DropRng() | SurfaceGrads() | Offload() | Wait() | DropHost():
-                pass
-    return {v for v in live if not graph.values[v].resident}
+def _more(count: int, sizes_bytes: Iterable[int]) -> list[str]:
+    return [f"  {format_bytes(sum(sizes_bytes)):>10s}  in {count} more"] if count > 0 else []
 
 
 def _remarks(plan: PlanFigures) -> list[str]:
@@ -128,6 +125,5 @@ def _remarks(plan: PlanFigures) -> list[str]:
         return []
     weights = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "gradient")
     return [
-        "",
         f"no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it",
     ]

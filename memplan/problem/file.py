@@ -181,6 +181,8 @@ def _read_graph(content: dict[str, Any]) -> Graph:
     taken = [v.reuses for v in graph.values if v.reuses is not None]
     if len(set(taken)) != len(taken):
         raise InvalidPlanFile("two values take over the memory of one")
+    if any(v.reuses is not None and v.size_bytes != graph.values[v.reuses].size_bytes for v in graph.values):
+        raise InvalidPlanFile("a value takes over memory of another size than its own")
     return graph
 
 

@@ -10,8 +10,29 @@ turns (1F1B) give copies more room.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 from memplan.problem.data import Problem, total_s
 from memplan.problem.schedule import Boundary, Compute, Offload, Prefetch, Schedule, SurfaceGrads, Wait
+
+CopyDirection = Literal["out", "in", "gather"]
+Lane = CopyDirection | Literal["compute", "stall", "update"]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneSpan:
+    """Something that takes a while.
+
+    - lane: "compute" runs an op, "stall" is waiting; "out" copies to the host, "in" to the device, "gather" from all
+      ranks; "update" is the CPU's.
+    - index: the op that runs, or the value that is copied, or whose parameter is updated; -1 of waiting.
+    """
+
+    lane: Lane
+    index: int
+    begin_s: float
+    end_s: float
 
 
 class Lanes:
@@ -24,14 +45,14 @@ class Lanes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.time_s = self.stall_s = 0.0
-        self._free_s = {"out": 0.0, "in": 0.0, "gather": 0.0}
+        self._free_s: dict[CopyDirection, float] = {"out": 0.0, "in": 0.0, "gather": 0.0}
         self._updated_s = 0.0  # when the CPU is done with updates
 
     def compute(self, op: int) -> None:
         """Run an op."""
         self.time_s += self.problem.costs.time_s[op]
 
-    def copy(self, value: int, direction: str) -> float:
+    def copy(self, value: int, direction: CopyDirection) -> float:
         """Begin to copy a value, and give when the copy will be done.
 
         direction: "out" to the host, "in" to the device, or "gather" from all ranks.
@@ -70,7 +91,7 @@ class Lanes:
         self.wait(self._updated_s)
 
 
-def direction_of(problem: Problem, value: int) -> str:
+def direction_of(problem: Problem, value: int) -> CopyDirection:
     """In which lane a value comes to the device."""
     return "gather" if problem.graph.values[value].home == "sharded" else "in"
 
@@ -90,6 +111,50 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
     ran_s = total_s(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute))
     stall_s = lanes.stall_s / problem.in_flight
     return ran_s + stall_s, stall_s
+
+
+def spans_of(problem: Problem, schedule: Schedule) -> tuple[tuple[float, ...], tuple[LaneSpan, ...]]:
+    """(when each step of a legal schedule begins, and when the last ends; what takes how long) of one microbatch.
+
+    Where several are in flight, this is one of them by itself.
+    """
+    lanes, arriving, begins = _RecordedLanes(problem), dict[int, float](), []
+    for step in schedule:
+        begins.append(lanes.time_s)
+        _run(lanes, (step,), arriving)
+    begins.append(lanes.time_s)
+    lanes.finish()
+    return tuple(begins), tuple(lanes.spans)
+
+
+class _RecordedLanes(Lanes):
+    """Lanes that note what takes how long."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self.spans: list[LaneSpan] = []
+
+    def compute(self, op: int) -> None:
+        begin_s = self.time_s
+        super().compute(op)
+        self.spans.append(LaneSpan("compute", op, begin_s, self.time_s))
+
+    def copy(self, value: int, direction: CopyDirection) -> float:
+        begin_s = max(self.time_s, self._free_s[direction])
+        end_s = super().copy(value, direction)
+        self.spans.append(LaneSpan(direction, value, begin_s, end_s))
+        return end_s
+
+    def wait(self, end_s: float) -> None:
+        begin_s = self.time_s
+        super().wait(end_s)
+        if self.time_s > begin_s:
+            self.spans.append(LaneSpan("stall", -1, begin_s, self.time_s))
+
+    def update(self, gradient: int) -> None:
+        begin_s = max(self.time_s, self._updated_s)
+        super().update(gradient)
+        self.spans.append(LaneSpan("update", gradient, begin_s, self._updated_s))
 
 
 def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:

@@ -39,7 +39,7 @@ from typing import TypeVar
 
 from memplan.errors import IllegalSchedule
 from memplan.problem.data import Op, Problem, Value
-from memplan.problem.lanes import Lanes, direction_of, seconds_in_flight
+from memplan.problem.lanes import CopyDirection, Lanes, direction_of, seconds_in_flight
 from memplan.problem.schedule import (
     BOUNDARY,
     Boundary,
@@ -83,10 +83,15 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
 
 def unplanned(problem: Problem) -> Timeline:
     """What the step comes to when it runs without a plan: every op once, everything on the device."""
+    return simulate(*unplanned_step(problem))
+
+
+def unplanned_step(problem: Problem) -> tuple[Problem, Schedule]:
+    """The step as it runs without a plan, and its schedule."""
     problem = problem.all_on_device
     graph = problem.graph
     order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
-    return simulate(problem, schedule_of(graph, order))
+    return problem, schedule_of(graph, order)
 
 
 class _Refusal(Exception):
@@ -101,7 +106,7 @@ class _Copy:
     - end_s: when it will be done.
     """
 
-    direction: str
+    direction: CopyDirection
     end_s: float
 
 
@@ -348,7 +353,7 @@ class _Machine:
         self._begin(index, direction_of(self.problem, index))
         return self.live_bytes + self.rng_bytes
 
-    def _begin(self, index: int, direction: str) -> None:
+    def _begin(self, index: int, direction: CopyDirection) -> None:
         if direction == "gather" and self.problem.gather is None:
             raise _Refusal("the problem does not say how fast sharded parameters are gathered")
         if direction != "gather" and self.problem.link is None:

@@ -1,0 +1,169 @@
+"""Tensors that forward makes and backward reads: what is done with each, why, and what the other way would cost.
+
+The figures are of one tensor by itself: its bytes, the seconds of the one op that makes it. Other tensors may have to
+stay, or to be made again, with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from memplan.plans.labels import in_groups, joined, named, value_labels
+from memplan.plans.step_memory import Lifetime, StepMemory
+from memplan.problem.data import Graph
+from memplan.problem.lanes import spans_of
+from memplan.problem.schedule import Boundary, Compute, Offload, Schedule
+from memplan.units import format_bytes, format_seconds
+
+TensorDecision = Literal["keep", "recompute", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What is done with one tensor.
+
+    - time_s: seconds of the op that makes it.
+    - between_s: seconds of the step between its last use in forward and its first in backward.
+    - at_peak: whether the peak is between these.
+    - barred: why its op can't run again; "" where it can.
+    - missing: how many inputs of its op are not there when backward first needs it.
+    - share: `between_s` as a share of the step.
+    """
+
+    value: int
+    op: int
+    label: str
+    tensor: str
+    decision: TensorDecision
+    size_bytes: int
+    time_s: float
+    between_s: float
+    at_peak: bool
+    barred: str
+    missing: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceGroup:
+    """Tensors of repeated layers with which the same is done."""
+
+    choices: tuple[Choice, ...]
+
+    @property
+    def label(self) -> str:
+        """Where they stand in the model, and by which op they are made."""
+        return named([c.label for c in self.choices])
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all of them."""
+        return sum(c.size_bytes for c in self.choices)
+
+    @property
+    def reason(self) -> str:
+        """Why this is done with them, and what the other way would cost."""
+        return reason_of(self.choices)
+
+
+def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
+    """What is done with each value that forward computes and backward reads."""
+    ops = graph.ops
+    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
+    read = {v for op in ops if op.phase == "backward" for v in op.inputs}
+    runs = Counter(step.op for step in schedule if isinstance(step, Compute))
+    offloaded = {step.value for step in schedule if isinstance(step, Offload)}
+    return {
+        v: "offload" if v in offloaded else "recompute" if runs[maker[v]] > 1 else "keep"
+        for v in sorted(read)
+        if v in maker and ops[maker[v]].phase == "forward"
+    }
+
+
+def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
+    """What is done with each tensor that forward makes and backward reads, in the order in which they are made."""
+    graph, times_s = memory.problem.graph, memory.problem.costs.time_s
+    labels, makers, begins_s = value_labels(graph), graph.producers(), spans_of(memory.problem, memory.schedule)[0]
+    lives: dict[int, list[Lifetime]] = {}
+    for life in memory.lifetimes:
+        if life.value is not None and life.end > life.begin:
+            lives.setdefault(life.value, []).append(life)
+    last_forward, first_backward = _uses(memory)
+    found = []
+    for v, decision in decisions(graph, memory.schedule).items():
+        op, value = makers[v], graph.values[v]
+        assert op is not None
+        again = [life.begin for life in lives.get(v, ())[1:]]
+        begin, end = last_forward[v], again[0] if again else first_backward[v]
+        between_s = max(0.0, begins_s[end] - begins_s[begin + 1])
+        missing = sum(not _is_there(graph, u, lives.get(u, ()), end) for u in graph.ops[op].inputs)
+        found.append(
+            Choice(
+                v, op, labels[v], value.tensor, decision, value.size_bytes, times_s[op], between_s,
+                begin < memory.peak_moment < end, _barred(graph, v, op), missing,
+                between_s / begins_s[-1] if begins_s[-1] else 0.0,
+            )
+        )  # fmt: skip
+    return tuple(found)
+
+
+def choice_groups(choices: tuple[Choice, ...]) -> list[ChoiceGroup]:
+    """Choices of repeated layers together, the largest first."""
+    groups = [
+        ChoiceGroup(tuple(group))
+        for group in in_groups(choices, lambda c: (c.decision, joined(c.label), c.tensor, c.barred, c.missing > 0))
+    ]
+    return sorted(groups, key=lambda group: -group.size_bytes)
+
+
+def reason_of(choices: tuple[Choice, ...]) -> str:
+    """Why this is done with tensors of one group, and what the other way would cost."""
+    one, each = choices[0], " each" if len(choices) > 1 else ""
+    bytes_text, time_text = format_bytes(one.size_bytes), format_seconds(one.time_s)
+    low, high = min(c.share for c in choices), max(c.share for c in choices)
+    share = f"{high:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+    at_peak = sum(c.at_peak for c in choices)
+    peak = "at the peak" if at_peak == len(choices) else f"{at_peak} at the peak" if at_peak else "not at the peak"
+    room = f"{bytes_text}{each} over {share} of the step, {peak}"
+    needs = f", and {one.missing} of its inputs" if one.missing else ""
+    if one.decision == "keep":
+        return f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}; frees {room}"
+    if one.decision == "recompute":
+        return f"its op takes {time_text}{each}; keep: {room}"
+    again = f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}"
+    return f"keep: {room}; {again}"
+
+
+def _uses(memory: StepMemory) -> tuple[dict[int, int], dict[int, int]]:
+    """The last moment of forward at which each value is made or read, and the first of backward at which it is read."""
+    boundary = memory.schedule.index(Boundary())
+    last: dict[int, int] = {}
+    first: dict[int, int] = {}
+    for moment, step in enumerate(memory.schedule):
+        if isinstance(step, Compute):
+            op = memory.problem.graph.ops[step.op]
+            if moment < boundary:
+                last.update(dict.fromkeys((*op.inputs, *op.outputs), moment))
+            else:
+                for v in op.inputs:
+                    first.setdefault(v, moment)
+    return last, first
+
+
+def _is_there(graph: Graph, value: int, lives: Sequence[Lifetime], moment: int) -> bool:
+    """Whether a value is on the device at a moment."""
+    stays = graph.values[value].resident and not graph.values[value].fetched
+    return stays or any(life.begin <= moment <= life.end for life in lives)
+
+
+def _barred(graph: Graph, value: int, op: int) -> str:
+    """Why an op can't make a value again."""
+    maker = graph.ops[op]
+    if graph.values[value].held:
+        return "it is an output, which the caller holds"
+    if maker.effects or not maker.recomputable:
+        return "its op writes to what outlives the step"
+    return ""

@@ -1,0 +1,253 @@
+"""What a step holds at each of its moments, tensor by tensor: the bytes of the accountant, with names and kinds.
+
+    memory = planned_memory(plan)
+    memory.by_kind()["kept"][memory.peak_moment]  # bytes of the peak that wait for backward
+
+The steps of the schedule are the moments, and what comes after backward is one more. The sums at all moments are held
+to those of `simulate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from memplan.plans.figures import PlanFigures
+from memplan.plans.labels import value_labels
+from memplan.problem.data import Problem
+from memplan.problem.schedule import (
+    Boundary,
+    Compute,
+    Drop,
+    DropHost,
+    DropRng,
+    Offload,
+    Prefetch,
+    SaveRng,
+    Schedule,
+    Stay,
+    Step,
+    SurfaceGrads,
+    Timeline,
+    Wait,
+)
+from memplan.problem.simulate import simulate, unplanned_step
+
+MemoryKind = Literal[
+    "weights", "optimizer", "inputs", "gradients", "kept", "recomputed", "fetched", "temporary", "scratch"
+]  # fmt: skip
+KINDS: dict[MemoryKind, str] = {
+    "weights": "parameters, buffers and constants",
+    "optimizer": "optimizer state, and what an engine holds",
+    "inputs": "inputs",
+    "gradients": "gradients of parameters and outputs",
+    "kept": "activations kept for backward",
+    "recomputed": "activations made again",
+    "fetched": "copies from the host, and gathered parameters",
+    "temporary": "results on their way, freed in the same pass",
+    "scratch": "kernel scratch and generator states",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """Memory that holds one thing for a while.
+
+    - value: the value that is there; None where it is none of the graph's.
+    - tensor: its dtype and shape; "" where that is not known.
+    - begin, end: the first and the last moment at which it is there.
+    - over: the lifetime whose memory this one takes over, by its index.
+    """
+
+    value: int | None
+    name: str
+    kind: MemoryKind
+    size_bytes: int
+    begin: int
+    end: int
+    over: int | None = None
+    tensor: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """A step and all that it holds, in the order in which that comes."""
+
+    problem: Problem
+    schedule: Schedule
+    timeline: Timeline
+    lifetimes: tuple[Lifetime, ...]
+
+    @property
+    def peak_moment(self) -> int:
+        """The moment at which most is held: the index of a step of the schedule, or their number: after backward."""
+        timeline = self.timeline
+        during = timeline.peak_bytes_at[timeline.peak_step] == timeline.peak_bytes
+        return timeline.peak_step if during else len(self.schedule)
+
+    def at(self, moment: int) -> tuple[Lifetime, ...]:
+        """What is there at a moment, the largest first."""
+        there = [life for life in self.lifetimes if life.begin <= moment <= life.end]
+        return tuple(sorted(there, key=lambda life: -life.size_bytes))
+
+    def by_kind(self) -> dict[MemoryKind, tuple[int, ...]]:
+        """Bytes of each kind at each moment."""
+        changes: dict[MemoryKind, list[int]] = {kind: [0] * (len(self.schedule) + 2) for kind in KINDS}
+        for life in self.lifetimes:
+            changes[life.kind][life.begin] += life.size_bytes
+            changes[life.kind][life.end + 1] -= life.size_bytes
+        return {kind: tuple(accumulate(change))[:-1] for kind, change in changes.items()}
+
+    def peak_by_kind(self) -> dict[MemoryKind, int]:
+        """What the peak is made of: bytes of each kind, which add up to it. Kinds that are not there are left out."""
+        peak = self.peak_moment
+        return {kind: size_bytes[peak] for kind, size_bytes in self.by_kind().items() if size_bytes[peak]}
+
+    def moment_text(self, moment: int) -> str:
+        """What happens at a moment, in words."""
+        if moment == len(self.schedule):
+            return "the optimizer steps, or the next batch arrives"
+        match self.schedule[moment]:
+            case Compute(index):
+                op = self.problem.graph.ops[index]
+                return f"{op.kind} of {op.layer or 'the model itself'} runs ({op.phase})"
+            case Boundary():
+                return "forward ends"
+            case SurfaceGrads():
+                return "gradients are handed over"
+            case _:
+                return "values are freed or copied"
+
+
+def planned_memory(plan: PlanFigures) -> StepMemory:
+    """What the planned step holds."""
+    return step_memory(plan.problem, plan.schedule, plan.timeline)
+
+
+def unplanned_memory(plan: PlanFigures) -> StepMemory:
+    """What the step holds when it runs without the plan."""
+    problem, schedule = unplanned_step(plan.problem)
+    return step_memory(problem, schedule, simulate(problem, schedule))
+
+
+def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> StepMemory:
+    """What a schedule holds. timeline: what `simulate` says of it."""
+    replay = _Replay(problem, len(schedule))
+    for moment, step in enumerate(schedule):
+        replay.run(moment, step)
+    replay.add_what_is_beside(timeline)
+    memory = StepMemory(problem, schedule, timeline, replay.lifetimes(schedule.index(Boundary())))
+    *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
+    waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
+    after_bytes = problem.bytes_after(any(isinstance(step, Stay) for step in schedule))
+    assert tuple(during) == timeline.peak_bytes_at, "other sums than the accountant's"
+    assert later == timeline.live_bytes[-1] - waiting_bytes + after_bytes, "another sum than the accountant's"
+    return memory
+
+
+class _Replay:
+    """Follows a legal schedule. What is there is in `_open`, by value."""
+
+    def __init__(self, problem: Problem, end: int) -> None:
+        self._problem, self._graph, self._end = problem, problem.graph, end
+        self._labels = value_labels(problem.graph)
+        self._found: list[Lifetime] = []
+        self._open: dict[int, int] = {}
+        self._states: dict[int, int] = {}  # of generators, by op
+        self._ran: set[int] = set()
+        for index, value in enumerate(self._graph.values):
+            if value.resident and value.home == "device" and value.reuses is None:
+                self._begin(index, "inputs" if value.role == "input" else "weights", 0)
+
+    def lifetimes(self, boundary: int) -> tuple[Lifetime, ...]:
+        """All that was found. What forward makes and is there in backward is kept."""
+        return tuple(
+            replace(life, kind="kept") if life.kind == "temporary" and life.begin < boundary < life.end else life
+            for life in self._found
+        )
+
+    def _begin(self, value: int, kind: MemoryKind, moment: int, over: int | None = None) -> None:
+        facts = self._graph.values[value]
+        self._open[value] = len(self._found)
+        self._found.append(
+            Lifetime(value, self._labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
+        )
+
+    def _finish(self, value: int, moment: int) -> int:
+        index = self._open.pop(value)
+        self._found[index] = replace(self._found[index], end=moment)
+        return index
+
+    def _add(self, name: str, kind: MemoryKind, size_bytes: int, begin: int, end: int) -> None:
+        if size_bytes:
+            self._found.append(Lifetime(None, name, kind, size_bytes, begin, end))
+
+    def run(self, moment: int, step: Step) -> None:
+        match step:
+            case Compute(op):
+                self._compute(op, moment)
+            case Drop(value):
+                self._finish(value, moment)
+            case Boundary():
+                for value in self._graph.tangents:
+                    self._begin(value, "gradients", moment)
+            case SurfaceGrads(values):
+                self._surface(values, moment)
+            case Stay(value) | Prefetch(value):
+                self._begin(value, "fetched", moment)
+            case SaveRng(op):
+                self._states[op] = len(self._found)
+                name = f"generator state of {self._graph.ops[op].name}"
+                self._found.append(
+                    Lifetime(None, name, "scratch", self._graph.rng_state_bytes, moment, self._end)
+                )  # fmt: skip
+            case DropRng(op):
+                index = self._states.pop(op)
+                self._found[index] = replace(self._found[index], end=moment)
+            case Offload() | Wait() | DropHost():
+                pass
+
+    def _compute(self, index: int, moment: int) -> None:
+        op, values = self._graph.ops[index], self._graph.values
+        first = index not in self._ran
+        self._ran.add(index)
+        for v in op.outputs:
+            value = values[v]
+            kind: MemoryKind = "gradients" if value.role == "gradient" else "temporary" if first else "recomputed"
+            if value.reuses is None and v in self._open:  # made a second time, and thrown away
+                self._add(f"a second {self._labels[v]}", kind, value.size_bytes, moment, moment)
+            elif value.reuses is None:
+                self._begin(v, kind, moment)
+            elif not value.resident and v in self._open:
+                self._finish(value.reuses, moment)
+            elif not value.resident:
+                self._begin(v, kind, moment, self._finish(value.reuses, moment - 1))
+        self._add(f"scratch of {op.kind}", "scratch", self._problem.costs.scratch_bytes[index], moment, moment)
+        if op.random and not first:
+            self._add(f"generator state for {op.name}", "scratch", self._graph.rng_state_bytes, moment, moment)
+
+    def _surface(self, values: tuple[int, ...], moment: int) -> None:
+        """Gradients that are handed over may be freed. An update beside them has its moment when those before are."""
+        freed_bytes = update_bytes = 0
+        for v in values:
+            value = self._graph.values[v]
+            if value.updates:
+                update_bytes = max(update_bytes, value.update_bytes - freed_bytes)
+            if value.home != "host" and self._problem.frees_gradients:
+                self._finish(v, moment)
+                freed_bytes += value.size_bytes
+        self._add("update of parameters", "optimizer", update_bytes, moment, moment)
+
+    def add_what_is_beside(self, timeline: Timeline) -> None:
+        """Add what no step makes: what is held throughout, microbatches that wait, and what comes after backward."""
+        problem, end = self._problem, self._end
+        earlier_bytes = problem.resident_bytes - problem.graph.resident_bytes - problem.extra_resident_bytes
+        self._add("optimizer state, and what an engine holds", "optimizer", problem.extra_resident_bytes, 0, end)
+        self._add("gradients of earlier microbatches", "gradients", earlier_bytes, 0, end)
+        others = problem.in_flight - 1
+        self._add(f"{others} microbatches that wait", "kept", others * timeline.waiting_bytes, 0, end - 1)
+        after_bytes = problem.bytes_after(any(life.kind == "fetched" and life.end == end for life in self._found))
+        steps = after_bytes == problem.update_bytes
+        name, kind = ("the optimizer's step", "optimizer") if steps else ("the next batch", "inputs")
+        self._add(name, kind, after_bytes, end, end)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""What a step holds, tensor by tensor, adds up to the accountant's bytes at every moment, whatever the step does."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import memplan
+from memplan.plans.step_memory import StepMemory, planned_memory, step_memory, unplanned_memory
+from memplan.problem.data import Problem
+from memplan.problem.schedule import schedule_of
+from memplan.problem.simulate import simulate
+from memplan.solvers.offload.fit_copies import least_bytes, place_copies
+from memplan.solvers.orders.flat import flatten
+from tests.planning.test_keep_frozen import with_lasting
+from tests.planning.test_offload import PCIE, with_random_homes
+from tests.planning.test_update_in_backward import with_random_updates
+from tests.solvers.test_solvers import CALM, some_orders
+from tests.support.random_graphs import random_problems
+from tests.support.zoo import MODELS
+
+
+def check(memory: StepMemory) -> None:
+    """Sums of what is there, one by one, at each moment. Whoever takes over memory takes all of it, at once."""
+    moments = range(len(memory.schedule))
+    assert tuple(sum(life.size_bytes for life in memory.at(m)) for m in moments) == memory.timeline.peak_bytes_at
+    assert sum(memory.peak_by_kind().values()) == memory.timeline.peak_bytes
+    assert sum(life.size_bytes for life in memory.at(memory.peak_moment)) == memory.timeline.peak_bytes
+    for life in memory.lifetimes:
+        assert 0 <= life.begin <= life.end <= len(memory.schedule)
+        if life.over is not None:
+            old = memory.lifetimes[life.over]
+            assert (old.end + 1, old.size_bytes) == (life.begin, life.size_bytes)
+
+
+@CALM
+@given(random_problems(), st.integers(1, 3), st.booleans(), st.integers(0, 9))
+def test_schedules_of_all_kinds(problem: Problem, in_flight: int, accumulate: bool, update_bytes: int) -> None:
+    problem = replace(
+        problem, in_flight=in_flight, accumulate=accumulate, update_bytes=update_bytes, extra_resident_bytes=3
+    )  # fmt: skip
+    for order in some_orders(flatten(problem)):
+        schedule = schedule_of(problem.graph, order.tolist())
+        check(step_memory(problem, schedule, simulate(problem, schedule)))
+
+
+@CALM
+@given(random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.booleans(), st.booleans())
+def test_copies_and_updates_in_backward(problem: Problem, picks: list[bool], updates: bool, stays: bool) -> None:
+    problem = with_random_updates(replace(problem, accumulate=False), picks) if updates else problem
+    problem = replace(with_random_homes(problem, picks), link=PCIE)
+    problem = with_lasting(problem) if stays and not updates else problem
+    for order in [tuple(o.tolist()) for o in some_orders(flatten(problem))[:6]]:
+        schedule = place_copies(problem, order, least_bytes(problem, order) + 30)
+        assert schedule is not None
+        check(step_memory(problem, schedule, simulate(problem, schedule)))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "resnet50", "handmade"])
+def test_models(name: str) -> None:
+    net, sample = MODELS[name](0)
+    optimizer = torch.optim.AdamW(net.parameters())
+    plan = memplan.explore(net, sample, optimizer=optimizer, costs="estimate", config="rotor")[0]
+    planned, unplanned = planned_memory(plan), unplanned_memory(plan)
+    check(planned)
+    check(unplanned)
+    assert unplanned.timeline.peak_bytes == plan.baseline_peak_bytes
+    assert not any(unplanned.by_kind()["recomputed"]) and any(planned.by_kind()["recomputed"])
+    assert max(planned.by_kind()["kept"]) < max(unplanned.by_kind()["kept"])
+    assert set(planned.by_kind()["optimizer"][:-1]) == {plan.problem.extra_resident_bytes}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))).sum()
+
+
+def test_everything_has_its_kind_and_its_name() -> None:
+    net, sample = Chain(), torch.randn(64, 8)
+    memory = planned_memory(memplan.plan(copy.deepcopy(net), sample, 1.0, costs="estimate"))
+    found = {(life.kind, life.name, life.tensor) for life in memory.lifetimes}
+    assert ("weights", "first.weight", "float32[32, 8]") in found
+    assert ("inputs", "x", "float32[64, 8]") in found
+    assert ("gradients", "gradient of parameter second.weight", "float32[4, 32]") in found
+    assert ("kept", "(the model itself): relu", "float32[64, 32]") in found
+    assert ("temporary", "first: addmm", "float32[64, 32]") in found
