@@ -30,8 +30,14 @@ def test_the_wheel_holds_the_tree(tmp_path: Path) -> None:
     tree = {
         f"{package}/{path.relative_to(ROOT / folder)}": path.read_bytes()
         for package, folder in PLACES.items()
-        for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("py.typed")]
+        for pattern in ("*.py", "py.typed", "page/*")
+        for path in (ROOT / folder).rglob(pattern)
     }
     assert sorted(packed) == sorted(tree)
     assert contents == tree
-    assert {"memplan/api.py", "memplan/py.typed", "memplan/integrations/deepspeed/engine.py"} <= packed
+    assert {
+        "memplan/api.py",
+        "memplan/py.typed",
+        "memplan/integrations/deepspeed/engine.py",
+        "memplan/plans/page/report.js",
+    } <= packed

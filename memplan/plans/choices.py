@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from memplan.plans.labels import in_groups, joined, named, value_labels
+from memplan.plans.labels import in_groups, joined, named
 from memplan.plans.step_memory import Lifetime, StepMemory
 from memplan.problem.data import Graph
 from memplan.problem.lanes import spans_of
@@ -86,7 +86,7 @@ def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
 def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
     """What is done with each tensor that forward makes and backward reads, in the order in which they are made."""
     graph, times_s = memory.problem.graph, memory.problem.costs.time_s
-    labels, makers, begins_s = value_labels(graph), graph.producers(), spans_of(memory.problem, memory.schedule)[0]
+    labels, makers, begins_s = memory.labels, graph.producers(), spans_of(memory.problem, memory.schedule)[0]
     lives: dict[int, list[Lifetime]] = {}
     for life in memory.lifetimes:
         if life.value is not None and life.end > life.begin:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import networkx as nx
 from memplan.errors import IllegalSchedule, InvalidPlanFile
 from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_graph import step_graph
+from memplan.plans.plan_html import html_text
 from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
 from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
@@ -63,6 +65,17 @@ class Plan(PlanFigures):
     def report(self) -> str:
         """A page of text: budget, peaks, overhead, bound, what is recomputed and what the peak consists of."""
         return report_text(self)
+
+    def to_html(self, path: str | Path, curve: Sequence[Plan] | None = None) -> None:
+        """Write a page with pictures, as one HTML file that loads nothing.
+
+            plan.to_html("report.html", curve=memplan.explore(model, sample))
+
+        It shows memory over the step with a plan and without, what the peak is made of, peak against time, copies, and
+        what is done with each tensor and why. curve: the points of peak against time; without it there are the
+        smallest budget, this plan and the unplanned step. Raises OSError where the file can't be written.
+        """
+        Path(path).write_text(html_text(self, curve), encoding="utf-8")
 
     def graph(self) -> nx.DiGraph:
         """The step as a networkx graph with bytes, seconds and decisions on it, for looking at it.

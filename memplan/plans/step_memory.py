@@ -72,12 +72,13 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """A step and all that it holds, in the order in which that comes."""
+    """A step and all that it holds, in the order in which that comes. labels: what its values are called."""
 
     problem: Problem
     schedule: Schedule
     timeline: Timeline
     lifetimes: tuple[Lifetime, ...]
+    labels: tuple[str, ...]
 
     @property
     def peak_moment(self) -> int:
@@ -116,8 +117,16 @@ class StepMemory:
                 return "forward ends"
             case SurfaceGrads():
                 return "gradients are handed over"
-            case _:
-                return "values are freed or copied"
+            case Drop(value):
+                return f"{self.labels[value]} is freed"
+            case Offload(value):
+                return f"a copy of {self.labels[value]} to the host begins"
+            case Prefetch(value) | Stay(value):
+                return f"{self.labels[value]} comes to the device"
+            case Wait(value):
+                return f"a copy of {self.labels[value]} is waited for"
+            case SaveRng() | DropRng() | DropHost():
+                return "bookkeeping"
 
 
 def planned_memory(plan: PlanFigures) -> StepMemory:
@@ -137,7 +146,7 @@ def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> Ste
     for moment, step in enumerate(schedule):
         replay.run(moment, step)
     replay.add_what_is_beside(timeline)
-    memory = StepMemory(problem, schedule, timeline, replay.lifetimes(schedule.index(Boundary())))
+    memory = StepMemory(problem, schedule, timeline, replay.lifetimes(schedule.index(Boundary())), replay.labels)
     *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
     waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
     after_bytes = problem.bytes_after(any(isinstance(step, Stay) for step in schedule))
@@ -151,7 +160,7 @@ class _Replay:
 
     def __init__(self, problem: Problem, end: int) -> None:
         self._problem, self._graph, self._end = problem, problem.graph, end
-        self._labels = value_labels(problem.graph)
+        self.labels = value_labels(problem.graph)
         self._found: list[Lifetime] = []
         self._open: dict[int, int] = {}
         self._states: dict[int, int] = {}  # of generators, by op
@@ -171,7 +180,7 @@ class _Replay:
         facts = self._graph.values[value]
         self._open[value] = len(self._found)
         self._found.append(
-            Lifetime(value, self._labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
+            Lifetime(value, self.labels[value], kind, facts.size_bytes, moment, self._end, over, facts.tensor)
         )
 
     def _finish(self, value: int, moment: int) -> int:
@@ -216,7 +225,7 @@ class _Replay:
             value = values[v]
             kind: MemoryKind = "gradients" if value.role == "gradient" else "temporary" if first else "recomputed"
             if value.reuses is None and v in self._open:  # made a second time, and thrown away
-                self._add(f"a second {self._labels[v]}", kind, value.size_bytes, moment, moment)
+                self._add(f"a second {self.labels[v]}", kind, value.size_bytes, moment, moment)
             elif value.reuses is None:
                 self._begin(v, kind, moment)
             elif not value.resident and v in self._open:

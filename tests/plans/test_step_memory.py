@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import memplan
 from memplan.plans.step_memory import StepMemory, planned_memory, step_memory, unplanned_memory
 from memplan.problem.data import Problem
+from memplan.problem.lanes import spans_of
 from memplan.problem.schedule import schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies
@@ -59,7 +61,15 @@ def test_copies_and_updates_in_backward(problem: Problem, picks: list[bool], upd
     for order in [tuple(o.tolist()) for o in some_orders(flatten(problem))[:6]]:
         schedule = place_copies(problem, order, least_bytes(problem, order) + 30)
         assert schedule is not None
-        check(step_memory(problem, schedule, simulate(problem, schedule)))
+        timeline = simulate(problem, schedule)
+        check(step_memory(problem, schedule, timeline))
+        begins_s, spans = spans_of(problem, schedule)
+        assert max(begins_s[-1], *(span.end_s for span in spans)) == timeline.time_s
+        assert len(begins_s) == len(schedule) + 1 and sorted(begins_s) == list(begins_s)
+        stalls = [span.end_s - span.begin_s for span in spans if span.lane == "stall"]
+        assert sum(stalls) == pytest.approx(timeline.stall_s)
+        for _, lane in itertools.groupby(sorted(spans, key=lambda s: (s.lane, s.begin_s)), key=lambda s: s.lane):
+            assert all(a.end_s <= b.begin_s for a, b in itertools.pairwise(lane))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "resnet50", "handmade"])
