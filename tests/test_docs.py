@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import memplan
+from tests.support.zoo import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+REPORT_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "report.md").read_text(), re.DOTALL)
 
 
 def test_the_readme_is_short() -> None:
@@ -61,3 +63,16 @@ def test_a_block(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
         names["MemplanCallback"] = MemplanCallback
     exec(block, names)
+
+
+def test_the_blocks_about_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as the page has them."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    model, batch = MODELS["gpt2"](0)
+    sample = {key: of.repeat(8, 1) if isinstance(of, torch.Tensor) else of for key, of in batch.items()}
+    names = {"memplan": memplan, "model": model, "sample": sample, "optimizer": torch.optim.AdamW(model.parameters())}
+    for block in REPORT_BLOCKS:
+        exec(block, names)
+    files = {"report.html", "memory.png", "trace.json", "plan.pickle"}
+    assert files <= {path.name for path in tmp_path.iterdir()}

@@ -70,8 +70,9 @@ class ChoiceGroup:
 
 
 def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
-    """What is done with each value that forward computes and backward reads."""
-    ops = graph.ops
+    """What is done with each value that forward computes and backward reads; not with those that wait for backward."""
+    ops, forward = graph.ops, schedule[: schedule.index(Boundary())]
+    ran = {step.op for step in forward if isinstance(step, Compute)}
     maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
     read = {v for op in ops if op.phase == "backward" for v in op.inputs}
     runs = Counter(step.op for step in schedule if isinstance(step, Compute))
@@ -79,7 +80,7 @@ def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
     return {
         v: "offload" if v in offloaded else "recompute" if runs[maker[v]] > 1 else "keep"
         for v in sorted(read)
-        if v in maker and ops[maker[v]].phase == "forward"
+        if v in maker and maker[v] in ran
     }
 
 

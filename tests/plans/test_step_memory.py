@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import memplan
+from memplan.plans.choices import choices_of, reason_of
+from memplan.plans.layer_map import layer_tables
 from memplan.plans.step_memory import StepMemory, planned_memory, step_memory, unplanned_memory
 from memplan.problem.data import Problem
 from memplan.problem.lanes import spans_of
-from memplan.problem.schedule import schedule_of
+from memplan.problem.schedule import BOUNDARY, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers.offload.fit_copies import least_bytes, place_copies
 from memplan.solvers.orders.flat import flatten
@@ -24,7 +26,7 @@ from tests.planning.test_keep_frozen import with_lasting
 from tests.planning.test_offload import PCIE, with_random_homes
 from tests.planning.test_update_in_backward import with_random_updates
 from tests.solvers.test_solvers import CALM, some_orders
-from tests.support.random_graphs import random_problems
+from tests.support.random_graphs import StepBuilder, random_problems
 from tests.support.zoo import MODELS
 
 
@@ -39,6 +41,10 @@ def check(memory: StepMemory) -> None:
         if life.over is not None:
             old = memory.lifetimes[life.over]
             assert (old.end + 1, old.size_bytes) == (life.begin, life.size_bytes)
+    for choice in choices_of(memory):
+        assert 0 <= choice.share <= 1 and reason_of((choice,))
+    cells = [cell for table in layer_tables(memory) for row in table.rows for cell in row.cells]
+    assert len(cells) == len(choices_of(memory)) + sum(v.fetched for v in memory.problem.graph.values)
 
 
 @CALM
@@ -84,6 +90,19 @@ def test_models(name: str) -> None:
     assert not any(unplanned.by_kind()["recomputed"]) and any(planned.by_kind()["recomputed"])
     assert max(planned.by_kind()["kept"]) < max(unplanned.by_kind()["kept"])
     assert set(planned.by_kind()["optimizer"][:-1]) == {plan.problem.extra_resident_bytes}
+
+
+def test_what_forward_leaves_for_backward_to_make_is_no_choice() -> None:
+    b = StepBuilder()
+    x = b.forward("embed", (b.value(8, "input"),), (64,), parameter=b.value(8, "parameter"))[0]
+    mask = b.forward("mask", (x,), (4096,), differentiable=False)[0]
+    problem = b.finish(b.forward("use", (x,), (64,), saved=(x, mask))[0])
+    late = (0, 2, BOUNDARY, 1, *range(3, len(problem.graph.ops)))
+    for order, decided in ((late, {x}), ((0, 1, 2, BOUNDARY, *late[4:]), {x, mask})):
+        schedule = schedule_of(problem.graph, order)
+        memory = step_memory(problem, schedule, simulate(problem, schedule))
+        check(memory)
+        assert {choice.value for choice in choices_of(memory)} == decided
 
 
 class Chain(nn.Module):
