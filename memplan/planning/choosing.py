@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from memplan.errors import BudgetInfeasible
 from memplan.planning.residency import Residency
 from memplan.plans.plan import Plan
+from memplan.plans.plan_text import peak_in_short
+from memplan.plans.step_memory import step_memory
 from memplan.problem.data import Problem
 from memplan.problem.simulate import simulate
 from memplan.solvers import Candidate, Front
@@ -62,11 +64,12 @@ def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_
 def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasible:
     """The refusal where no schedule without copies fits. floor: the schedule with the smallest peak that was found."""
     overhead = floor.time_s / problem.baseline_time_s - 1 if problem.baseline_time_s else 0.0
+    made_of = peak_in_short(step_memory(problem, floor.schedule, simulate(problem, floor.schedule)))
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. "
-        f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time), of which "
-        f"{format_bytes(problem.resident_bytes)} are resident{_too_large(problem, limit)}. Raise the budget, or use a "
-        f"smaller batch{_fewer_outputs(problem)}",
+        f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time)"
+        f"{_too_large(problem, limit)}. It is made of:\n" + "\n".join(made_of) + "\nRaise the budget, or use a smaller "
+        f"batch{_fewer_outputs(problem)}",
         floor.peak_bytes,
         overhead,
         problem.baseline_time_s,
@@ -81,7 +84,9 @@ def _too_large(problem: Problem, limit: int) -> str:
     if needed_bytes <= limit:
         return ""
     where = op.layer or "the model"
-    return f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and all that, even alone"
+    return (
+        f"; {op.kind} in {where} needs {format_bytes(needed_bytes)} with its operands and what is resident, even alone"
+    )
 
 
 def _fewer_outputs(problem: Problem) -> str:

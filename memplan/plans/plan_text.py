@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import get_args
 
 from memplan.plans.choices import TensorDecision, choice_groups, choices_of
@@ -12,6 +12,7 @@ from memplan.plans.step_memory import KINDS, StepMemory, planned_memory
 from memplan.units import format_bytes, format_seconds
 
 _MOST_AT_PEAK, _MOST_CHOICES, _MOST_MODULES = 6, 8, 6
+_MOST_IN_SHORT = 3
 _MOST_LETTERS = 60
 
 
@@ -70,16 +71,28 @@ def _peak(memory: StepMemory) -> list[str]:
     rows = sorted(memory.peak_by_kind().items(), key=lambda row: -row[1])
     lines = [f"the peak is where {memory.moment_text(peak)}; it is made of:"]
     lines += [f"  {format_bytes(n):>10s} {n / peak_bytes:4.0%}  {kind:11s} {KINDS[kind]}" for kind, n in rows]
-    come = [life for life in memory.at(peak) if life.begin > 0]
+    rows_of_tensors = list(_come_by_peak(memory, _MOST_AT_PEAK))
+    if rows_of_tensors:
+        lines += ["", "the largest that are there and were not when the step began:"]
+    return [*lines, *rows_of_tensors]
+
+
+def peak_in_short(memory: StepMemory) -> list[str]:
+    """The peak in a few lines: what it is made of, by kind, where it is, and the largest tensors there."""
+    rows = sorted(memory.peak_by_kind().items(), key=lambda row: -row[1])
+    kinds = ", ".join(f"{kind} {format_bytes(n)}" for kind, n in rows)
+    return [f"  {kinds}, where {memory.moment_text(memory.peak_moment)}:", *_come_by_peak(memory, _MOST_IN_SHORT)]
+
+
+def _come_by_peak(memory: StepMemory, most: int) -> Iterator[str]:
+    """A row for each of the largest tensors that are there at the peak, and were not when the step began."""
+    come = [life for life in memory.at(memory.peak_moment) if life.begin > 0]
     groups = in_groups(come, lambda life: (life.kind, joined(life.name), life.tensor))
     groups.sort(key=lambda group: -sum(life.size_bytes for life in group))
-    if groups:
-        lines += ["", "the largest that are there and were not when the step began:"]
-    for group in groups[:_MOST_AT_PEAK]:
+    for group in groups[:most]:
         one, name = group[0], named([life.name for life in group])
-        lines.append(_row(sum(life.size_bytes for life in group), one.kind, name, one.tensor))
-    rest = [life.size_bytes for group in groups[_MOST_AT_PEAK:] for life in group]
-    return [*lines, *_more(len(groups) - _MOST_AT_PEAK, rest)]
+        yield _row(sum(life.size_bytes for life in group), one.kind, name, one.tensor)
+    yield from _more(len(groups) - most, [life.size_bytes for group in groups[most:] for life in group])
 
 
 def _choices(memory: StepMemory) -> list[str]:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
+from memplan.plans.step_memory import planned_memory
 
 pytestmark = pytest.mark.full_search  # else nobody looks for remedies
 
@@ -80,6 +81,15 @@ def test_updates_in_backward_where_gradients_are_the_problem() -> None:
     budget = just_below_floor(model, torch.ones(1, 256), **settings)
     error = refused(model, torch.ones(1, 256), budget - 100_000, **settings)
     assert 'update="backward"' in [r.change for r in error.remedies]
+
+
+def test_the_least_says_what_it_is_made_of() -> None:
+    model, sample = language_model(), tokens()
+    text = str(refused(model, sample, 10_000, on_infeasible="raise"))
+    plan = memplan.plan(model, sample, "min", **SETTINGS)
+    for kind, size_bytes in planned_memory(plan).peak_by_kind().items():
+        assert f"{kind} {memplan.format_bytes(size_bytes)}" in text
+    assert re.search(r"where aten\.\S+ of .* runs \((forward|backward)\):\n .* float32\[", text)
 
 
 def test_what_was_tried_in_vain_is_told() -> None:
