@@ -36,6 +36,7 @@ class SizedPlan:
         """problem_at: gives the problem of the step at other sizes, with kernel scratch so many times as large."""
         self.planned, self.numbers = planned, sizes.here
         self._sizes, self._problem_at = sizes, problem_at
+        self._offloads = any(isinstance(step, Offload) for step in planned.schedule)
         values = _in_terms_of_first(planned.problem, sizes.values)
         self._kinds = tuple(dict.fromkeys(size for size in values if not isinstance(size, int)))
         self._planned_bytes = self._bytes_of_kinds(sizes.here)
@@ -54,8 +55,7 @@ class SizedPlan:
 
     def outgrows_host(self, numbers: Numbers) -> bool:
         """Whether copies on the host, whose places are those of the planned sizes, would not fit there."""
-        offloads = any(isinstance(step, Offload) for step in self.planned.schedule)
-        return offloads and bool((self._bytes_of_kinds(numbers) > self._planned_bytes).any())
+        return self._offloads and bool((self._bytes_of_kinds(numbers) > self._planned_bytes).any())
 
     def at(self, numbers: Numbers) -> Plan:
         """The plan at these sizes. The latest one is kept."""
