@@ -140,13 +140,12 @@ def reason_of(choices: tuple[Choice, ...]) -> str:
 
 def _uses(memory: StepMemory) -> tuple[dict[int, int], dict[int, int]]:
     """The last moment of forward at which each value is made or read, and the first of backward at which it is read."""
-    boundary = memory.schedule.index(Boundary())
     last: dict[int, int] = {}
     first: dict[int, int] = {}
     for moment, step in enumerate(memory.schedule):
         if isinstance(step, Compute):
             op = memory.problem.graph.ops[step.op]
-            if moment < boundary:
+            if moment < memory.boundary:
                 last.update(dict.fromkeys((*op.inputs, *op.outputs), moment))
             else:
                 for v in op.inputs:

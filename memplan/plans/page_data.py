@@ -15,7 +15,6 @@ from memplan.plans.labels import in_groups, joined, named, op_label
 from memplan.plans.layer_map import layer_tables
 from memplan.plans.step_memory import KINDS, StepMemory, planned_memory, unplanned_memory
 from memplan.problem.lanes import LaneSpan, spans_of
-from memplan.problem.schedule import Boundary
 from memplan.units import format_bytes, format_seconds
 
 _COLUMNS = 480  # of a picture of memory
@@ -89,7 +88,7 @@ def _memory(memory: StepMemory, strings: _Strings) -> dict[str, Any]:
     place = next(i for i, m in enumerate(shown) if sum(kinds[m]) == memory.timeline.peak_bytes)
     return {
         "end_s": end_s,
-        "turn_s": begins_s[memory.schedule.index(Boundary())],
+        "turn_s": begins_s[memory.boundary],
         "peak": {"column": place, "bytes": memory.timeline.peak_bytes, "where": memory.moment_text(peak)},
         "columns": [
             [

@@ -10,7 +10,6 @@ from memplan.plans.figures import PlanFigures
 from memplan.plans.plan_text import summary
 from memplan.plans.step_memory import KINDS, MemoryKind, StepMemory, planned_memory, unplanned_memory
 from memplan.problem.lanes import spans_of
-from memplan.problem.schedule import Boundary
 from memplan.units import format_bytes
 
 _COLOURS: dict[MemoryKind, str] = {
@@ -69,7 +68,7 @@ def _draw(ax: Any, memory: StepMemory, unit_bytes: int) -> None:
     peak_ms, peak = edges_ms[memory.peak_moment], memory.timeline.peak_bytes
     ax.plot([peak_ms], [peak / unit_bytes], "o", color="#c2255c", markersize=5)
     ax.annotate(f" peak {format_bytes(peak)}", (peak_ms, peak / unit_bytes), fontsize=9, va="bottom")
-    ax.axvline(edges_ms[memory.schedule.index(Boundary())], color="#888", linewidth=0.6)
+    ax.axvline(edges_ms[memory.boundary], color="#888", linewidth=0.6)
     ax.spines[["top", "right"]].set_visible(False)
 
 

@@ -72,13 +72,18 @@ class Lifetime:
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """A step and all that it holds, in the order in which that comes. labels: what its values are called."""
+    """A step and all that it holds, in the order in which that comes.
+
+    - labels: what its values are called.
+    - boundary: the moment at which forward ends.
+    """
 
     problem: Problem
     schedule: Schedule
     timeline: Timeline
     lifetimes: tuple[Lifetime, ...]
     labels: tuple[str, ...]
+    boundary: int
 
     @property
     def peak_moment(self) -> int:
@@ -112,7 +117,9 @@ class StepMemory:
         match self.schedule[moment]:
             case Compute(index):
                 op = self.problem.graph.ops[index]
-                return f"{op.kind} of {op.layer or 'the model itself'} runs ({op.phase})"
+                late = op.phase == "forward" and moment > self.boundary
+                how = "an op of forward, in backward" if late else op.phase
+                return f"{op.kind} of {op.layer or 'the model itself'} runs ({how})"
             case Boundary():
                 return "forward ends"
             case SurfaceGrads():
@@ -146,7 +153,9 @@ def step_memory(problem: Problem, schedule: Schedule, timeline: Timeline) -> Ste
     for moment, step in enumerate(schedule):
         replay.run(moment, step)
     replay.add_what_is_beside(timeline)
-    memory = StepMemory(problem, schedule, timeline, replay.lifetimes(schedule.index(Boundary())), replay.labels)
+    boundary = schedule.index(Boundary())
+    lifetimes = replay.lifetimes(boundary)
+    memory = StepMemory(problem, schedule, timeline, lifetimes, replay.labels, boundary)
     *during, later = (sum(kinds) for kinds in zip(*memory.by_kind().values(), strict=True))
     waiting_bytes = (problem.in_flight - 1) * timeline.waiting_bytes
     after_bytes = problem.bytes_after(any(isinstance(step, Stay) for step in schedule))

@@ -62,7 +62,7 @@ class Value:
     updates: tuple[int, ...] = ()
     update_bytes: int = 0
     lasting: bool = False
-    tensor: str = field(default="", compare=False)
+    tensor: str = field(default="", compare=False, repr=False)
 
     @property
     def resident(self) -> bool:

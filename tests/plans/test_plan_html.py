@@ -78,6 +78,23 @@ def test_lanes_are_there_where_something_is_copied() -> None:
     assert stall_s <= lanes["end_s"] == offloading().time_s
 
 
+def test_what_runs_again_is_said_to_run_in_backward() -> None:
+    assert any("an op of forward, in backward" in text for text in page_data(plan(), None)["strings"])
+
+
+@pytest.mark.slow
+def test_the_page_of_a_deep_model_stays_small() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    net = transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=32, vocab_size=128, **sizes)).train()
+    ids = torch.randint(0, 128, (4, 64))
+    sample = {"input_ids": ids, "labels": ids, "use_cache": False}
+    deep = memplan.plan(net, sample, 0.5, costs="estimate", config="rotor")
+    assert len(html_text(deep).encode()) < 3_000_000
+    assert len(deep.report().splitlines()) <= 60
+    assert any(table["columns"] == tuple(map(str, range(32))) for table in page_data(deep, None)["tables"])
+
+
 def test_names_can_not_end_the_script() -> None:
     values = tuple(replace(v, name="</script><b>@@DATA@@") for v in plan().problem.graph.values)
     problem = replace(plan().problem, graph=replace(plan().problem.graph, values=values))
