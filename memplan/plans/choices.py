@@ -6,18 +6,18 @@ stay, or to be made again, with it.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from memplan.plans.labels import in_groups, joined, named
 from memplan.plans.step_memory import Lifetime, StepMemory
 from memplan.problem.data import Graph
 from memplan.problem.lanes import spans_of
-from memplan.problem.schedule import Boundary, Compute, Offload, Schedule
+from memplan.problem.schedule import Boundary, Compute, Drop, Offload, Schedule
 from memplan.units import format_bytes, format_seconds
 
+_Number = TypeVar("_Number", int, float)
 TensorDecision = Literal["keep", "recompute", "offload"]
 
 
@@ -71,17 +71,29 @@ class ChoiceGroup:
 
 def decisions(graph: Graph, schedule: Schedule) -> dict[int, TensorDecision]:
     """What is done with each value that forward computes and backward reads; not with those that wait for backward."""
-    ops, forward = graph.ops, schedule[: schedule.index(Boundary())]
-    ran = {step.op for step in forward if isinstance(step, Compute)}
-    maker = {v: i for i, op in enumerate(ops) for v in op.outputs}
-    read = {v for op in ops if op.phase == "backward" for v in op.inputs}
-    runs = Counter(step.op for step in schedule if isinstance(step, Compute))
-    offloaded = {step.value for step in schedule if isinstance(step, Offload)}
-    return {
-        v: "offload" if v in offloaded else "recompute" if runs[maker[v]] > 1 else "keep"
-        for v in sorted(read)
-        if v in maker and maker[v] in ran
-    }
+    read = {v for op in graph.ops if op.phase == "backward" for v in op.inputs}
+    found: dict[int, TensorDecision] = {}
+    live: set[int] = set()
+    forward = True
+    for step in schedule:
+        match step:
+            case Compute(op):
+                for v in graph.ops[op].outputs:
+                    if v in found and v not in live and found[v] == "keep":
+                        found[v] = "recompute"
+                    elif forward:
+                        found.setdefault(v, "keep")
+                    live.add(v)
+                live.difference_update(r for v in graph.ops[op].outputs if (r := graph.values[v].reuses) is not None)
+            case Drop(value):
+                live.discard(value)
+            case Offload(value) if value in found:
+                found[value] = "offload"
+            case Boundary():
+                forward = False
+            case _:
+                pass
+    return {v: decision for v, decision in sorted(found.items()) if v in read}
 
 
 def choices_of(memory: StepMemory) -> tuple[Choice, ...]:
@@ -123,19 +135,24 @@ def choice_groups(choices: tuple[Choice, ...]) -> list[ChoiceGroup]:
 def reason_of(choices: tuple[Choice, ...]) -> str:
     """Why this is done with tensors of one group, and what the other way would cost."""
     one, each = choices[0], " each" if len(choices) > 1 else ""
-    bytes_text, time_text = format_bytes(one.size_bytes), format_seconds(one.time_s)
-    low, high = min(c.share for c in choices), max(c.share for c in choices)
-    share = f"{high:.0%}" if f"{low:.0%}" == f"{high:.0%}" else f"{low:.0%} to {high:.0%}"
+    bytes_text, time_text = format_bytes(one.size_bytes), _span([c.time_s for c in choices], format_seconds)
+    share, missing = _span([c.share for c in choices], "{:.0%}".format), _span([c.missing for c in choices], str)
     at_peak = sum(c.at_peak for c in choices)
     peak = "at the peak" if at_peak == len(choices) else f"{at_peak} at the peak" if at_peak else "not at the peak"
     room = f"{bytes_text}{each} over {share} of the step, {peak}"
-    needs = f", and {one.missing} of its inputs" if one.missing else ""
+    needs = f", and {missing} of its inputs" if one.missing else ""
     if one.decision == "keep":
         return f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}; frees {room}"
     if one.decision == "recompute":
         return f"its op takes {time_text}{each}; keep: {room}"
     again = f"can't run again: {one.barred}" if one.barred else f"recompute: {time_text}{each}{needs}"
     return f"keep: {room}; {again}"
+
+
+def _span(numbers: Sequence[_Number], text: Callable[[_Number], str]) -> str:
+    """The least and the most of some numbers."""
+    low, high = text(min(numbers)), text(max(numbers))
+    return low if low == high else f"{low} to {high}"
 
 
 def _uses(memory: StepMemory) -> tuple[dict[int, int], dict[int, int]]:
