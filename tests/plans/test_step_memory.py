@@ -25,9 +25,12 @@ from memplan.solvers.orders.flat import flatten
 from tests.planning.test_keep_frozen import with_lasting
 from tests.planning.test_offload import PCIE, with_random_homes
 from tests.planning.test_update_in_backward import with_random_updates
+from tests.ranks.test_shards import FAST, with_random_shards
 from tests.solvers.test_solvers import CALM, some_orders
 from tests.support.random_graphs import StepBuilder, random_problems
 from tests.support.zoo import MODELS
+
+HOMES = ["host", "lasting", "updated", "sharded"]
 
 
 def check(memory: StepMemory) -> None:
@@ -59,11 +62,16 @@ def test_schedules_of_all_kinds(problem: Problem, in_flight: int, accumulate: bo
 
 
 @CALM
-@given(random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.booleans(), st.booleans())
-def test_copies_and_updates_in_backward(problem: Problem, picks: list[bool], updates: bool, stays: bool) -> None:
-    problem = with_random_updates(replace(problem, accumulate=False), picks) if updates else problem
-    problem = replace(with_random_homes(problem, picks), link=PCIE)
-    problem = with_lasting(problem) if stays and not updates else problem
+@given(random_problems(), st.lists(st.booleans(), min_size=1, max_size=9), st.sampled_from(HOMES))
+def test_copies_gathers_and_updates(problem: Problem, picks: list[bool], homes: str) -> None:
+    if homes == "updated":
+        problem = with_random_updates(replace(problem, accumulate=False), picks)
+    if homes == "sharded":
+        problem = replace(with_random_shards(problem, picks, FAST), link=PCIE)
+    else:
+        problem = replace(with_random_homes(problem, picks), link=PCIE)
+    if homes == "lasting":
+        problem = with_lasting(problem)
     for order in [tuple(o.tolist()) for o in some_orders(flatten(problem))[:6]]:
         schedule = place_copies(problem, order, least_bytes(problem, order) + 30)
         assert schedule is not None
