@@ -20,7 +20,7 @@ def html_text(plan: PlanFigures, curve: Sequence[PlanFigures] | None = None) -> 
         "REPORT": escape(report_text(plan)),
         "DATA": data.replace("<", "\\u003c"),  # a name in it must not end the script
         "STYLE": _read("report.css"),
-        "SCRIPT": _read("report.js"),
+        "SCRIPT": _read("drawing.js") + _read("report.js"),
     }
     head, *pieces = _read("report.html").split("@@")
     names, texts = pieces[::2], pieces[1::2]
