@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from memplan.costs.measure import cache_dir, clear_costs
+from memplan.cache import cache_dir
+from memplan.costs.known_costs import clear_costs
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

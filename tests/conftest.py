@@ -28,7 +28,7 @@ def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
 
 @pytest.fixture
 def cost_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder for measured costs."""
+    """An empty folder for what later processes read."""
     monkeypatch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path))
     return tmp_path
 

@@ -21,6 +21,7 @@ ARROWS = {
     "errors": "",
     "logs": "",
     "config": "",
+    "cache": "",
     "problem": "errors units",
     "plans": "errors problem units",
     "solvers/numeric": "logs",
@@ -41,7 +42,7 @@ ARROWS = {
     "capture/trace": "capture/attributes capture/ops errors torch_private",
     "capture/analysis": "capture/ops capture/trace errors problem torch_private",
     "capture": "capture/analysis capture/attributes capture/ops capture/trace errors problem torch_private",
-    "costs": "capture errors logs problem torch_private units",
+    "costs": "cache capture errors logs problem torch_private units",
     "fusion": "capture logs problem torch_private",
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
@@ -51,19 +52,21 @@ ARROWS = {
     "runtime": "",
     "losses": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
-    "planning": "capture config costs errors fusion logs losses planning/parts plans problem runtime solvers "
+    "planning": "cache capture config costs errors fusion logs losses planning/parts plans problem runtime solvers "
     "torch_private units",
     "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "batch_size": "api capture planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
-    "__main__": "costs",
+    "__main__": "cache costs",
     "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS = {
-    **{place: set[str]() for place in ("units", "errors", "logs", "config", "problem", "__init__", "__main__")},
+    **{
+        place: set[str]() for place in ("units", "errors", "logs", "config", "cache", "problem", "__init__", "__main__")
+    },
     "plans": {"networkx"},
     "solvers": NUMERIC,
     **dict.fromkeys(

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from memplan.costs.measure import cache_dir, device_name
+from memplan.cache import cache_dir
+from memplan.costs.known_costs import device_name
 
 
 def known_margin(model: nn.Module, device: torch.device | None = None) -> float:

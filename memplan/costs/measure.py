@@ -9,24 +9,16 @@ Ops are timed with cold caches, because most of what an op of a step reads was m
 recomputed a moment ago leaves its results in caches, which these times do not know of. The fastest run counts, because
 page faults come in bursts and slow down others.
 
-Where other processes keep the machine busy, even the fastest run may be slow. The figure is doubted where no second run
-comes near it, or where the first step takes much less than predicted. The next process then measures it again.
+Runs are repeated until two of them agree. Where none do, the machine is busy, and a later process measures again.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
-import os
-import platform
-import tempfile
 import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,40 +30,20 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
+from memplan.costs.known_costs import KnownCosts, agree
 from memplan.errors import BudgetInfeasible, UnsupportedModel
 from memplan.logs import show_count
 from memplan.problem.data import Costs, Roofline
 from memplan.units import format_bytes
 
-_ENOUGH_S = 0.03  # an op is run again until this much time is spent on it, or it has run often enough
+_ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and runs agree, or it has run often enough
 _FEWEST_RUNS, _MOST_RUNS = 2, 5
-_LONG_S = 0.1  # the first run of an op that takes longer is one of two that it gets
-_SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
-_MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
-_SETTLED = -1
+_LONG_S = 0.1  # the first run of an op that takes longer is one of those that count
 _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
 _MARK = "memplan op "
-_FORMAT = 4  # of the cache file
 
 # (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
 StateOf = Callable[[str, str, int], torch.Tensor | None]
-
-
-@dataclass(frozen=True, slots=True)
-class OpFacts:
-    """What runs of an op showed.
-
-    - time_s: seconds of the fastest run.
-    - scratch_bytes: held at its peak beyond its new outputs.
-    - doubts: 0 where repeats agreed. More is how often they did not: the seconds may be those of a busy machine, and
-      are measured again. `_SETTLED`: they have been measured again, and count.
-    - process: the one that measured doubted seconds. It goes on with them, so that its plans are alike.
-    """
-
-    time_s: float
-    scratch_bytes: int
-    doubts: int = 0
-    process: int = 0
 
 
 def measure(
@@ -92,9 +64,9 @@ def measure(
     Raises BudgetInfeasible where the device has no room for an op, OtherResults where real results differ from traced
     ones, UnsupportedModel where they could not be traced.
     """
-    cache = _Cache.open(traced.device) if use_cache else _Cache(None, {})
+    known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
-    missing = sorted(index for key, index in distinct.items() if cache.wants(key, quick))
+    missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))
     if missing:
         needed_bytes, index = max((traced.graph.op_bytes(i), i) for i in distinct.values())
         largest, needed_bytes = traced.graph.ops[index], needed_bytes + traced.graph.resident_bytes
@@ -115,10 +87,10 @@ def measure(
             of_all = zip(missing, first_s, scratch, strict=True)
             times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
         for index, times_s, scratch_bytes in zip(missing, times, scratch, strict=True):
-            cache.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
+            known.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
         if not quick:
-            cache.save()
-    facts = [cache.facts[op.key] for op in traced.graph.ops]
+            known.save()
+    facts = [known.facts[op.key] for op in traced.graph.ops]
     return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), "measured")
 
 
@@ -151,7 +123,7 @@ class _Bench:
             self._room_bytes(index, scratch_bytes), dtype=torch.uint8, device=self.traced.device
         )
         times = [first_s] if first_s > _LONG_S else []
-        while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and sum(times) < _ENOUGH_S):
+        while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and (sum(times) < _ENOUGH_S or not agree(times))):
             something_else.fill_(1)
             times.append(_timed(target, args, kwargs, self.traced.device))
         return times
@@ -367,88 +339,6 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
-
-
-@dataclass(slots=True)
-class _Cache:
-    """Facts of ops on one device, thread count and torch version, in one JSON file."""
-
-    path: Path | None
-    facts: dict[str, OpFacts]
-
-    @staticmethod
-    def open(device: torch.device) -> _Cache:
-        path = cache_dir() / f"costs-{device_name(device)}.json"
-        try:
-            content = json.loads(path.read_text())
-            if content["format"] != _FORMAT:
-                return _Cache(path, {})
-            facts = {str(k): OpFacts(float(t), int(s), *map(int, d)) for k, (t, s, *d) in content["facts"].items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return _Cache(path, {})  # absent, or damaged: measure again
-        return _Cache(path, facts)
-
-    def wants(self, key: str, quick: bool) -> bool:
-        """Whether an op has to be measured: it is not known, or it is doubted and there is time."""
-        known = self.facts.get(key)
-        return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
-
-    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
-        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them."""
-        before, (time_s, *others) = self.facts.get(key), sorted(times_s)
-        if not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s):
-            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
-            return
-        doubts = 1 if before is None else before.doubts + 1
-        time_s = time_s if before is None else min(time_s, before.time_s)
-        doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
-        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid())
-
-    def save(self) -> None:
-        if self.path is None:
-            return
-        facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process] for k, f in sorted(self.facts.items())}
-        content = {"format": _FORMAT, "facts": facts}
-        with contextlib.suppress(OSError):  # a read-only home is no reason to fail
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(content, file)
-            os.replace(file.name, self.path)
-
-
-def doubt(traced: Traced) -> None:
-    """Let the next plan measure the ops of a step again, once. The step takes much less than their costs say."""
-    cache = _Cache.open(traced.device)
-    for key in {op.key for op in traced.graph.ops} & cache.facts.keys():
-        if not cache.facts[key].doubts:
-            cache.facts[key] = dataclasses.replace(cache.facts[key], doubts=1)
-    cache.save()
-
-
-def clear_costs() -> int:
-    """Delete all measured costs of this user, on any device. Gives the number of files that held them."""
-    files = list(cache_dir().glob("costs-*.json"))
-    for file in files:
-        file.unlink(missing_ok=True)
-    return len(files)
-
-
-def cache_dir() -> Path:
-    """`MEMPLAN_CACHE_DIR`, or memplan's folder in the user's cache."""
-    given = os.environ.get("MEMPLAN_CACHE_DIR")
-    if given:
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "memplan"
-
-
-def device_name(device: torch.device) -> str:
-    """A name of the hardware, the thread count and the torch version, for which measured figures hold."""
-    if device.type == "cuda":
-        hardware = torch.cuda.get_device_name(device)
-    else:
-        hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
-    name = f"{device.type}-{hardware}-torch{torch.__version__}"
-    return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
 
 
 # -- estimates --------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from memplan.costs.measure import doubt
+from memplan.costs.known_costs import doubt
 from memplan.logs import log
 from memplan.runtime.program.step import WholeStep
 from memplan.runtime.watch.observe import Observer

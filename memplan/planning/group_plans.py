@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from memplan.capture.capture import Capture
-from memplan.costs.measure import device_name
+from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_needs
 from memplan.errors import MemplanError
 from memplan.logs import log

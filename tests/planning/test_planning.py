@@ -108,9 +108,9 @@ def facts_in(folder: Path) -> dict[str, list[float]]:
 
 
 def slowed(monkeypatch: pytest.MonkeyPatch, spread: bool) -> None:
-    """A busy machine: each run of an op takes a second, or one to three."""
-    runs = itertools.count(1)
-    monkeypatch.setattr(costs, "_timed", lambda *_: 1.0 + 2 * spread * (next(runs) % 2))
+    """A busy machine: each run of an op takes a second, or each of five takes another time."""
+    runs = itertools.cycle((3.0, 1.0, 2.0, 4.0, 9.0) if spread else (1.0,))
+    monkeypatch.setattr(costs, "_timed", lambda *_: next(runs))
 
 
 def test_costs_of_a_busy_machine_are_measured_again_until_repeats_agree(

@@ -1,0 +1,132 @@
+"""Seconds and scratch bytes of ops that were measured before, on disk by device, thread count and torch version.
+
+Where other processes keep the machine busy, even the fastest run of an op may be slow. The figure is doubted where no
+second run comes near it, or where the first step takes much less than predicted. The next process then measures again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from memplan.cache import forget, keep, kept, only_writer
+from memplan.capture.analysis.traced import Traced
+
+_SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
+_MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
+_SETTLED = -1
+_FORMAT = 4  # of the file
+
+
+@dataclass(frozen=True, slots=True)
+class OpFacts:
+    """What runs of an op showed.
+
+    - time_s: seconds of the fastest run.
+    - scratch_bytes: held at its peak beyond its new outputs.
+    - doubts: 0 where repeats agreed. More is how often they did not: the seconds may be those of a busy machine, and
+      are measured again. `_SETTLED`: they have been measured again, and count.
+    - process: the one that measured doubted seconds. It goes on with them, so that its plans are alike.
+    """
+
+    time_s: float
+    scratch_bytes: int
+    doubts: int = 0
+    process: int = 0
+
+
+@dataclass(slots=True)
+class KnownCosts:
+    """Facts of ops on one device.
+
+    - name: of their file; None where they are not kept.
+    - entered: ops that this process has measured since it read the file.
+    """
+
+    name: str | None = None
+    facts: dict[str, OpFacts] = field(default_factory=dict)
+    entered: set[str] = field(default_factory=set)
+
+    @staticmethod
+    def read(device: torch.device) -> KnownCosts:
+        """What is on disk of a device."""
+        name = f"costs-{device_name(device)}.json"
+        return KnownCosts(name, _facts_in(name))
+
+    def wants(self, key: str, quick: bool) -> bool:
+        """Whether an op has to be measured: it is not known, or it is doubted and there is time."""
+        known = self.facts.get(key)
+        return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
+
+    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
+        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them."""
+        before, time_s = self.facts.get(key), min(times_s)
+        self.entered.add(key)
+        if agree(times_s):
+            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
+            return
+        doubts = 1 if before is None else before.doubts + 1
+        time_s = time_s if before is None else min(time_s, before.time_s)
+        doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
+        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid())
+
+    def doubt(self, key: str) -> None:
+        """Let a later process measure an op once more, unless that has been done."""
+        if not self.facts[key].doubts:
+            self.facts[key] = dataclasses.replace(self.facts[key], doubts=1)
+            self.entered.add(key)
+
+    def save(self) -> None:
+        """Add what was entered to the file, beside what other processes have added since it was read."""
+        if self.name is None:
+            return
+        with only_writer(self.name):
+            merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
+            facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process] for k, f in sorted(merged.items())}
+            keep(self.name, json.dumps({"format": _FORMAT, "facts": facts}).encode())
+
+
+def agree(times_s: Sequence[float]) -> bool:
+    """Whether there is nothing to doubt: of several runs a second one comes near the fastest."""
+    time_s, *others = sorted(times_s)
+    return not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s)
+
+
+def _facts_in(name: str) -> dict[str, OpFacts]:
+    """The facts in a file; none where it is absent, damaged or of another version, for then ops are measured again."""
+    try:
+        content = json.loads(kept(name))
+        if content["format"] != _FORMAT:
+            return {}
+        return {str(k): OpFacts(float(t), int(s), *map(int, d)) for k, (t, s, *d) in content["facts"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return {}
+
+
+def doubt(traced: Traced) -> None:
+    """Let the next plan measure the ops of a step again, once. The step takes much less than their costs say."""
+    known = KnownCosts.read(traced.device)
+    for key in {op.key for op in traced.graph.ops} & known.facts.keys():
+        known.doubt(key)
+    known.save()
+
+
+def clear_costs() -> int:
+    """Delete all measured costs of this user, on any device. Gives the number of files that held them."""
+    return forget("costs-*.json")
+
+
+def device_name(device: torch.device) -> str:
+    """A name of the hardware, the thread count and the torch version, for which measured figures hold."""
+    if device.type == "cuda":
+        hardware = torch.cuda.get_device_name(device)
+    else:
+        hardware = f"{platform.machine()}-{platform.processor() or 'cpu'}-{torch.get_num_threads()}threads"
+    name = f"{device.type}-{hardware}-torch{torch.__version__}"
+    return "".join(c if c.isalnum() or c in "-." else "_" for c in name)
