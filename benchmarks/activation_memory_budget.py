@@ -22,22 +22,19 @@ import gc
 import hashlib
 import itertools
 import json
-import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 
 import memplan
-from benchmarks.environment import environment
+from benchmarks.environment import environment, own_cache
 from memplan.problem.data import Op, Problem
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.zoo import bits_of
@@ -450,8 +447,7 @@ def main() -> int:
     names = [*args.configs, *(["gpt2-large"] if args.large else [])]
     known = json.loads(args.output.read_text())["configs"] if args.resume else {}
     result: dict[str, Any] = {"environment": environment(), "repeats": args.repeats, "configs": known}
-    # Neither costs nor a margin that other runs have learnt.
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MEMPLAN_CACHE_DIR=folder):
+    with own_cache():
         _run(names, args, result)
     return 0
 

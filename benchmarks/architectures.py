@@ -10,18 +10,15 @@ gradients and kernel scratch are in it. It is measured with the profiler's memor
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import gc
 import json
-import os
 import random
 import re
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -30,7 +27,7 @@ import numpy as np
 from torch import nn
 
 import memplan
-from benchmarks.environment import environment
+from benchmarks.environment import environment, own_cache
 from tests.support.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.zoo import Sample, copied, first_difference, run_steps
@@ -107,20 +104,6 @@ def facts_without_limit(net: nn.Module, sample: Sample) -> Row:
 def first_line(error: BaseException) -> str:
     """The first line of an error's text, without the folders that files lie in on this machine."""
     return re.sub(r"/\S*/site-packages/", "", str(error).partition("\n")[0])
-
-
-@contextlib.contextmanager
-def own_cache() -> Iterator[None]:
-    """An empty folder for measured costs and margins, so that no row depends on those before it."""
-    before = os.environ.get("MEMPLAN_CACHE_DIR")
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MEMPLAN_CACHE_DIR"] = folder
-        try:
-            yield
-        finally:
-            os.environ.pop("MEMPLAN_CACHE_DIR")
-            if before is not None:
-                os.environ["MEMPLAN_CACHE_DIR"] = before
 
 
 def planned_facts(plan: Any) -> Row:

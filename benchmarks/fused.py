@@ -23,7 +23,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from torch import nn
 
 import memplan
 from benchmarks.activation_memory_budget import LossOnly, build_gpt2
-from benchmarks.environment import environment
+from benchmarks.environment import environment, own_cache
 from benchmarks.peak_picture import picture_of
 from tests.support.meter import profiler_peak
 from tests.support.zoo import MODELS, call, loss_of
@@ -351,8 +350,7 @@ def main() -> int:
     result: dict[str, Any] = {"environment": environment(), "repeats": args.repeats, "models": {}}
     if args.output.exists():
         result["models"] = json.loads(args.output.read_text())["models"]
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MEMPLAN_CACHE_DIR"] = folder  # neither costs nor a margin that other runs have learnt
+    with own_cache():
         for model in args.models:
             for autocast in (False, True) if args.autocast else (False,):
                 rows = compared(model, autocast, args.repeats, tuple(args.budgets))

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 import memplan
-from benchmarks.environment import environment
-from memplan.planning.planning import Update
+from benchmarks.environment import environment, own_cache
+from memplan.planning.settings import Update
 
 CARDS = {
     "80 GB": ("75GiB", memplan.Roofline(600e12, 2e12, 5e-6)),
@@ -30,6 +30,7 @@ LINKS = (25e9, 55e9)
 UPDATES: tuple[Update, ...] = ("step", "backward")
 
 
+@own_cache()
 def main() -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import memplan
+from benchmarks.environment import own_cache
 from benchmarks.solve_dag import SHARES as DAG_SHARES
 from benchmarks.solve_dag import instances as dags
 from benchmarks.solvers.__main__ import instances
@@ -105,6 +106,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
             yield f"DAG {name} at {share}", lambda problem=problem, share=share: dag(problem, share)
 
 
+@own_cache()
 def write(path: Path, quick: bool, only: Sequence[str]) -> None:
     found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
     for name, case in cases(quick):

@@ -24,7 +24,7 @@ import trl
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 
-from benchmarks.environment import environment
+from benchmarks.environment import environment, own_cache
 from memplan.integrations.huggingface import MemplanCallback
 from tests.support.plannings import plannings
 
@@ -134,6 +134,7 @@ def measured(name: str, batches: int, budgets: list[str]) -> Row:
     return row
 
 
+@own_cache()
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--models", nargs="+", choices=("gpt2", "llama"), default=["gpt2", "llama"])

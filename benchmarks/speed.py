@@ -4,8 +4,8 @@
 
 With --only, what the file has of the other parts stays.
 
-planning: capture, costs and solve of a 12-layer GPT-2, with an empty cost cache and with a full one; a small plan in a
-new process that has to compile the solvers first.
+planning: capture, costs and solve of a 12-layer GPT-2, with nothing on disk, with measured costs there, and, in a new
+process, with its front there; a small plan in a new process that has to compile the solvers first.
 solving: the front of a 32-layer Llama whose costs are known.
 unlimited: plain eager against the same step under a budget that needs no recomputation, in alternation.
 guards: what a call of a planned 12-layer GPT-2 with a padding mask spends on finding its plan; each of eight plans for
@@ -45,7 +45,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from benchmarks.activation_memory_budget import build_gpt2, build_llama
-from benchmarks.environment import environment
+from benchmarks.environment import environment, own_cache
+from memplan.cache import forget
 from memplan.capture.capture import capture
 from memplan.costs.measure import estimate
 from memplan.installed.planned_forward import planned_forward
@@ -77,13 +78,31 @@ def planning() -> dict[str, Any]:
     loaded_s = seconds(lambda: memplan.plan(small, small_sample, 1.0))
     model, sample = gpt2(12, 768, 50257, 4, 512)
     cold_s = seconds(lambda: memplan.plan(model, sample, 0.5))
+    forget("front-*")
     warm_s = seconds(lambda: memplan.plan(model, sample, 0.5))
     return {
         "compiling_s": compiling_s(),
         "small_first_plan_s": loaded_s,
         "gpt2_12_cold_costs_s": cold_s,
         "gpt2_12_warm_costs_s": warm_s,
+        "gpt2_12_second_start_s": second_start_s(),
     }
+
+
+def second_start_s() -> float:
+    """Seconds of a plan in a new process that finds everything on disk, without imports and making the model.
+
+    What was measured while the machine was busy is measured again in the second process, not in the third.
+    """
+    program = "from benchmarks import speed; speed.start_again()"
+    for _ in range(2):
+        child = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE)
+    return float(child.stdout.splitlines()[-1])
+
+
+def start_again() -> None:
+    model, sample = gpt2(12, 768, 50257, 4, 512)
+    print(seconds(lambda: memplan.apply(model, sample, 0.5)))
 
 
 def compiling_s() -> float:
@@ -300,8 +319,7 @@ def main() -> int:
     args = parser.parse_args()
     known = json.loads(args.output.read_text()) if args.output.exists() else {}
     result: dict[str, Any] = {**known, "environment": environment()}
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["MEMPLAN_CACHE_DIR"] = folder
+    with own_cache():
         for name in args.only:
             result[name] = PARTS[name]()
             print(name, json.dumps(result[name], indent=1), flush=True)

@@ -1,4 +1,8 @@
-"""Threads are fixed, so that kernels take the same scratch each time; measured costs stay inside the test session."""
+"""Threads are fixed, so that kernels take the same scratch each time. What is kept on disk stays inside the session.
+
+Of that, tests read measured costs. They search for every front anew, but for those in
+`tests/planning/test_kept_fronts.py`.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -10,7 +14,7 @@ import torch
 from memplan.config import PRESETS, Config
 from memplan.planning.remedies import Remedies
 from tests.support.configs import with_figures
-from tests.support.plannings import plannings
+from tests.support.plannings import plannings, searched_anew
 
 QUICK = with_figures(
     Config(("rotor", "cuts", "blocks")), moments=1, cuts=8, block_cuts=4, options=12, sizes=8, grid=10, descents=3,
@@ -20,7 +24,7 @@ QUICK = with_figures(
 
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, searched_anew():
         patch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path_factory.mktemp("costs")))
         torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
         yield

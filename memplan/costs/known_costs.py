@@ -65,9 +65,14 @@ class KnownCosts:
         return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
 
     def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
-        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them."""
+        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them.
+
+        A figure that is confirmed stays as it is, so that plans which were made with it do.
+        """
         before, time_s = self.facts.get(key), min(times_s)
         self.entered.add(key)
+        if before is not None and agree((before.time_s, time_s)):
+            time_s = before.time_s
         if agree(times_s):
             self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
             return

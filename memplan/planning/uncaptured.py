@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,15 +15,16 @@ from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
 from memplan.planning.at_hand import unplanned_bytes
+from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.parts.plan_parts import plan_parts
 from memplan.planning.parts.request import BesideParts, PartsRequest
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
-from memplan.problem.data import Buffers
+from memplan.problem.data import Buffers, Problem
 from memplan.runtime.parts.partial_step import PartialStep
 from memplan.runtime.program.step import EagerStep, PlannedStep
-from memplan.solvers import solve_front
+from memplan.solvers import Front, solve_front
 from memplan.units import format_bytes
 
 
@@ -135,7 +135,7 @@ class UncapturedSteps:
             self._limits.settle,
             reason=str(error),
             costs="measure" if self._settings.costs == "measure" else "estimate",
-            solve=functools.partial(solve_front, config=self._settings.search),
+            solve=self._front,
             decides=decides,
             device=device,
             beside=beside,
@@ -154,3 +154,8 @@ class UncapturedSteps:
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
         return PartialStep.of(planned.plan, planned.ways, model, forward, call)
+
+    def _front(self, problem: Problem) -> Front:
+        """The best schedules of a part."""
+        config = self._settings.search
+        return kept_front(problem, config, lambda: solve_front(problem, config))

@@ -12,6 +12,7 @@ from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.logs import log
 from memplan.planning.choosing import infeasible, no_room, plan_of_front, plan_of_residency, plan_with_gathers
+from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
@@ -153,10 +154,13 @@ class WholePlans:
         return tuple(found)
 
     def _front(self, problem: Problem) -> Front:
-        """The best schedules that the configured search finds. A terminal shows progress where that takes long."""
-        problem = dataclasses.replace(problem, budget_bytes=self._limits.budget_bytes)
+        """The best schedules that the configured search finds, now or in an earlier process.
+
+        A terminal shows progress where that takes long.
+        """
+        problem, config = dataclasses.replace(problem, budget_bytes=self._limits.budget_bytes), self._settings.search
         with ProgressLine(sys.stderr) as line:
-            front = solve_front(problem, self._settings.search, line.show)
+            front = kept_front(problem, config, lambda: solve_front(problem, config, line.show))
         if front.truncated:
             log.warning("the search was stopped before it was done; the best schedule so far is taken")
         return front

@@ -10,5 +10,6 @@ from memplan.solvers.front.front import Candidate as Candidate
 from memplan.solvers.front.front import Front as Front
 from memplan.solvers.front.front import Progress as Progress
 from memplan.solvers.front.front import candidate as candidate
+from memplan.solvers.front.front import front_of_orders as front_of_orders
 from memplan.solvers.front.front import solve_front as solve_front
 from memplan.solvers.front.front import textbook as textbook

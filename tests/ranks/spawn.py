@@ -109,6 +109,7 @@ def _be_a_rank(folder: Path) -> None:
 
     from memplan.config import PRESETS
     from tests.conftest import QUICK
+    from tests.support.plannings import searched_anew
 
     PRESETS["auto"] = QUICK
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def _be_a_rank(folder: Path) -> None:
     rank = torch.distributed.get_rank()
     wanted: list[str] = json.loads((folder / "cells.json").read_text())
     table: dict[str, Any] = cells()
-    with (folder / f"findings-{rank}.jsonl").open("w") as findings:
+    with (folder / f"findings-{rank}.jsonl").open("w") as findings, searched_anew():
         for name in wanted:
             start = time.monotonic()
             try:

@@ -1,10 +1,13 @@
-"""How often there is planning, from what the planner says of it."""
+"""How often there is planning, from what the planner says of it, and searches that heed none before them."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 from collections.abc import Iterator
+from unittest import mock
+
+from memplan.planning import kept_fronts
 
 
 class _Noted(logging.Handler):
@@ -30,3 +33,14 @@ def plannings() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(before)
+
+
+@contextlib.contextmanager
+def searched_anew() -> Iterator[None]:
+    """A context in which no search is spared by a front that was found before."""
+
+    def nothing(name: str) -> bytes:
+        raise FileNotFoundError(name)
+
+    with mock.patch.object(kept_fronts, "kept", nothing):
+        yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -25,7 +25,7 @@ from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
 from memplan.solvers.numeric.threads import side_by_side
-from memplan.solvers.orders.flat import flatten
+from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
 from memplan.solvers.search.refine import refine, trade
 
@@ -104,6 +104,30 @@ def solve_front(problem: Problem, config: Config | None = None, tell: Tell | Non
     return _FrontSearch(problem, config or Config(), tell or (lambda progress: None)).run()
 
 
+def front_of_orders(
+    problem: Problem, config: Config, orders: Sequence[tuple[str, Sequence[int]]], bound: Bound
+) -> Front:
+    """The front that a search found, from the orders of its points and its bound. Each order is accounted for anew.
+
+    orders: what each started from, and its ops with the boundary among them. Raises ValueError for one that can't be.
+    """
+    flat = flatten(problem)
+    found = [sketch_of(flat, solver, _sound(flat, order)) for solver, order in orders]
+    if not found or any(sketch.peak_bytes < 0 for sketch in found):
+        raise ValueError("an order reads what is not there")
+    return _front(problem, config, found, sketch_of(flat, "keep all", keep_all(flat)), bound, truncated=False)
+
+
+def _sound(flat: Flat, order: Sequence[int]) -> Ints:
+    """An order as an array. Raises ValueError where an op is missing, or backward ops do not run in theirs."""
+    found = np.array(order, dtype=np.int64)
+    backward = found[(found < 0) | (found >= flat.arrays.boundary)]
+    missing = np.setdiff1d(np.arange(flat.op_count), found)
+    if found.ndim != 1 or len(missing) or not np.array_equal(backward, keep_all(flat)[flat.arrays.boundary :]):
+        raise ValueError("the order is that of another step")
+    return found
+
+
 def textbook(problem: Problem) -> tuple[Candidate, ...]:
     """The textbook schedules, those first that peak lower: what can be had without a search.
 
@@ -144,13 +168,7 @@ class _FrontSearch:
                 self._polish()
         except (KeyboardInterrupt, TimeoutError):
             self.truncated = True
-        points = [_candidate(self.problem, sketch) for sketch in pareto(self._all())]
-        everything = _candidate(self.problem, self.everything)
-        fetches = any(v.fetched for v in self.problem.graph.values)  # then orders are no schedules by themselves
-        if self.updates and not fetches:  # sketches know only about when they happen
-            points = pareto([_accounted(point) for point in thin(points, 2 * self.config.points)])
-            everything = _accounted(everything)
-        return Front(tuple(points), everything, self.task.bound, self.truncated)
+        return _front(self.problem, self.config, self._all(), self.everything, self.task.bound, self.truncated)
 
     def _search(self) -> None:
         """Run the methods, and look for the lower bound, of which moments are made."""
@@ -220,6 +238,19 @@ class _FrontSearch:
         times = [s.time_s for s in self._all() if s.peak_bytes >= 0 and (budget is None or s.peak_bytes <= budget)]
         bound_s = self.task.bound.time_s(budget)
         return min(times) / bound_s - 1 if times and 0 < bound_s < float("inf") else None
+
+
+def _front(
+    problem: Problem, config: Config, found: Sequence[Sketch], everything: Sketch, bound: Bound, truncated: bool
+) -> Front:
+    """The front of what was found. everything: the sketch of keep all."""
+    points, all_kept = [_candidate(problem, sketch) for sketch in pareto(found)], _candidate(problem, everything)
+    updates = any(v.updates for v in problem.graph.values)
+    fetches = any(v.fetched for v in problem.graph.values)  # then orders are no schedules by themselves
+    if updates and not fetches:  # sketches know only about when they happen
+        points = pareto([_accounted(point) for point in thin(points, 2 * config.points)])
+        all_kept = _accounted(all_kept)
+    return Front(tuple(points), all_kept, bound, truncated)
 
 
 def _accounted(point: Candidate) -> Candidate:

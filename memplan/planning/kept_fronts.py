@@ -1,0 +1,79 @@
+"""Fronts of earlier processes, on disk by all that a search depends on: the problem, its configuration, the solvers.
+
+    front = kept_front(problem, config, lambda: solve_front(problem, config))
+
+A problem has the graph, every size, the costs, and what is held beside the step. Budgets steer no search, so a front
+serves all of them. Each of its orders is accounted for anew when it is read, and the one that is chosen goes through
+`simulate`, as after a search. What is damaged, or was made by other solvers, is searched for again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import memplan
+from memplan.cache import is_used, keep, keep_newest, kept
+from memplan.config import Config
+from memplan.errors import InvalidPlanFile
+from memplan.problem.data import Problem
+from memplan.problem.file import Reader, pack, problem_to_json, unpack, unsound
+from memplan.solvers import Bound, Front, front_of_orders
+from memplan.solvers.bounds.dual import BoundLine
+
+_MOST_BYTES = 64 << 20  # on disk; a front of a thousand ops takes 30 KB
+
+
+def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) -> Front:
+    """The front that is on disk for a problem, else the one that a search finds, which is kept."""
+    key = _digest(problem, config)
+    name = f"front-{key[:32]}.json.gz"
+    try:
+        with unsound("front"):
+            front = _from_json(unpack(kept(name)), key, problem, config)
+    except (OSError, InvalidPlanFile):
+        front = search()
+        if not front.truncated:
+            keep(name, pack(_to_json(front, key), gzipped=True))
+            keep_newest("front-*", _MOST_BYTES)
+    else:
+        is_used(name)
+    return front
+
+
+def _digest(problem: Problem, config: Config) -> str:
+    """Equal where searches find equal fronts."""
+    found = hashlib.sha256(pack(problem_to_json(dataclasses.replace(problem, budget_bytes=None))))
+    found.update(repr((config, memplan.__version__, _digest_of_solvers())).encode())
+    return found.hexdigest()
+
+
+@functools.cache
+def _digest_of_solvers() -> str:
+    """Equal for equal solvers and accountants."""
+    found, package = hashlib.sha256(), Path(memplan.__file__).parent
+    for path in sorted(path for folder in ("problem", "solvers") for path in (package / folder).rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def _to_json(front: Front, key: str) -> dict[str, Any]:
+    return {
+        "key": key,
+        "points": [[point.solver, point.order] for point in front.points],
+        "floor_bytes": front.bound.floor_bytes,
+        "lines": front.bound.lines,
+    }
+
+
+def _from_json(content: Any, key: str, problem: Problem, config: Config) -> Front:
+    if content["key"] != key:
+        raise InvalidPlanFile("the front is that of another problem")
+    lines = tuple(BoundLine(float(at_zero_s), float(slope)) for at_zero_s, slope in content["lines"])
+    bound = Bound(problem.baseline_time_s, Reader.typed(content, "floor_bytes", int), lines)
+    points: Sequence[tuple[str, Sequence[int]]] = [(str(solver), order) for solver, order in content["points"]]
+    return front_of_orders(problem, config, points, bound)
