@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from memplan.cache import cache_dir
-from memplan.costs.known_costs import clear_costs
+from memplan.cache import cache_dir, forget
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -14,10 +13,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("memplan", description="Makes a PyTorch training step fit a byte budget.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     commands.add_parser(
-        "clear-costs", help="forget the seconds and bytes that were measured of ops; plans measure anew"
+        "clear-costs", help="forget what was measured of ops and models, and the plans made of it; plans measure anew"
     )
     parser.parse_args(arguments)
-    print(f"memplan: {clear_costs()} files of measured costs removed from {cache_dir()}")
+    print(f"memplan: {forget()} files of measured costs and plans removed from {cache_dir()}")
     return 0
 
 

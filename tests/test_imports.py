@@ -58,7 +58,7 @@ ARROWS = {
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "batch_size": "api capture planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
-    "__main__": "cache costs",
+    "__main__": "cache",
     "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from memplan.cache import forget, keep, kept, only_writer
+from memplan.cache import keep, kept, only_writer
 from memplan.capture.analysis.traced import Traced
 
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
@@ -120,11 +120,6 @@ def doubt(traced: Traced) -> None:
     for key in {op.key for op in traced.graph.ops} & known.facts.keys():
         known.doubt(key)
     known.save()
-
-
-def clear_costs() -> int:
-    """Delete all measured costs of this user, on any device. Gives the number of files that held them."""
-    return forget("costs-*.json")
 
 
 def device_name(device: torch.device) -> str:

@@ -203,7 +203,7 @@ class Recovery:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
         log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
         device = step.runner.device if isinstance(step, WholeStep) else next(self._choice.model.parameters()).device
-        self._choice.planner.limits.learn(device, margin)
+        self._choice.planner.limits.learn(self._choice.model, device, margin)
         self._choice.forget()
 
     def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
@@ -211,7 +211,7 @@ class Recovery:
         margin, limits, problem = min(0.25, excess), self._choice.planner.limits, step.plan.problem
         if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source == "measured":
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
-            limits.learn(step.runner.device, margin)
+            limits.learn(self._choice.model, step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
                 self._choice.forget()
 

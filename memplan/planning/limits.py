@@ -19,7 +19,7 @@ class Limits:
     """The budget of all steps of one model.
 
     - budget_bytes: the budget in bytes. None until the first plan has told what a budget that is a fraction comes to.
-    - margin: how much more than predicted the device has been seen to hold, as a fraction.
+    - margin: how much more than predicted the model has been seen to hold on its device, as a fraction.
     - accumulate: plans count gradients of earlier backward passes.
     """
 
@@ -68,16 +68,16 @@ class Limits:
         return int(limit_bytes / (1 + self.margin))
 
     def recall(self, model: nn.Module, device: torch.device | None) -> None:
-        """Take the margin that earlier processes have learnt for a device.
+        """Take the margin that earlier processes have learnt for such a model on a device.
 
         The device is the one to plan for, else the one that the model is on.
         """
         self.margin = known_margin(model, device)
 
-    def learn(self, device: torch.device, margin: float) -> None:
-        """Use this margin from now on, in later processes too."""
+    def learn(self, model: nn.Module, device: torch.device, margin: float) -> None:
+        """Use this margin for the model from now on, in later processes too."""
         self.margin = margin
-        remember_margin(device, margin)
+        remember_margin(model, device, margin)
 
     @property
     def may_hold_gradients(self) -> bool:

@@ -156,12 +156,13 @@ def test_costs_are_doubted_once_where_the_first_step_takes_much_less(
         assert {doubts for _, _, doubts, _ in facts_in(cost_cache).values()} == {-1 if again else 1}
 
 
-def test_one_command_forgets_measured_costs(cost_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_command_forgets_what_is_kept(cost_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     net, sample = MODELS["handmade"](0)
     memplan.plan(net, sample, 1.0)
     assert main(["clear-costs"]) == 0
-    assert not list(cost_cache.glob("costs-*.json"))
-    assert capsys.readouterr().out == f"memplan: 1 files of measured costs removed from {cost_cache}\n"
+    assert [file.suffix for file in cost_cache.iterdir()] == [".lock"]
+    told = capsys.readouterr().out
+    assert told == f"memplan: 2 files of measured costs and plans removed from {cost_cache}\n"
 
 
 def test_costs_of_earlier_versions_are_read(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
