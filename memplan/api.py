@@ -22,9 +22,10 @@ from memplan.errors import BudgetInfeasible
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
+from memplan.installed.unplanned import UnplannedLoss, is_disabled, leave_unplanned
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
@@ -73,8 +74,9 @@ def apply(
         the first call is planned when it comes.
     budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a fraction
         of the unplanned peak (0.5, "0.5", "50%"), or a `Budget`. For a fraction, it is the unplanned peak of the first
-        plan. "min": the least that the first plan can do with. None or "auto": what the device has free and this
-        process holds, less a tenth of the device; on a CPU, of the machine's memory.
+        plan. "min": the least that the first plan can do with. None: `MEMPLAN_BUDGET` of the environment, else "auto".
+        "auto": what the device has free and this process holds, less a tenth of the device; on a CPU, of the machine's
+        memory.
     loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
         the step; the planned model is then called with those arguments and returns the loss.
     optimizer: counts its state and its `step()` into the budget.
@@ -140,9 +142,13 @@ def apply(
         goes wrong in planning on one is raised on all. Each has to call `apply`, and then the planned model equally
         often. None: this rank decides alone.
 
-    Returns the same model. Raises BudgetInfeasible (with the smallest budget that can be met), UnsupportedModel,
-    PlanMismatch (`plan` belongs to another step), ValueError or TypeError (bad arguments); then nothing has changed.
+    Returns the same model, without a plan where `MEMPLAN_DISABLE` is set. Raises BudgetInfeasible (with the smallest
+    budget that can be met), UnsupportedModel, PlanMismatch (`plan` belongs to another step), ValueError or TypeError
+    (bad arguments); then nothing has changed.
     """
+    if is_disabled():
+        needs = [name for name, given in (("init", init), ("shards", shards)) if given is not None]
+        return leave_unplanned(model, loss_fn, needs[0] if needs else None)
     if plan is not None and budget is not None:
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
@@ -203,7 +209,8 @@ def apply(
 
 
 def _named(budget: BudgetLike | None, model: nn.Module, device: torch.device | str | None) -> BudgetLike:
-    """The budget; where it is to be found out, what the device has room for."""
+    """The budget; where none is named that of the environment, and where that is to be found out, the device's room."""
+    budget = budget_of_environment() if budget is None else budget
     if budget is not None and budget != AUTOMATIC:
         return budget
     return automatic_bytes(model_device(model) if device is None else torch.device(device))
@@ -268,6 +275,8 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | Partial
     where the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
     """
     planned = planned_forward(model)
+    if is_disabled():
+        return (None,) * len(samples)
     if planned is None:
         raise ValueError("the model is not planned yet; call memplan.apply(model, sample, budget) first")
     order = sorted(range(len(samples)), key=lambda i: _bytes(samples[i]), reverse=True)
@@ -307,6 +316,9 @@ def remove(model: nn.Module) -> nn.Module:
             for undo in reversed(planned.undo):
                 undo()
             planned.warn_of_host()
+        forward = vars(module).get("forward")
+        if isinstance(forward, UnplannedLoss):
+            forward.uninstall()
     return model
 
 
@@ -322,9 +334,9 @@ def fetching(model: nn.Module) -> Iterator[None]:
     Raises ValueError where the model has no plan.
     """
     planned = planned_forward(model)
-    if planned is None:
+    if planned is None and not is_disabled():
         raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
-    with torch.no_grad(), planned.fetching():
+    with torch.no_grad(), contextlib.nullcontext() if planned is None else planned.fetching():
         yield
 
 
@@ -334,9 +346,10 @@ def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
     Raises ValueError where the model has no plan.
     """
     planned = planned_forward(model)
-    if planned is None:
+    if planned is not None:
+        planned.undo.append(undo)
+    elif not is_disabled():
         raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
-    planned.undo.append(undo)
 
 
 @contextlib.contextmanager

@@ -26,6 +26,8 @@ QUICK = with_figures(
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, searched_anew():
         patch.setenv("MEMPLAN_CACHE_DIR", str(tmp_path_factory.mktemp("costs")))
+        for name in ("MEMPLAN_BUDGET", "MEMPLAN_DISABLE"):
+            patch.delenv(name, raising=False)
         torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
         yield
 

@@ -1,4 +1,4 @@
-"""The budget that a device has room for, for users who name none."""
+"""The budget of users who name none: that of the environment, or what the device has room for."""
 
 from __future__ import annotations
 
@@ -8,10 +8,22 @@ from pathlib import Path
 import torch
 
 from memplan.logs import log
+from memplan.problem.budgets import device_bytes
 from memplan.units import format_bytes
 
 AUTOMATIC = "auto"
 _RESERVE = 0.1  # of the device: for fragmentation, libraries, and what other processes come to need
+
+
+def budget_of_environment() -> str | None:
+    """`MEMPLAN_BUDGET`, for calls that name no budget; None where it is not set. Raises ValueError where it is none."""
+    given = os.environ.get("MEMPLAN_BUDGET", "").strip()
+    if given and given != AUTOMATIC:
+        try:
+            device_bytes(given)
+        except ValueError as error:
+            raise ValueError(f"MEMPLAN_BUDGET is {given!r}: {error}") from error
+    return given or None
 
 
 def automatic_bytes(device: torch.device) -> int:
