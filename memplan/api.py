@@ -19,6 +19,7 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike
 from memplan.errors import BudgetInfeasible
+from memplan.installed.checkpointing import checkpointing_off
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
@@ -174,6 +175,7 @@ def apply(
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
         planner = Planner(settings, decides=group is None and shards is None and in_flight == 1)
         with _unplanned(model) as original:
+            switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
             planner.check_optimizer(model)
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
@@ -201,6 +203,7 @@ def apply(
         if before is not None:
             before.uninstall()
             planned.undo = before.undo
+        planned.undo.append(switch_on)
         planned.install()
         if is_compiled:
             planned.undo.append(aside.pop_all().close)
@@ -236,7 +239,11 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """
     budget = _named(budget, model, settings.get("device"))
     planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
-    with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
+    with (
+        _compiled_aside(model, planner.settings.kernels) as model,
+        _unplanned(model) as original,
+        checkpointing_off(model),
+    ):
         planner.check_optimizer(model)
         return planner.plan(model, original, sample)
 
@@ -249,7 +256,11 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     """
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
     planner = Planner(_settings("explore", None, settings, without))
-    with _compiled_aside(model, planner.settings.kernels) as model, _unplanned(model) as original:
+    with (
+        _compiled_aside(model, planner.settings.kernels) as model,
+        _unplanned(model) as original,
+        checkpointing_off(model),
+    ):
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from tests.support.small import Net, net_and_sample, nothing_changes
-from tests.support.zoo import MODELS, assert_same_bits, run_steps
+from tests.support.zoo import assert_same_bits, run_steps
 
 # -- budgets ----------------------------------------------------------------------------------------------------------
 
@@ -471,15 +471,6 @@ def test_hooks_on_submodules_added_later() -> None:
         net(sample)
     handle.remove()
     net(sample).backward()
-
-
-def test_gradient_checkpointing_of_transformers() -> None:
-    net, sample = MODELS["gpt2"](0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net.gradient_checkpointing_enable()
-    with nothing_changes(net), pytest.raises(memplan.UnsupportedModel, match="gradient_checkpointing_disable"):
-        memplan.apply(net, sample, 1.0, costs="estimate")
 
 
 @pytest.mark.parametrize("kind", ["DataParallel", "DistributedDataParallel", "DeepSpeedEngine"])
