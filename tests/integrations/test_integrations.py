@@ -226,6 +226,27 @@ def test_gradient_checkpointing_is_switched_off(tmp_path: Path, caplog: pytest.L
     assert len(told) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of PEFT itself
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters(checkpointing: bool, tmp_path: Path) -> None:
+    """Of PEFT, with which gradient checkpointing has inputs require grad."""
+    peft = pytest.importorskip("peft")
+    results = []
+    for planned in (False, True):
+        config = peft.LoraConfig(r=2, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        torch.manual_seed(0)
+        net: Any = peft.get_peft_model(language_model(), config)
+        args = arguments(
+            tmp_path, max_steps=4, eval_strategy="no", save_strategy="no", activation_checkpointing=checkpointing
+        )
+        callback = MemplanCallback(BUDGET, costs="estimate")
+        trainer = trainer_for(net, args, *([callback] if planned else []))
+        trainer.train()
+        results.append(outcome(trainer))
+    assert_same_bits(*results)
+    assert isinstance(callback.plan, memplan.Plan)
+
+
 def test_the_trainers_optimizer_is_counted_when_asked(tmp_path: Path) -> None:
     plans = []
     for count in (False, True):

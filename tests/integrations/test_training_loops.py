@@ -322,6 +322,49 @@ def test_evaluation_between_steps(grads: str) -> None:
     compare(loop, grads)
 
 
+def test_gradients_in_evaluation_between_steps(grads: str, plans_made: Callable[[], int]) -> None:
+    """Saliency, say: they are those of the model's own forward, and nothing is planned for them."""
+
+    def loop(net: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        seen = []
+        for x in batches():
+            net.eval()
+            looked = x[:7].clone().requires_grad_()
+            net(looked).backward()
+            seen += [copied(looked.grad), gradients(net)]
+            optimizer.zero_grad()
+            net.train()
+            net(x).backward()
+            seen.append(gradients(net))
+            optimizer.step()
+            optimizer.zero_grad()
+        return seen
+
+    compare(loop, grads)
+    assert plans_made() == 1
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_arguments_by_position_and_by_name_are_one_call(by_name: bool, plans_made: Callable[[], int]) -> None:
+    x = batches(1)[0]
+    torch.manual_seed(0)
+    plain = Net().train()
+    net = copy.deepcopy(plain)
+    memplan.apply(net, {"x": x} if by_name else (x,), BUDGET, costs="estimate")
+    results = []
+    for model in (plain, net):
+        torch.manual_seed(1)
+        results.append([])
+        for named in (False, True, True, False):
+            loss = model(x=x) if named else model(x)
+            loss.backward()
+            results[-1] += [copied(loss), gradients(model)]
+            model.zero_grad()
+    assert_same_bits(*results)
+    assert plans_made() == 0
+
+
 def test_resuming_from_a_checkpoint(tmp_path: Path, grads: str) -> None:
     """Half of the steps, a checkpoint, and the other half on a fresh model, equal all steps on one plain model."""
 

@@ -1,17 +1,26 @@
-"""The SFTTrainer of TRL with dynamic padding: one plan for every length, and the plain run's bits."""
+"""The SFT and the DPO Trainer of TRL, with dynamic padding: one plan for every length, and the plain run's bits."""
 
 from __future__ import annotations
 
+import copy
 import itertools
+import random
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-pytest.importorskip("trl")
+import memplan
 
-from benchmarks.sft import Run, build
-from memplan.integrations.huggingface import MemplanCallback
-from tests.support.parameters import quickly
+trl = pytest.importorskip("trl")
+
+import datasets  # noqa: E402
+
+from benchmarks.sft import Run, build, tokenizer  # noqa: E402
+from memplan.integrations.huggingface import MemplanCallback  # noqa: E402
+from tests.support.parameters import quickly  # noqa: E402
+from tests.support.zoo import assert_same_bits, copied  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -43,3 +52,55 @@ def test_two_hundred_batches(name: str, plans_made: Callable[[], int]) -> None:
     assert len(set(plain.shapes)) >= 60
     assert plans_made() == 2
     assert planned.equals(plain)
+
+
+# -- preferences ------------------------------------------------------------------------------------------------------
+
+
+def preferences(count: int) -> Any:
+    draw = random.Random(0)
+
+    def text(least: int, most: int) -> str:
+        return " ".join(f"w{draw.randrange(900)}" for _ in range(draw.randint(least, most)))
+
+    return datasets.Dataset.from_list(
+        [{"prompt": text(3, 8), "chosen": text(4, 20), "rejected": text(4, 20)} for _ in range(count)]
+    )
+
+
+def prefer(name: str, folder: Path, *callbacks: Any, adapters: bool = False) -> Any:
+    """What a run of the DPOTrainer logs but for times, and its weights. By default it checkpoints."""
+    net, lora = build(name, layers=2, width=64), None
+    if adapters:
+        peft = pytest.importorskip("peft")
+        lora = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
+    args = trl.DPOConfig(
+        output_dir=str(folder), per_device_train_batch_size=4, max_steps=4, learning_rate=1e-3, logging_steps=1,
+        save_strategy="no", use_cpu=True, report_to=[], disable_tqdm=True, dataloader_pin_memory=False, seed=3,
+        bf16=False, activation_checkpointing=True,
+    )  # fmt: skip
+    trainer = trl.DPOTrainer(
+        net, None if adapters else copy.deepcopy(net), args, train_dataset=preferences(16),
+        processing_class=tokenizer(), peft_config=lora, callbacks=[*callbacks],
+    )  # fmt: skip
+    trainer.train()
+    times = ("runtime", "per_second", "total_flos")
+    history = [dict(sorted((k, v) for k, v in e.items() if not k.endswith(times))) for e in trainer.state.log_history]
+    return history, {name: copied(p) for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")  # of TRL itself
+@pytest.mark.parametrize(
+    ("name", "budget", "adapters"),
+    quickly(
+        (("gpt2", "1TiB", False), ("llama", "29.3MiB", False), ("llama", "29.3MiB", True)), ("llama", "29.3MiB", True)
+    ),
+)
+def test_preferences(name: str, budget: str, adapters: bool, tmp_path: Path, plans_made: Callable[[], int]) -> None:
+    plain = prefer(name, tmp_path, adapters=adapters)
+    callback = MemplanCallback(budget, costs="estimate")
+    planned = prefer(name, tmp_path, callback, adapters=adapters)
+    assert len(planned[0]) == 5
+    assert_same_bits(plain, planned)
+    assert plans_made() == 2
+    assert isinstance(callback.plan, memplan.Plan) and bool(callback.plan.recomputed) == (budget != "1TiB")
