@@ -21,7 +21,7 @@ SOURCES := memplan integrations tests benchmarks examples
 .PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
 
 demo: $(FEW)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python -m memplan demo
 
 test: $(STAMP)
 	$(MAKE) --jobs=2 lint kernels
@@ -46,7 +46,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 kernels: $(STAMP)
-	$(BIN)/python -m tests.compile_kernels
+	$(BIN)/python -m memplan warmup
 
 test-slow: $(STAMP)
 	$(PYTEST) -m "slow and not gpu"

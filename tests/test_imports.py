@@ -58,7 +58,9 @@ ARROWS = {
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "batch_size": "api capture planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
-    "__main__": "cache",
+    "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric torch_private "
+    "units",
+    "__main__": "command_line",
     "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
@@ -71,24 +73,19 @@ THEIRS = {
     "solvers": NUMERIC,
     **dict.fromkeys(
         (
-            "torch_private",
-            "capture",
-            "costs",
-            "fusion",
-            "runtime",
-            "planning",
-            "installed",
-            "api",
-            "kernel_errors",
-            "batch_size",
-            "losses",
+            *("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api", "losses"),
+            *("batch_size", "kernel_errors", "command_line"),
         ),
         NUMERIC | {"torch"},
     ),
     "torch_private": NUMERIC | {"torch", "sympy"},  # in which PyTorch's symbolic sizes are written
 }
 # Extras may be imported where they are used, by these layers.
-EXTRAS = {"transformers": {place for place, names in THEIRS.items() if "torch" in names}, "matplotlib": {"plans"}}
+EXTRAS = {
+    **dict.fromkeys(("diffusers", "peft"), {"command_line"}),
+    "transformers": {place for place, names in THEIRS.items() if "torch" in names},
+    "matplotlib": {"plans"},
+}
 
 MODULES = sorted(PACKAGE.rglob("*.py"))
 

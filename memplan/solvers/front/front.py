@@ -24,6 +24,7 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.bounds.lower_bound import Bound, bound_of
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.front.methods import FAMILIES, METHODS, MethodTask, baseline_schedules
+from memplan.solvers.numeric.compiling import tell_of_compilation, watching_compilation
 from memplan.solvers.numeric.threads import side_by_side
 from memplan.solvers.orders.flat import Flat, Ints, flatten
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of, thin
@@ -101,7 +102,8 @@ def solve_front(problem: Problem, config: Config | None = None, tell: Tell | Non
     Ctrl-C, and `config.timeout_s`, end the search early with what it has. The problem's own budget steers nothing; it
     says for which peak the progress states a gap.
     """
-    return _FrontSearch(problem, config or Config(), tell or (lambda progress: None)).run()
+    with watching_compilation(tell_of_compilation):
+        return _FrontSearch(problem, config or Config(), tell or (lambda progress: None)).run()
 
 
 def front_of_orders(

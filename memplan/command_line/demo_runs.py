@@ -1,35 +1,29 @@
-"""Train a small GPT-2 three times from the same seed: as it is, at half of its peak, and in as little as it can.
-
-    python examples/demo.py
-
-Prints for each run the measured and the predicted peak, the seconds of a step and the loss of every step. The exit code
-is 0 only if all losses are the same numbers and no run's measured peak is above its budget. Under three minutes on
-two cores; needs transformers and no download: the data are the bytes of this repository's licence.
-"""
+"""Train a small GPT-2 three times from the same seed: as it is, at half of its peak, and in as little as it can."""
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
 
 BATCH, LENGTH, STEPS = 8, 128, 8
-MEBIBYTE = 2**20
 Batch = dict[str, torch.Tensor]
 
 
-@dataclass
-class Run:
+@dataclass(frozen=True, slots=True)
+class DemoRun:
     """One training run: its budget (None for no plan), what was predicted and what it came to."""
 
     name: str
@@ -44,19 +38,30 @@ class Run:
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
 
-def make_model() -> GPT2LMHeadModel:
+def demo_runs() -> list[DemoRun]:
+    """The three runs, the unplanned one first. Needs transformers."""
+    batches = _batches()
+    outlook = memplan.plan(_model(), {**batches[0], "use_cache": False}, 1.0)
+    runs = [DemoRun("unplanned", None, outlook.baseline_peak_bytes, *_trained(_model(), batches))]
+    runs.append(_planned_run("half", 0.5, batches))
+    runs.append(_planned_run("floor", outlook.floor_bytes, batches))
+    return runs
+
+
+def _model() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=256, n_positions=LENGTH, n_embd=128, n_layer=6, n_head=4, bos_token_id=None, eos_token_id=None
     )
-    model = GPT2LMHeadModel(config)
+    model: Any = GPT2LMHeadModel(config)
     model.loss_type = "ForCausalLM"
-    return model.train()
+    return model.train()  # type: ignore[no-any-return]
 
 
-def make_batches() -> list[Batch]:
-    text = (Path(__file__).resolve().parent.parent / "LICENSE").read_bytes()
-    data = torch.tensor(list(text))
+def _batches() -> list[Batch]:
+    data = torch.tensor(list(_text().encode()))
     generator = torch.Generator().manual_seed(0)
     batches = []
     for _ in range(STEPS):
@@ -66,7 +71,14 @@ def make_batches() -> list[Batch]:
     return batches
 
 
-def measured_peak(step: Callable[[], float], resident_bytes: int) -> tuple[int, float]:
+def _text() -> str:
+    """The licence, as it is installed; any other text would do."""
+    installed = importlib.metadata.distributions(name="memplan")
+    licences = (distribution.read_text("licenses/LICENSE") for distribution in installed)
+    return next(filter(None, licences), Path(__file__).read_text())
+
+
+def _measured_peak(step: Callable[[], float], resident_bytes: int) -> tuple[int, float]:
     """Peak bytes of a step, by the allocator's record, and what the step returns."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
@@ -79,14 +91,14 @@ def measured_peak(step: Callable[[], float], resident_bytes: int) -> tuple[int, 
     return most_bytes, loss
 
 
-def train(model: GPT2LMHeadModel, batches: list[Batch]) -> tuple[int, float, list[float]]:
+def _trained(model: nn.Module, batches: list[Batch]) -> tuple[int, float, list[float]]:
     """Peak bytes (of the second step), median seconds of a step, and all losses."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     tensors = [*model.parameters(), *model.buffers(), *batches[0].values()]
     resident_bytes = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
     def step(batch: Batch) -> float:
-        loss = model(**batch, use_cache=False).loss
+        loss: torch.Tensor = model(**batch, use_cache=False).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -96,7 +108,7 @@ def train(model: GPT2LMHeadModel, batches: list[Batch]) -> tuple[int, float, lis
     losses, times, peak_bytes = [], [], 0
     for index, batch in enumerate(batches):
         if index == 1:
-            peak_bytes, loss = measured_peak(lambda batch=batch: step(batch), resident_bytes)
+            peak_bytes, loss = _measured_peak(functools.partial(step, batch), resident_bytes)
         else:
             start = time.perf_counter()
             loss = step(batch)
@@ -105,39 +117,10 @@ def train(model: GPT2LMHeadModel, batches: list[Batch]) -> tuple[int, float, lis
     return peak_bytes, statistics.median(times[1:]), losses
 
 
-def planned_run(name: str, budget: float | int, batches: list[Batch]) -> Run:
-    model = make_model()
+def _planned_run(name: str, budget: float | int, batches: list[Batch]) -> DemoRun:
+    model = _model()
     memplan.apply(model, {**batches[0], "use_cache": False}, budget)
     plan = memplan.plan_of(model)
+    assert plan is not None
     budget_bytes = budget if isinstance(budget, int) else int(budget * plan.baseline_peak_bytes)
-    return Run(name, budget_bytes, plan.peak_bytes, *train(model, batches))
-
-
-def show(runs: list[Run]) -> None:
-    print(f"\n{'':12}{'budget':>12}{'predicted':>12}{'measured':>12}{'of unplanned':>14}{'s a step':>10}")
-    for run in runs:
-        sizes = [run.budget_bytes, run.predicted_bytes, run.peak_bytes]
-        cells = "".join(f"{'-' if size is None else f'{size / MEBIBYTE:.2f} MiB':>12}" for size in sizes)
-        print(f"{run.name:12}{cells}{run.peak_bytes / runs[0].peak_bytes:>13.1%}{run.step_s:>11.3f}")
-    print(f"\n{'loss of step':12}" + "".join(f"{run.name:>24}" for run in runs))
-    for index in range(STEPS):
-        print(f"{index + 1:12}" + "".join(f"{run.losses[index]!r:>24}" for run in runs))
-
-
-def main() -> int:
-    batches = make_batches()
-    outlook = memplan.plan(make_model(), {**batches[0], "use_cache": False}, 1.0)
-    runs = [Run("unplanned", None, outlook.baseline_peak_bytes, *train(make_model(), batches))]
-    runs.append(planned_run("half", 0.5, batches))
-    runs.append(planned_run("floor", outlook.floor_bytes, batches))
-    show(runs)
-    same = all(run.losses == runs[0].losses for run in runs)
-    fits = all(run.fits for run in runs)
-    print(
-        f"\nlosses are {'the same numbers' if same else 'DIFFERENT'}; peaks are {'within' if fits else 'ABOVE'} budget"
-    )
-    return 0 if same and fits else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return DemoRun(name, budget_bytes, plan.peak_bytes, *_trained(model, batches))

@@ -1,0 +1,85 @@
+"""`memplan warmup` and `memplan clear-costs`: what is kept on disk from one process to the next."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+
+import memplan
+from memplan.command_line.outcomes import Outcome
+from memplan.logs import log, show_count
+
+
+def add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan warmup`."""
+    command = commands.add_parser("warmup", help="compile the solvers ahead, so that the first plan does not wait")
+    command.set_defaults(run=_warmup)
+    return command
+
+
+def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan clear-costs`."""
+    command = commands.add_parser(
+        "clear-costs", help="forget the seconds and bytes that were measured of ops; plans measure anew"
+    )
+    command.set_defaults(run=_clear_costs)
+    return command
+
+
+def _warmup(given: argparse.Namespace) -> Outcome:
+    from memplan.solvers.numeric.compiling import is_on_disk, kernels, watching_compilation
+
+    began_s, everything = time.monotonic(), kernels()
+    missing = [kernel for kernel in everything if not is_on_disk(kernel)]
+    if not missing:
+        text = f"memplan: the {len(everything)} solvers are compiled already; there is nothing to do"
+        return Outcome(text, {"compiled": 0, "solvers": len(everything), "time_s": 0.0})
+    done = 0
+
+    def began() -> None:
+        nonlocal done
+        done += 1
+        show_count("compiling the solvers", min(done, len(missing)), len(missing))
+
+    with _quietly(), watching_compilation(began):
+        _plan_something()
+    time_s = time.monotonic() - began_s
+    return Outcome(
+        f"memplan: {done} solvers compiled in {time_s:.0f} s; plans no longer wait for that",
+        {"compiled": done, "solvers": len(everything), "time_s": time_s},
+    )
+
+
+def _plan_something() -> None:
+    """Plan a small step, with copies and without, which calls every solver."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        blocks = [nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(4)]
+        model = nn.Sequential(*blocks).train()
+    sample, link = torch.zeros(512, 64), memplan.Link(25e9, 25e9)
+    memplan.plan(model, sample, 0.8, device="cpu", costs="estimate")
+    memplan.plan(model, sample, 0.5, device="cpu", costs="estimate", host_budget="1GiB", link=link)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """A context without lines about plans that nobody asked for."""
+    before = log.level
+    log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
+
+
+def _clear_costs(given: argparse.Namespace) -> Outcome:
+    from memplan.costs.measure import cache_dir, clear_costs
+
+    count, place = clear_costs(), cache_dir()
+    text = f"memplan: {count} files of measured costs removed from {place}"
+    return Outcome(text, {"removed": count, "folder": str(place)})

@@ -1,0 +1,95 @@
+"""Graphics cards, by their vendors' data sheets: what they hold, and how fast they are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from memplan.command_line.outcomes import Mistake, nearest
+from memplan.problem.data import Link, Roofline
+
+# Kernels reach less than a data sheet says, of arithmetic as of traffic. One share for all keeps cards comparable.
+ACHIEVED = 0.7
+_LAUNCH_S = 5e-6
+_PREFIXES = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|rtx(?=a\d))+")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card as its data sheet has it.
+
+    - memory_bytes: what programs see: less a sixteenth on cards that keep error correction in the same memory.
+    - half_flops_per_s: dense matrix products of bfloat16 (of float16, where it has no other), sums in float32.
+    - single_flops_per_s: of float32, without TF32, as PyTorch has it by default.
+    - bytes_per_s: to and from its memory.
+    - link_bytes_per_s: to and from the host, each way.
+    """
+
+    name: str
+    memory_bytes: int
+    half_flops_per_s: float
+    single_flops_per_s: float
+    bytes_per_s: float
+    link_bytes_per_s: float
+
+    def roofline(self, dtype: str) -> Roofline:
+        """The speed that is reckoned with: `ACHIEVED` of the data sheet's."""
+        flops_per_s = self.single_flops_per_s if dtype == "float32" else self.half_flops_per_s
+        return Roofline(ACHIEVED * flops_per_s, ACHIEVED * self.bytes_per_s, _LAUNCH_S)
+
+    @property
+    def link(self) -> Link:
+        """The connection that is reckoned with: `ACHIEVED` of the data sheet's."""
+        return Link(ACHIEVED * self.link_bytes_per_s, ACHIEVED * self.link_bytes_per_s)
+
+
+def _card(name: str, memory_gib: float, half: float, single: float, bandwidth: float, link: float) -> Card:
+    """Figures as data sheets print them: GiB, TFLOP/s, TFLOP/s, GB/s, GB/s each way."""
+    return Card(name, int(memory_gib * 2**30), half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9)
+
+
+CARDS = (
+    _card("RTX 3090", 24, 71, 35.6, 936, 32),
+    _card("RTX 4080", 16, 97.5, 48.7, 717, 32),
+    _card("RTX 4090", 24, 165.2, 82.6, 1008, 32),
+    _card("RTX 5080", 16, 112.6, 56.3, 960, 64),
+    _card("RTX 5090", 32, 209.5, 104.8, 1792, 64),
+    _card("RTX A6000", 48, 154.8, 38.7, 768, 32),
+    _card("T4", 15, 65, 8.1, 320, 16),
+    _card("V100", 16, 125, 15.7, 900, 16),
+    _card("V100-32GB", 32, 125, 15.7, 900, 16),
+    _card("A10", 22.5, 125, 31.2, 600, 32),
+    _card("A10G", 22.5, 70, 35, 600, 32),
+    _card("L4", 22.5, 121, 30.3, 300, 32),
+    _card("L40S", 45, 362, 91.6, 864, 32),
+    _card("A100-40GB", 40, 312, 19.5, 1555, 32),
+    _card("A100-80GB", 80, 312, 19.5, 2039, 32),
+    _card("H100", 80, 989, 67, 3350, 64),
+    _card("H100 PCIe", 80, 756, 51, 2000, 64),
+    _card("H200", 141, 989, 67, 4800, 64),
+    _card("B200", 180, 2250, 75, 8000, 64),
+    _card("MI300X", 192, 1307, 163.4, 5300, 64),
+)
+
+
+def card_named(name: str) -> Card:
+    """A card by a name like "RTX 4090", "rtx-4090", "NVIDIA GeForce RTX 4090" or "4090". Raises Mistake."""
+    asked = _plain(name)
+    exact = [card for card in CARDS if _plain(card.name) == asked]
+    found = exact or [card for card in CARDS if asked and asked in _plain(card.name)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        others = ", ".join(repr(card.name) for card in found)
+        raise Mistake(f"--gpu {name!r} is the name of several cards", f"the table has {others}", "name one of them")
+    near = nearest(name, [card.name for card in CARDS]) or ", ".join(repr(card.name) for card in CARDS)
+    raise Mistake(
+        f"--gpu {name!r} is no card that memplan knows",
+        f"the table of cards has the nearest names {near}",
+        "take one of them, or give the figures: --gpu-memory 24GiB --flops 150e12 --bandwidth 0.9e12 --link 25e9",
+    )
+
+
+def _plain(name: str) -> str:
+    """Without case, spaces, dashes and the vendor's name."""
+    return _PREFIXES.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))

@@ -1,0 +1,79 @@
+"""The parser of all commands, and how answers and mistakes are shown."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+
+import memplan
+from memplan.command_line.caches import add_clear_costs, add_warmup
+from memplan.command_line.demo import add_demo
+from memplan.command_line.diff import add_diff
+from memplan.command_line.doctor import add_doctor
+from memplan.command_line.outcomes import MISTAKEN, NO_FIT, Mistake, Outcome
+from memplan.command_line.plan_command import add_explore, add_plan
+from memplan.command_line.report import add_report
+from memplan.errors import BudgetInfeasible, InvalidPlanFile, MemplanError
+
+_COMMANDS = (add_plan, add_explore, add_report, add_diff, add_demo, add_warmup, add_doctor, add_clear_costs)
+_STATUS = "exit status: 0 done, and it fits; 1 a mistake that you can put right; 2 wrong usage; 3 no plan fits"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command. Gives the exit status: 0 done, 1 a user's mistake, 3 no plan fits the budget.
+
+    Raises SystemExit(2) for wrong usage, as argparse does.
+    """
+    given = _parser().parse_args(arguments)
+    # With --json, stdout is the object alone: what else is printed meanwhile is for people.
+    with contextlib.redirect_stdout(sys.stderr) if given.json else contextlib.nullcontext():
+        outcome = _outcome(given.run, given)
+    if given.json:
+        print(json.dumps(outcome.facts))
+    else:
+        print(outcome.text, file=sys.stderr if outcome.status == MISTAKEN else sys.stdout)
+    return outcome.status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "memplan", description="Makes a PyTorch training step fit a byte budget.", epilog=_STATUS
+    )
+    parser.add_argument("--version", action="version", version=f"memplan {memplan.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for add in _COMMANDS:
+        command = add(commands)
+        command.epilog = _STATUS
+        command.add_argument("--json", action="store_true", help="print one JSON object, and nothing else on stdout")
+    return parser
+
+
+def _outcome(run: Callable[[argparse.Namespace], Outcome], given: argparse.Namespace) -> Outcome:
+    """What the command gives, or what is wrong with what it was given."""
+    try:
+        return run(given)
+    except BudgetInfeasible as error:
+        facts = {"fits": False, "floor_bytes": error.floor_bytes, "message": str(error)}
+        return Outcome(f"does not fit: {error}", facts, NO_FIT)
+    except Mistake as mistake:
+        return _refusal(mistake)
+    except InvalidPlanFile as error:
+        return _refusal(Mistake("the plan file can't be used", str(error), "make it anew: memplan plan ... --out FILE"))
+    except MemplanError as error:
+        return _refusal(
+            Mistake(
+                "the step can't be planned",
+                str(error),
+                "change what is named there, or give a function that makes model and sample: path/file.py:build",
+            )
+        )
+
+
+def _refusal(mistake: Mistake) -> Outcome:
+    cause = mistake.cause.replace("\n", "\n         ")
+    text = f"memplan: {mistake.what}\n  cause: {cause}\n  next:  {mistake.next_step}"
+    error = {"what": mistake.what, "cause": mistake.cause, "next": mistake.next_step}
+    return Outcome(text, {"error": error}, MISTAKEN)

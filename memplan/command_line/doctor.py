@@ -1,0 +1,137 @@
+"""`memplan doctor`: what memplan finds on this machine, what is missing, and what mends that."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from memplan.command_line.outcomes import Outcome
+from memplan.units import format_bytes
+
+_NEEDED = ("memplan", "torch", "numpy", "numba", "networkx")
+_EXTRAS = (
+    "transformers", "diffusers", "accelerate", "peft", "trl", "bitsandbytes", "deepspeed", "pytorch-lightning",
+    "triton",
+)  # fmt: skip
+_ENVIRONMENT = ("MEMPLAN_", "NUMBA_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "CXX")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One line of the page. remedy: what mends it, where something is missing."""
+
+    group: str
+    name: str
+    value: str
+    remedy: str = ""
+
+
+def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan doctor`."""
+    command = commands.add_parser("doctor", help="versions, devices, compilers and caches; what is missing")
+    command.set_defaults(run=_doctor)
+    return command
+
+
+def _doctor(given: argparse.Namespace) -> Outcome:
+    found = [*_versions(), *_devices(), *_kernels(), *_caches(), *_environment(os.environ)]
+    lines, group = [], ""
+    for one in found:
+        if one.group != group:
+            lines += ["", one.group] if group else [one.group]
+            group = one.group
+        lines.append(f"  {one.name:17} {one.value}")
+    remedies = [f"  {one.name}: {one.remedy}" for one in found if one.remedy]
+    lines += ["", *(["what to do", *remedies] if remedies else ["nothing is missing"])]
+    facts: dict[str, dict[str, str]] = defaultdict(dict)
+    for one in found:
+        facts[one.group][one.name] = one.value
+    facts["remedies"] = {one.name: one.remedy for one in found if one.remedy}
+    return Outcome("\n".join(lines), dict(facts))
+
+
+def _versions() -> Iterable[Found]:
+    yield Found("versions", "python", platform.python_version())
+    for name in (*_NEEDED, *_EXTRAS):
+        try:
+            yield Found("versions", name, importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            yield Found("versions", name, "not installed", f"pip install {name}" if name in _NEEDED else "")
+
+
+def _devices() -> Iterable[Found]:
+    import torch
+
+    from memplan.planning.automatic import automatic_bytes
+
+    for device in _names_of_devices():
+        room = f"{format_bytes(automatic_bytes(torch.device(device)))} is the budget where none is given"
+        name = platform.machine() if device == "cpu" else torch.cuda.get_device_name(device)
+        yield Found("devices", device, f"{name}; {room}")
+    if not torch.cuda.is_available():
+        yield Found("devices", "cuda", "PyTorch finds no GPU; `memplan plan --gpu NAME` plans for one")
+
+
+def _names_of_devices() -> list[str]:
+    import torch
+
+    return ["cpu", *(f"cuda:{index}" for index in range(torch.cuda.device_count()))]
+
+
+def _kernels() -> Iterable[Found]:
+    import torch
+
+    from memplan import torch_private as private
+    from memplan.solvers.numeric.compiling import is_on_disk, kernels
+
+    everything = kernels()
+    ready = sum(is_on_disk(kernel) for kernel in everything)
+    remedy = "" if ready == len(everything) else "memplan warmup"
+    yield Found("compilers", "solvers", f"{ready} of {len(everything)} are compiled", remedy)
+    for device in _names_of_devices():
+        missing = private.missing_compiler(torch.device(device))
+        value = f"none: kernels='fused' needs {missing}" if missing else "kernels='fused' can be compiled"
+        yield Found("compilers", f"fused, {device}", value, missing)
+
+
+def _caches() -> Iterable[Found]:
+    from memplan import torch_private as private
+    from memplan.costs.measure import cache_dir
+    from memplan.solvers.numeric.compiling import kernels
+
+    solvers = {Path(kernel.stats.cache_path) for kernel in kernels() if kernel.stats.cache_path}
+    common = Path(os.path.commonpath(solvers)) if solvers else None
+    places = (
+        ("costs", "MEMPLAN_CACHE_DIR", cache_dir(), cache_dir().glob("*.json")),
+        ("solvers", "NUMBA_CACHE_DIR", common, (f for place in solvers for f in place.glob("*.nb[ic]"))),
+        ("fused kernels", "TORCHINDUCTOR_CACHE_DIR", Path(private.inductor_cache_dir()), None),
+    )
+    for name, variable, place, files in places:
+        if place is None:
+            yield Found(
+                "caches", name, "there is no folder for them", f"set {variable} to a folder that can be written"
+            )
+            continue
+        listed = place.rglob("*") if files is None else files
+        size_bytes = sum(file.stat().st_size for file in listed if file.is_file())
+        writable = _is_writable(place)
+        remedy = "" if writable else f"set {variable} to a folder that can be written"
+        yield Found("caches", name, f"{format_bytes(size_bytes)} in {place}{'' if writable else ', read-only'}", remedy)
+
+
+def _is_writable(folder: Path) -> bool:
+    """Whether files can be made in a folder, or the folder be made."""
+    there = next(place for place in (folder, *folder.parents) if place.exists())
+    return there.is_dir() and os.access(there, os.W_OK)
+
+
+def _environment(variables: Mapping[str, str]) -> Iterable[Found]:
+    for name in sorted(variables):
+        if name.startswith(_ENVIRONMENT):
+            yield Found("environment", name, variables[name])

@@ -1,0 +1,121 @@
+"""A step from a function of the user's, `package.module:build` or `path/file.py:build`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from memplan.command_line.described import Described, Wanted
+from memplan.command_line.outcomes import Mistake, nearest
+
+_NEXT = "let it return (model, sample) or (model, sample, loss_fn), as memplan.plan takes them"
+
+
+def built_step(wanted: Wanted) -> Described:
+    """What the function gives. It is called with batch= and length=, where it has such parameters. Raises Mistake."""
+    if wanted.changes or wanted.dtype is not None:
+        raise Mistake(
+            "--set and --dtype are for configs", f"{wanted.source} makes the model by itself", "leave them out"
+        )
+    place, _, name = wanted.source.rpartition(":")
+    with _importing(place):
+        build = _function(_module(place, wanted.source), name, wanted.source)
+        arguments = _arguments(build, wanted)
+        given = _called(lambda: build(**arguments), f"{wanted.source} raises an error")
+    if not isinstance(given, tuple) or len(given) not in (2, 3) or not isinstance(given[0], nn.Module):
+        raise Mistake(f"{wanted.source} gives no model and sample", f"it returned {_shown(given)}", _NEXT)
+    model, sample, *loss_fn = given
+    count = sum(p.numel() for p in model.parameters())
+    title = f"{type(model).__name__} of {wanted.source}, {count / 1e6:.2f}e6 parameters"
+    return Described(title, model, sample, loss_fn[0] if loss_fn else None, 1, "batches")
+
+
+@contextlib.contextmanager
+def _importing(place: str) -> Iterator[None]:
+    """A context in which modules are found where the user is, and beside the file."""
+    before = list(sys.path)
+    sys.path[:0] = [str(Path(place).resolve().parent)] if place.endswith(".py") else [str(Path.cwd())]
+    try:
+        yield
+    finally:
+        sys.path[:] = before
+
+
+def _module(place: str, source: str) -> ModuleType:
+    if not place.endswith(".py"):
+        try:
+            found = importlib.util.find_spec(place)
+        except (ImportError, ValueError):
+            found = None
+        if found is None:
+            raise Mistake(
+                f"there is no module {place!r}",
+                "it is neither installed nor in this folder",
+                "give package.module:function or path/file.py:function",
+            )
+        module: ModuleType = _called(lambda: importlib.import_module(place), f"{place} can't be imported")
+        return module
+    path = Path(place)
+    if not path.is_file():
+        raise Mistake(f"there is no file {place!r}", f"{source} names it", "give path/file.py:function")
+
+    def load() -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"memplan_build_{path.stem}", path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where classes of it are looked up
+        spec.loader.exec_module(module)
+        return module
+
+    loaded: ModuleType = _called(load, f"{place} can't be imported")
+    return loaded
+
+
+def _function(module: ModuleType, name: str, source: str) -> Callable[..., Any]:
+    found = getattr(module, name, None)
+    if callable(found):
+        return found  # type: ignore[no-any-return]
+    near = nearest(name, [n for n, v in vars(module).items() if inspect.isfunction(v)])
+    cause = f"the nearest names are {near}" if near else "nothing there has a name like this"
+    raise Mistake(f"{source} is no function", cause, "give the name of a function behind the colon")
+
+
+def _arguments(build: Callable[..., Any], wanted: Wanted) -> dict[str, int]:
+    """What the command line says and the function takes. Raises Mistake for what it does not take."""
+    takes = inspect.signature(build).parameters
+    given = {name: getattr(wanted, name) for name in ("batch", "length") if getattr(wanted, name) is not None}
+    strange = [name for name in given if name not in takes]
+    if strange:
+        raise Mistake(
+            f"--{strange[0]} does not reach {wanted.source}",
+            f"the function has no parameter {strange[0]!r}",
+            "give it one, or leave the option out",
+        )
+    return given
+
+
+def _called(function: Callable[[], Any], what: str) -> Any:
+    """What the function gives. What it raises becomes a Mistake, with the user's line in it."""
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename != __file__]
+        frames = [f for f in frames if not f.filename.startswith("<frozen")]
+        where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+        raise Mistake(what, f"{type(error).__name__}: {error}{where}", "repair that, and try it in Python") from error
+
+
+def _shown(given: Any) -> str:
+    if isinstance(given, tuple):
+        return f"a tuple of {', '.join(type(part).__name__ for part in given) or 'nothing'}"
+    return f"a {type(given).__name__}"

@@ -1,0 +1,101 @@
+"""A step of a diffusers model, from its class or its config: made on the meta device, without weights."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.command_line.described import DTYPES, Described, Wanted, on_paper, title_of, with_changes
+from memplan.command_line.outcomes import Mistake
+
+_LENGTH = 77  # of a text that an image is made for
+_SIZE = 64  # of a latent image, where the config has none
+
+
+def is_a_model_of_diffusers(name: str) -> bool:
+    """Whether diffusers has a model class of this name."""
+    return _class(name) is not None
+
+
+def names_of_diffusers() -> list[str]:
+    """The model classes that diffusers has."""
+    diffusers = _diffusers()
+    return [] if diffusers is None else [name for name in dir(diffusers) if name.endswith(("Model", "2D"))]
+
+
+def diffusers_step(class_name: str, fields: dict[str, Any], wanted: Wanted) -> Described:
+    """The step of a model. The loss is the mean square of what it gives. Raises Mistake."""
+    model_class = _class(class_name)
+    if model_class is None:
+        raise Mistake(
+            f"{class_name!r} is no model of diffusers",
+            "it is a pipeline, diffusers does not have it, or diffusers is not installed",
+            "give the config of the network in the pipeline's folder (unet, transformer); pip install diffusers",
+        )
+    dtype = wanted.dtype or "bfloat16"
+    known = dict.fromkeys(inspect.signature(model_class.__init__).parameters)
+    changed = with_changes({k: v for k, v in fields.items() if k in known}, known, wanted.changes)
+    try:
+        with on_paper(dtype):
+            model = model_class(**changed).train()
+    except Exception as error:
+        raise Mistake(
+            f"{class_name} can't be made of this config",
+            f"{type(error).__name__}: {error}",
+            "change the config, or fields of it with --set NAME=VALUE",
+        ) from error
+    sample, batch = _latents(model, wanted), wanted.batch or 1
+    first = next(tensor for tensor in sample.values() if tensor.dim() > 1)
+    title = title_of(model, dtype, f"batch {batch} of {' x '.join(map(str, first.shape[1:]))}")
+    remark = "the loss is taken to be the mean square of what the model gives"
+    return Described(title, model, sample, mean_square, batch, "images", remark)
+
+
+def mean_square(model: nn.Module, **batch: torch.Tensor) -> torch.Tensor:
+    """A loss that stands for that of a denoising step."""
+    return model(**batch, return_dict=False)[0].float().pow(2).mean()  # type: ignore[no-any-return]
+
+
+def _diffusers() -> Any:
+    try:
+        import diffusers
+    except ImportError:
+        return None
+    return diffusers
+
+
+def _class(name: str) -> Any:
+    diffusers = _diffusers()
+    try:
+        found = getattr(diffusers, name, None)
+    except (ImportError, RuntimeError):  # it needs a library that is not here
+        return None
+    return found if inspect.isclass(found) and issubclass(found, diffusers.ModelMixin) else None
+
+
+def _latents(model: Any, wanted: Wanted) -> dict[str, torch.Tensor]:
+    """A batch by the names of what forward takes. Raises Mistake where one is not known."""
+    batch, config = wanted.batch or 1, model.config
+    size = config.get("sample_size") or _SIZE
+    sides = (size, size) if isinstance(size, int) else tuple(size)
+    latents = torch.zeros(batch, config.get("in_channels") or 3, *sides)
+    made = {"sample": latents, "hidden_states": latents, "timestep": torch.zeros(batch, dtype=torch.long)}
+    widths = ("cross_attention_dim", "joint_attention_dim", "caption_channels")
+    width = next((config[name] for name in widths if isinstance(config.get(name), int)), None)
+    if width is not None:
+        made["encoder_hidden_states"] = torch.zeros(batch, wanted.length or _LENGTH, width)
+    if isinstance(config.get("pooled_projection_dim"), int):
+        made["pooled_projections"] = torch.zeros(batch, config["pooled_projection_dim"])
+    takes = inspect.signature(model.forward).parameters
+    missing = [n for n, p in takes.items() if p.default is p.empty and n not in made and "kwargs" not in n]
+    if missing:
+        raise Mistake(
+            f"a batch for {type(model).__name__} can't be made up",
+            f"it takes {', '.join(missing)}",
+            "give a function that makes model and batch: path/file.py:build",
+        )
+    dtype = DTYPES[wanted.dtype or "bfloat16"]
+    return {n: t.to(dtype) if t.is_floating_point() else t for n, t in made.items() if n in takes}

@@ -1,0 +1,72 @@
+"""Which model is meant: a config, a function, or a name that transformers or diffusers has."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from memplan.command_line.described import Described, Wanted
+from memplan.command_line.from_build import built_step
+from memplan.command_line.from_diffusers import diffusers_step, is_a_model_of_diffusers, names_of_diffusers
+from memplan.command_line.from_transformers import knows, names, transformers_step
+from memplan.command_line.outcomes import Mistake, nearest
+
+
+def described(wanted: Wanted) -> Described:
+    """The step that is meant. Raises Mistake."""
+    path = Path(wanted.source)
+    if path.exists():
+        fields = _config_of(path)
+        if "_class_name" in fields:
+            return diffusers_step(str(fields["_class_name"]), fields, wanted)
+        return transformers_step(*_transformers_kind(fields, path), fields, wanted)
+    if ":" in wanted.source:
+        return built_step(wanted)
+    if knows(wanted.source):
+        return transformers_step(wanted.source, None, {}, wanted)
+    if is_a_model_of_diffusers(wanted.source):
+        return diffusers_step(wanted.source, {}, wanted)
+    raise _unknown(wanted.source, names() + names_of_diffusers())
+
+
+def _unknown(name: str, names: list[str]) -> Mistake:
+    if "/" in name or name.endswith(".json"):
+        return Mistake(
+            f"there is no {name!r}",
+            "no such file or folder is here, and memplan downloads nothing from a hub",
+            "give the path of a config.json or of its folder; no weights are needed",
+        )
+    near = nearest(name, names)
+    return Mistake(
+        f"{name!r} is no model",
+        "it is no path, and neither transformers nor diffusers has it"
+        + (f"; the nearest names are {near}" if near else ""),
+        "give a type (gpt2), a class (LlamaForCausalLM), a config.json, or a function (path/file.py:build)",
+    )
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """The content of a config, given as a file or as the folder that it is in. Raises Mistake."""
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        fields = json.loads(file.read_text())
+    except OSError as error:
+        raise Mistake(f"{str(file)!r} can't be read", str(error), "give a config.json, or the folder of one") from None
+    except ValueError as error:
+        raise Mistake(f"{str(file)!r} is not JSON", str(error), "give the config.json of a model") from None
+    if not isinstance(fields, dict):
+        raise Mistake(f"{str(file)!r} is no config", "its JSON is no object", "give the config.json of a model")
+    return fields
+
+
+def _transformers_kind(fields: dict[str, Any], path: Path) -> tuple[str, str | None]:
+    """The type and the class that a config names. Raises Mistake."""
+    if not isinstance(fields.get("model_type"), str):
+        raise Mistake(
+            f"{str(path)!r} is no config of transformers or diffusers",
+            "it has neither 'model_type' nor '_class_name'",
+            "give the config.json of a model",
+        )
+    classes = fields.get("architectures") or [None]
+    return fields["model_type"], classes[0]

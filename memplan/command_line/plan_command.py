@@ -1,0 +1,120 @@
+"""`memplan plan` and `memplan explore`: what a step takes on a card, without the card and without weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import memplan
+from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
+from memplan.command_line.plan_figures import figures_as_json
+from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, device_budget_bytes
+from memplan.errors import BudgetInfeasible
+from memplan.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from memplan.plans.plan import Plan
+
+_BAR = 40  # characters of the highest peak
+
+
+def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan plan`."""
+    command = commands.add_parser("plan", help="whether a step fits a budget, at which peak and in which time")
+    add_step_options(command)
+    command.add_argument("--update", choices=("step", "backward"), default="step", help="see docs/offload.md (step)")
+    command.add_argument("--out", type=Path, metavar="FILE", help="save the plan: for apply(plan=), report and diff")
+    command.set_defaults(run=_plan)
+    return command
+
+
+def add_explore(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan explore`."""
+    command = commands.add_parser("explore", help="the curve of peak against time, from the floor to no plan at all")
+    add_step_options(command)
+    command.set_defaults(run=_explore)
+    return command
+
+
+def _plan(given: argparse.Namespace) -> Outcome:
+    asked = asked_step(given)
+    try:
+        plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
+    except BudgetInfeasible as error:
+        facts = {"fits": False, "floor_bytes": error.floor_bytes, "message": str(error)}
+        return Outcome(f"{_heading(asked)}\n\ndoes not fit: {error}", _told(asked) | facts, NO_FIT)
+    rate = asked.step.items / plan.time_s
+    facts = _told(asked) | {"fits": True, f"{asked.step.unit}_per_s": rate} | figures_as_json(plan)
+    lines = [_heading(asked), "", *_figures(plan, rate, asked.step.unit)]
+    if given.out is not None:
+        _save(plan, given.out)
+        facts["file"] = str(given.out)
+        lines.append(f"saved    {given.out}")
+    return Outcome("\n".join(lines), facts)
+
+
+def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
+    """What a plan comes to, in lines."""
+    offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
+    host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
+    floor_time = "" if plan.problem.link else f", at {format_seconds(plan.floor_time_s)} a step"
+    return [
+        f"fits     peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.problem.budget_bytes or 0)} "
+        f"(unplanned {format_bytes(plan.baseline_peak_bytes)})",
+        f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; "
+        f"{_rounded(rate)} {unit} a second",
+        f"best     at most {plan.gap:.1%} faster is possible in this budget",
+        f"how      {len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops run again{offload}",
+        *host,
+        f"floor    {format_bytes(plan.floor_bytes)} is the least{floor_time}",
+    ]
+
+
+def _rounded(rate: float) -> str:
+    return f"{rate:.3g}" if rate < 100 else f"{rate:,.0f}"
+
+
+def _save(plan: Plan, path: Path) -> None:
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise Mistake(f"the plan can't be saved as {str(path)!r}", str(error), "give a place to write to") from None
+
+
+def _explore(given: argparse.Namespace) -> Outcome:
+    asked = asked_step(given)
+    budget = asked.settings.pop("budget")
+    points = memplan.explore(asked.step.model, asked.step.sample, **asked.settings)
+    budget_bytes = device_budget_bytes(budget, points[0])
+    taken = [point for point in points if point.peak_bytes <= budget_bytes]
+    facts = _told(asked) | {
+        "fits": bool(taken), "budget_bytes": budget_bytes, "points": [figures_as_json(point) for point in points]
+    }  # fmt: skip
+    lines = [_heading(asked), "", *_table(points, taken[-1] if taken else None)]
+    words = "takes the point marked with *" if taken else "is below the floor"
+    lines += ["", f"a budget of {format_bytes(budget_bytes)} {words}"]
+    return Outcome("\n".join(lines), facts, DONE if taken else NO_FIT)
+
+
+def _table(points: Sequence[Plan], taken: Plan | None) -> list[str]:
+    """A line for each point, with a bar for its peak."""
+    most = points[-1].peak_bytes
+    lines = [f"  {'peak':>10}  {'time a step':>11}  {'overhead':>8}"]
+    for point in points:
+        bar = "#" * max(1, round(_BAR * point.peak_bytes / most))
+        lines.append(
+            f"{'*' if point is taken else ' '} {format_bytes(point.peak_bytes):>10}  {format_seconds(point.time_s):>11}"
+            f"  {point.overhead:>+8.1%}  {bar}"
+        )
+    return lines
+
+
+def _heading(asked: AskedStep) -> str:
+    remark = f"\nnote: {asked.step.remark}" if asked.step.remark else ""
+    return f"{asked.step.title}\n{asked.device}{remark}"
+
+
+def _told(asked: AskedStep) -> dict[str, Any]:
+    return {"model": asked.step.title, "device": asked.device, "remark": asked.step.remark}

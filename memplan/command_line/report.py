@@ -1,0 +1,49 @@
+"""`memplan report`: what a saved plan says of itself."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memplan.command_line.outcomes import Mistake, Outcome
+from memplan.command_line.plan_figures import figures_as_json
+
+if TYPE_CHECKING:
+    from memplan.plans.plan import Plan
+
+
+def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `memplan report`."""
+    command = commands.add_parser("report", help="what a saved plan promises, recomputes and holds")
+    command.add_argument("file", type=Path, help="a plan, from `memplan plan --out` or Plan.save")
+    command.add_argument("--html", type=Path, metavar="FILE", help="write a page with pictures as well")
+    command.set_defaults(run=_report)
+    return command
+
+
+def _report(given: argparse.Namespace) -> Outcome:
+    plan = loaded_plan(given.file)
+    facts = figures_as_json(plan)
+    if given.html is None:
+        return Outcome(plan.report().rstrip("\n"), facts)
+    to_html = getattr(plan, "to_html", None)
+    if to_html is None:
+        raise Mistake("--html can't be had", "this memplan writes no pages yet", "leave it out, or upgrade memplan")
+    try:
+        to_html(given.html)
+    except OSError as error:
+        raise Mistake(f"{str(given.html)!r} can't be written", str(error), "give a place to write to") from None
+    return Outcome(f"{plan.report()}\nwritten: {given.html}", facts | {"html": str(given.html)})
+
+
+def loaded_plan(path: Path) -> Plan:
+    """A plan from a file. Raises Mistake where there is none, InvalidPlanFile where it is no sound one."""
+    from memplan.plans.plan import Plan
+
+    try:
+        return Plan.load(path)
+    except OSError as error:
+        raise Mistake(
+            f"there is no plan in {str(path)!r}", str(error), "make one with: memplan plan MODEL --out FILE"
+        ) from None
