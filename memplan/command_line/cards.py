@@ -11,7 +11,6 @@ from memplan.problem.data import Link, Roofline
 # Kernels reach less than a data sheet says, of arithmetic as of traffic. One share for all keeps cards comparable.
 ACHIEVED = 0.7
 _LAUNCH_S = 5e-6
-_PREFIXES = re.compile(r"^(nvidia|amd|geforce|tesla|instinct|rtx(?=a\d))+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +31,9 @@ class Card:
     bytes_per_s: float
     link_bytes_per_s: float
 
-    def roofline(self, dtype: str) -> Roofline:
-        """The speed that is reckoned with: `ACHIEVED` of the data sheet's."""
-        flops_per_s = self.single_flops_per_s if dtype == "float32" else self.half_flops_per_s
+    def roofline(self, single: bool) -> Roofline:
+        """The speed that is reckoned with: `ACHIEVED` of the data sheet's. single: for a model in float32."""
+        flops_per_s = self.single_flops_per_s if single else self.half_flops_per_s
         return Roofline(ACHIEVED * flops_per_s, ACHIEVED * self.bytes_per_s, _LAUNCH_S)
 
     @property
@@ -73,10 +72,12 @@ CARDS = (
 
 
 def card_named(name: str) -> Card:
-    """A card by a name like "RTX 4090", "rtx-4090", "NVIDIA GeForce RTX 4090" or "4090". Raises Mistake."""
-    asked = _plain(name)
+    """A card by a name like "RTX 4090", "rtx-4090", "4090" or "NVIDIA GeForce RTX 4090". Raises Mistake."""
+    asked, words = _plain(name), _words(name)
     exact = [card for card in CARDS if _plain(card.name) == asked]
-    found = exact or [card for card in CARDS if asked and asked in _plain(card.name)]
+    among = [card for card in CARDS if _words(card.name) <= words]  # drivers add memory, socket and vendor
+    found = exact or sorted(among, key=lambda card: -len(_words(card.name)))[:1]
+    found = found or [card for card in CARDS if asked and asked in _plain(card.name)]
     if len(found) == 1:
         return found[0]
     if found:
@@ -91,5 +92,8 @@ def card_named(name: str) -> Card:
 
 
 def _plain(name: str) -> str:
-    """Without case, spaces, dashes and the vendor's name."""
-    return _PREFIXES.sub("", re.sub(r"[^a-z0-9]", "", name.lower()))
+    return "".join(re.findall(r"[a-z0-9]", name.lower()))
+
+
+def _words(name: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9]+", name.lower()))

@@ -13,10 +13,10 @@ from memplan.command_line.caches import add_clear_costs, add_warmup
 from memplan.command_line.demo import add_demo
 from memplan.command_line.diff import add_diff
 from memplan.command_line.doctor import add_doctor
-from memplan.command_line.outcomes import MISTAKEN, NO_FIT, Mistake, Outcome
+from memplan.command_line.outcomes import MISTAKEN, Mistake, Outcome
 from memplan.command_line.plan_command import add_explore, add_plan
 from memplan.command_line.report import add_report
-from memplan.errors import BudgetInfeasible, InvalidPlanFile, MemplanError
+from memplan.errors import InvalidPlanFile, MemplanError
 
 _COMMANDS = (add_plan, add_explore, add_report, add_diff, add_demo, add_warmup, add_doctor, add_clear_costs)
 _STATUS = "exit status: 0 done, and it fits; 1 a mistake that you can put right; 2 wrong usage; 3 no plan fits"
@@ -55,9 +55,6 @@ def _outcome(run: Callable[[argparse.Namespace], Outcome], given: argparse.Names
     """What the command gives, or what is wrong with what it was given."""
     try:
         return run(given)
-    except BudgetInfeasible as error:
-        facts = {"fits": False, "floor_bytes": error.floor_bytes, "message": str(error)}
-        return Outcome(f"does not fit: {error}", facts, NO_FIT)
     except Mistake as mistake:
         return _refusal(mistake)
     except InvalidPlanFile as error:

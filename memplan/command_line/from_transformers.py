@@ -131,7 +131,8 @@ def _sample(model: Any, wanted: Wanted) -> tuple[dict[str, torch.Tensor], int, s
     sample, items, unit = {"input_ids": ids}, batch * length, "tokens"
     words = f"batch {batch} of length {length}"
     if model.main_input_name == "pixel_values":
-        size, channels = _image_size(config), getattr(config, "num_channels", 3)
+        seen = getattr(config, "vision_config", config)
+        size, channels = _image_size(seen), getattr(seen, "num_channels", 3)
         sample, items, unit = {"pixel_values": torch.zeros(batch, channels, *size)}, batch, "images"
         words = f"batch {batch} of images of {size[0]} x {size[1]}"
     elif model.main_input_name == "input_features":

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import memplan
 from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
 from memplan.command_line.plan_figures import figures_as_json
-from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, device_budget_bytes
+from memplan.command_line.step_options import AskedStep, add_step_options, asked_step
+from memplan.command_line.target import device_budget_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.units import format_bytes, format_seconds
 

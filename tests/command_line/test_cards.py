@@ -15,10 +15,12 @@ from memplan.command_line.outcomes import Mistake
             (text, "RTX 4090")
             for text in ("rtx-4090", "RTX4090", "4090", "NVIDIA GeForce RTX 4090", "geforce rtx 4090")
         ),
-        *((text, "A100-80GB") for text in ("a100-80gb", "A100 80GB", "nvidia_a100_80gb")),
+        *((text, "A100-80GB") for text in ("a100-80gb", "A100 80GB", "NVIDIA A100-SXM4-80GB")),
+        *((text, "H100") for text in ("h100", "NVIDIA H100 80GB HBM3")),
         *((text, "T4") for text in ("t4", "Tesla T4")),
+        *(("v100", "V100"), ("Tesla V100-SXM2-32GB", "V100-32GB"), ("AMD Instinct MI300X", "MI300X")),
         *((text, "RTX A6000") for text in ("a6000", "rtx a6000", "NVIDIA RTX A6000")),
-        *(("A10", "A10"), ("a10g", "A10G"), ("h100", "H100"), ("H100-PCIe", "H100 PCIe"), ("amd mi300x", "MI300X")),
+        *(("A10", "A10"), ("a10g", "A10G"), ("NVIDIA H100 PCIe", "H100 PCIe"), ("h100-pcie", "H100 PCIe")),
     ],
 )
 def test_names(given: str, name: str) -> None:
@@ -43,4 +45,4 @@ def test_figures_are_of_one_scale() -> None:
         assert card.single_flops_per_s < card.half_flops_per_s
         assert 50 < card.half_flops_per_s / card.bytes_per_s < 500
         assert 5 < card.bytes_per_s / card.link_bytes_per_s < 130
-        assert card.roofline("float32").flops_per_s < card.roofline("float16").flops_per_s
+        assert card.roofline(single=True).flops_per_s < card.roofline(single=False).flops_per_s
