@@ -62,7 +62,10 @@ def transformers_step(kind: str, class_name: str | None, fields: dict[str, Any],
         raise _unmade(model_class.__name__, error) from error
     sample, items, unit, batch = _sample(model, wanted)
     title = title_of(model, wanted.dtype or "bfloat16", batch)
-    return Described(title, model, sample, None, items, unit, _positions(model, sample))
+    remarks = [_positions(model, sample)]
+    if "quantization_config" in fields:
+        remarks.append("weights are not quantised here, as the config says that they are")
+    return Described(title, model, sample, None, items, unit, "; ".join(filter(None, remarks)))
 
 
 def _transformers() -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from memplan.command_line.outcomes import Mistake, nearest
 def described(wanted: Wanted) -> Described:
     """The step that is meant. Raises Mistake."""
     path = Path(wanted.source)
-    if path.exists():
+    if path.is_file() or (path / "config.json").is_file():
         fields = _config_of(path)
         if "_class_name" in fields:
             return diffusers_step(str(fields["_class_name"]), fields, wanted)
@@ -31,17 +32,19 @@ def described(wanted: Wanted) -> Described:
 
 
 def _unknown(name: str, names: list[str]) -> Mistake:
-    if "/" in name or name.endswith(".json"):
+    if "/" in name or name.endswith(".json") or Path(name).exists():
         return Mistake(
-            f"there is no {name!r}",
-            "no such file or folder is here, and memplan downloads nothing from a hub",
+            f"there is no config {name!r}",
+            "no such file, or folder with a config.json, is here, and memplan downloads nothing from a hub",
             "give the path of a config.json or of its folder; no weights are needed",
         )
     near = nearest(name, names)
+    absent = [library for library in ("transformers", "diffusers") if importlib.util.find_spec(library) is None]
     return Mistake(
         f"{name!r} is no model",
         "it is no path, and neither transformers nor diffusers has it"
-        + (f"; the nearest names are {near}" if near else ""),
+        + (f"; the nearest names are {near}" if near else "")
+        + (f"; {' and '.join(absent)} can't be asked (pip install {' '.join(absent)})" if absent else ""),
         "give a type (gpt2), a class (LlamaForCausalLM), a config.json, or a function (path/file.py:build)",
     )
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -97,6 +99,14 @@ def test_configs_that_are_none(run: Run, tmp_path: Path, text: str, words: str) 
     (tmp_path / "config.json").write_text(text)
     said = run("plan", tmp_path)
     assert said.status == 1 and words in said.err and "Traceback" not in said.err
+
+
+def test_libraries_that_are_not_there(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    for library in ("transformers", "diffusers"):
+        monkeypatch.setitem(sys.modules, library, None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    said = run("plan", "gpt2")
+    assert said.status == 1 and "pip install transformers diffusers" in said.err
 
 
 def test_files_that_are_no_plan(run: Run, tmp_path: Path) -> None:

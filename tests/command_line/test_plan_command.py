@@ -126,6 +126,17 @@ def test_a_config_file_and_its_folder(run: Run, tmp_path: Path) -> None:
     expected = run("plan", *SMALL_GPT2, "--json").facts
     for place in (tmp_path, tmp_path / "config.json"):
         assert run("plan", place, *SMALL_GPT2[9:], "--json").facts == expected
+    quantised = {**fields, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    (tmp_path / "config.json").write_text(json.dumps(quantised))
+    assert "not quantised" in run("plan", tmp_path, *SMALL_GPT2[9:], "--json").facts["remark"]
+
+
+def test_a_folder_with_the_name_of_a_model(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "other").mkdir()
+    assert run("plan", *SMALL_GPT2).status == 0
+    assert "folder with a config.json" in run("plan", "other").err
 
 
 @pytest.mark.parametrize(

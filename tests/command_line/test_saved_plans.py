@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
+import torch
 
 import memplan
 from memplan.command_line.commands import main
 from memplan.config import PRESETS
 from tests.command_line.conftest import SMALL_GPT2, Run
 from tests.conftest import QUICK
+from tests.support.zoo import assert_same_bits, run_steps
 
 
 @pytest.fixture(scope="module")
@@ -70,3 +73,20 @@ def test_plans_for_other_steps(run: Run, plans: Path) -> None:
     assert run("diff", plans / "loose", plans / "loose").out.startswith("the same step\n")
     assert run("diff", plans / "loose", plans / "longer").out.startswith("the same step at other sizes\n")
     assert run("diff", plans / "loose", plans / "other").out.startswith("different steps: ")
+
+
+def test_a_saved_plan_runs(run: Run, plans: Path) -> None:
+    """The model that was only described is made, and trained at the peak that was promised for it."""
+    import transformers
+
+    plan = memplan.Plan.load(plans / "tight")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=128, use_cache=False)
+    model = transformers.GPT2LMHeadModel(config).to(torch.bfloat16).train()
+    planned = copy.deepcopy(model)
+    ids = torch.randint(0, 128, (4, 64))
+    sample = {"input_ids": ids, "labels": ids.clone()}
+    memplan.apply(planned, sample, optimizer=torch.optim.AdamW(planned.parameters(), fused=True), plan=plan)
+    assert_same_bits(run_steps(model, sample), run_steps(planned, sample), "a step")
+    ran = memplan.plan_of(planned)
+    assert ran is not None and ran.peak_bytes == plan.peak_bytes
