@@ -30,6 +30,7 @@ class Card:
     single_flops_per_s: float
     bytes_per_s: float
     link_bytes_per_s: float
+    has_bfloat16: bool = True
 
     def roofline(self, single: bool) -> Roofline:
         """The speed that is reckoned with: `ACHIEVED` of the data sheet's. single: for a model in float32."""
@@ -42,9 +43,12 @@ class Card:
         return Link(ACHIEVED * self.link_bytes_per_s, ACHIEVED * self.link_bytes_per_s)
 
 
-def _card(name: str, memory_gib: float, half: float, single: float, bandwidth: float, link: float) -> Card:
+def _card(
+    name: str, memory_gib: float, half: float, single: float, bandwidth: float, link: float, bfloat16: bool = True
+) -> Card:
     """Figures as data sheets print them: GiB, TFLOP/s, TFLOP/s, GB/s, GB/s each way."""
-    return Card(name, int(memory_gib * 2**30), half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9)
+    memory_bytes = int(memory_gib * 2**30)
+    return Card(name, memory_bytes, half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9, bfloat16)
 
 
 CARDS = (
@@ -54,9 +58,9 @@ CARDS = (
     _card("RTX 5080", 16, 112.6, 56.3, 960, 64),
     _card("RTX 5090", 32, 209.5, 104.8, 1792, 64),
     _card("RTX A6000", 48, 154.8, 38.7, 768, 32),
-    _card("T4", 15, 65, 8.1, 320, 16),
-    _card("V100", 16, 125, 15.7, 900, 16),
-    _card("V100-32GB", 32, 125, 15.7, 900, 16),
+    _card("T4", 15, 65, 8.1, 320, 16, bfloat16=False),
+    _card("V100", 16, 125, 15.7, 900, 16, bfloat16=False),
+    _card("V100-32GB", 32, 125, 15.7, 900, 16, bfloat16=False),
     _card("A10", 22.5, 125, 31.2, 600, 32),
     _card("A10G", 22.5, 70, 35, 600, 32),
     _card("L4", 22.5, 121, 30.3, 300, 32),
@@ -66,7 +70,7 @@ CARDS = (
     _card("H100", 80, 989, 67, 3350, 64),
     _card("H100 PCIe", 80, 756, 51, 2000, 64),
     _card("H200", 141, 989, 67, 4800, 64),
-    _card("B200", 180, 2250, 75, 8000, 64),
+    _card("B200", 180, 2250, 75, 7700, 64),
     _card("MI300X", 192, 1307, 163.4, 5300, 64),
 )
 

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from memplan.command_line.target import add_device_options, asked_card, device_s
 from memplan.problem.budgets import parsed
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from memplan.command_line.described import Described
@@ -76,10 +78,10 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
         raise Mistake(
             "--kernels fused can't be planned", f"it needs {missing}", "install that, or leave the option out"
         )
-    device, settings = device_settings(given, card, budget, _is_single(step.model))
+    optimizer = optimizer_of(step.model, given.optimizer)
+    device, settings = device_settings(given, card, budget, _main_dtype(step.model))
     settings |= {
-        "loss_fn": step.loss_fn, "optimizer": optimizer_of(step.model, given.optimizer), "kernels": given.kernels,
-        "host_budget": host_budget,
+        "loss_fn": step.loss_fn, "optimizer": optimizer, "kernels": given.kernels, "host_budget": host_budget
     }  # fmt: skip
     try:
         Settings(**settings, update=getattr(given, "update", "step"))
@@ -88,12 +90,12 @@ def asked_step(given: argparse.Namespace) -> AskedStep:
     return AskedStep(step, device, settings)
 
 
-def _is_single(model: nn.Module) -> bool:
-    """Whether most of a model is in float32."""
-    import torch
-
-    single = sum(p.numel() for p in model.parameters() if p.dtype == torch.float32)
-    return 2 * single > sum(p.numel() for p in model.parameters())
+def _main_dtype(model: nn.Module) -> torch.dtype:
+    """The dtype that most of a model's parameters have."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in model.parameters():
+        counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0]
 
 
 def _limit(option: str, text: str | None) -> str | None:

@@ -14,6 +14,8 @@ from memplan.problem.data import Link
 from memplan.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from memplan.plans.figures import PlanFigures
 
 _RESERVE = 0.1  # of a card, as of devices that are here
@@ -48,18 +50,20 @@ def asked_card(given: argparse.Namespace) -> Card | None:
 
 
 def device_settings(
-    given: argparse.Namespace, card: Card | None, budget: str | None, single: bool
+    given: argparse.Namespace, card: Card | None, budget: str | None, dtype: torch.dtype
 ) -> tuple[str, dict[str, Any]]:
     """A line about the device, and what `memplan.plan` has to know of it.
 
-    card: from `asked_card`. single: the model is in float32. Raises Mistake.
+    card: from `asked_card`. dtype: of the model. Raises Mistake.
     """
+    import torch
+
     if card is None:
         settings: dict[str, Any] = {"budget": budget, "costs": "estimate", "device": "cpu"}
         if given.link is not None:
             settings["link"] = Link(given.link, given.link)
         return "this machine; seconds are rough estimates for a laptop's CPU (--gpu names a card)", settings
-    roofline, link = card.roofline(single), card.link
+    roofline, link = card.roofline(single=dtype == torch.float32), card.link
     if given.flops is not None:
         roofline = dataclasses.replace(roofline, flops_per_s=given.flops)
     if given.bandwidth is not None:
@@ -71,6 +75,8 @@ def device_settings(
         f"{card.name}, {format_bytes(memory_bytes)}, {roofline.flops_per_s / 1e12:.4g} TFLOP/s, "
         f"{roofline.bytes_per_s / 1e9:.4g} GB/s, host {link.to_device_bytes_per_s / 1e9:.3g} GB/s"
     )
+    if dtype == torch.bfloat16 and not card.has_bfloat16:
+        words += "; it has no bfloat16: seconds are those of float16"
     if budget is None or budget.strip().lower() == "auto":
         budget = str(memory_bytes - math.ceil(_RESERVE * memory_bytes))
     return words, {"budget": budget, "costs": roofline, "device": "cpu", "link": link}

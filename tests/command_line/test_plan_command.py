@@ -178,6 +178,12 @@ def test_float32_has_its_own_speed(run: Run) -> None:
     assert "82.6" not in half["device"] and f"{ACHIEVED * 82.6:.4g} TFLOP/s" in single["device"]
 
 
+def test_a_card_without_bfloat16_says_so(run: Run) -> None:
+    for dtype, told in (("bfloat16", True), ("float16", False), ("float32", False)):
+        facts = run("plan", *SMALL_GPT2[:-1], "t4", "--dtype", dtype, "--json").facts
+        assert ("it has no bfloat16" in facts["device"]) == told
+
+
 def test_what_a_function_prints_is_not_in_the_json(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "talks.py"
     path.write_text(
