@@ -88,14 +88,14 @@ def _causal_model(model: Any) -> Any:
 
 def _head_alone(whole: Any, name: str, found: Any) -> Any:
     """The model with its decoder replaced by what that has found."""
-    shell, stands = copy.copy(whole), _Found(found)
+    shell, stands = copy.copy(whole), _HasRun(found)
     vars(stands).update(dict.fromkeys(whole._modules[name]._modules, stands))  # some models call a part of it
     vars(shell)["_modules"] = {**whole._modules, name: stands}
     vars(shell).pop("forward", None)  # a plan, which is for the whole
     return shell
 
 
-class _Found(nn.Module):
+class _HasRun(nn.Module):
     """Stands for a decoder that has run."""
 
     def __init__(self, found: Any) -> None:

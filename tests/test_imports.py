@@ -58,8 +58,8 @@ ARROWS = {
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "batch_size": "api capture planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
-    "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric torch_private "
-    "units",
+    "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric "
+    "torch_private units",
     "__main__": "command_line",
     "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
 }
@@ -82,7 +82,8 @@ THEIRS = {
 }
 # Extras may be imported where they are used, by these layers.
 EXTRAS = {
-    **dict.fromkeys(("diffusers", "peft"), {"command_line"}),
+    "diffusers": {"command_line"},
+    "peft": {"command_line"},
     "transformers": {place for place, names in THEIRS.items() if "torch" in names},
     "matplotlib": {"plans"},
 }

@@ -23,7 +23,7 @@ def add_warmup(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def add_clear_costs(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     """The parser of `memplan clear-costs`."""
     command = commands.add_parser(
-        "clear-costs", help="forget the seconds and bytes that were measured of ops; plans measure anew"
+        "clear-costs", help="forget what was measured of ops and models, and the plans made of it; plans measure anew"
     )
     command.set_defaults(run=_clear_costs)
     return command
@@ -78,8 +78,8 @@ def _quietly() -> Iterator[None]:
 
 
 def _clear_costs(given: argparse.Namespace) -> Outcome:
-    from memplan.costs.measure import cache_dir, clear_costs
+    from memplan.cache import cache_dir, forget
 
-    count, place = clear_costs(), cache_dir()
-    text = f"memplan: {count} files of measured costs removed from {place}"
+    count, place = forget(), cache_dir()
+    text = f"memplan: {count} files of measured costs and plans removed from {place}"
     return Outcome(text, {"removed": count, "folder": str(place)})

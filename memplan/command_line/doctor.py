@@ -102,7 +102,7 @@ def _kernels() -> Iterable[Found]:
 
 def _caches() -> Iterable[Found]:
     from memplan import torch_private as private
-    from memplan.costs.measure import cache_dir
+    from memplan.cache import cache_dir
     from memplan.solvers.numeric.compiling import kernels
 
     solvers = {Path(kernel.stats.cache_path) for kernel in kernels() if kernel.stats.cache_path}

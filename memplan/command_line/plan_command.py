@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import memplan
 from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
 from memplan.command_line.plan_figures import figures_as_json
-from memplan.command_line.step_options import AskedStep, add_step_options, asked_step
+from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count
 from memplan.command_line.target import device_budget_bytes
 from memplan.errors import BudgetInfeasible
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from memplan.batch_size import SizedChoice
     from memplan.plans.plan import Plan
 
 _BAR = 40  # characters of the highest peak
@@ -26,6 +28,10 @@ def add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> a
     command = commands.add_parser("plan", help="whether a step fits a budget, at which peak and in which time")
     add_step_options(command)
     command.add_argument("--update", choices=("step", "backward"), default="step", help="see docs/offload.md (step)")
+    command.add_argument(
+        "--largest-batch", type=count, nargs="?", const=0, metavar="ROWS",
+        help="look for the fastest micro-batch, with so many rows to each step of the optimizer (any number)",
+    )  # fmt: skip
     command.add_argument("--out", type=Path, metavar="FILE", help="save the plan: for apply(plan=), report and diff")
     command.set_defaults(run=_plan)
     return command
@@ -41,19 +47,52 @@ def add_explore(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 
 def _plan(given: argparse.Namespace) -> Outcome:
     asked = asked_step(given)
+    lines, facts, items = [_heading(asked), ""], _told(asked), float(asked.step.items)
     try:
-        plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
+        if given.largest_batch is None:
+            plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
+        else:
+            choice, rows = _largest_batch(given, asked), given.batch or 1
+            plan, items = choice.plan, items * choice.size / rows
+            lines += [f"batch    {choice}", ""]
+            facts |= {"batch": choice.size, "accumulation": choice.accumulation}
     except BudgetInfeasible as error:
-        facts = {"fits": False, "floor_bytes": error.floor_bytes, "message": str(error)}
-        return Outcome(f"{_heading(asked)}\n\ndoes not fit: {error}", _told(asked) | facts, NO_FIT)
-    rate = asked.step.items / plan.time_s
-    facts = _told(asked) | {"fits": True, f"{asked.step.unit}_per_s": rate} | figures_as_json(plan)
-    lines = [_heading(asked), "", *_figures(plan, rate, asked.step.unit)]
+        remedies = [dataclasses.asdict(remedy) for remedy in error.remedies]
+        facts |= {"fits": False, "floor_bytes": error.floor_bytes, "message": str(error), "remedies": remedies}
+        return Outcome(f"{_heading(asked)}\n\ndoes not fit: {error}", facts, NO_FIT)
+    rate = items / plan.time_s
+    facts |= {"fits": True, f"{asked.step.unit}_per_s": rate} | figures_as_json(plan)
+    lines += _figures(plan, rate, asked.step.unit)
     if given.out is not None:
         _save(plan, given.out)
         facts["file"] = str(given.out)
         lines.append(f"saved    {given.out}")
     return Outcome("\n".join(lines), facts)
+
+
+def _largest_batch(given: argparse.Namespace, asked: AskedStep) -> SizedChoice:
+    """The micro-batch that is fastest. Samples of other sizes repeat the first row. Raises Mistake."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    rows = given.batch or 1
+
+    def make_sample(size: int) -> Any:
+        def resized(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.shape[0] != rows:
+                return leaf
+            return leaf[:1].expand(size, *leaf.shape[1:]).contiguous()
+
+        return pytree.tree_map(resized, asked.step.sample)
+
+    settings = dict(asked.settings)
+    try:
+        return memplan.largest_batch(
+            asked.step.model, make_sample, settings.pop("budget"), given.largest_batch or None, update=given.update,
+            **settings,
+        )  # fmt: skip
+    except ValueError as error:
+        raise Mistake("--largest-batch can't be looked for", str(error), "change what is named there") from None
 
 
 def _figures(plan: Plan, rate: float, unit: str) -> list[str]:

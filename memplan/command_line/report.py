@@ -27,11 +27,8 @@ def _report(given: argparse.Namespace) -> Outcome:
     facts = figures_as_json(plan)
     if given.html is None:
         return Outcome(plan.report().rstrip("\n"), facts)
-    to_html = getattr(plan, "to_html", None)
-    if to_html is None:
-        raise Mistake("--html can't be had", "this memplan writes no pages yet", "leave it out, or upgrade memplan")
     try:
-        to_html(given.html)
+        plan.to_html(given.html)
     except OSError as error:
         raise Mistake(f"{str(given.html)!r} can't be written", str(error), "give a place to write to") from None
     return Outcome(f"{plan.report()}\nwritten: {given.html}", facts | {"html": str(given.html)})

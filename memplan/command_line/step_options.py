@@ -40,11 +40,11 @@ def add_step_options(command: argparse.ArgumentParser) -> None:
     step = command.add_argument_group("the step")
     step.add_argument("model", help=_MODEL)
     step.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="change a field of the config")
-    step.add_argument("--batch", type=_count, help="examples in a batch (1)")
-    step.add_argument("--length", type=_count, help="tokens of each (1024, or all positions where they are fewer)")
+    step.add_argument("--batch", type=count, help="examples in a batch (1)")
+    step.add_argument("--length", type=count, help="tokens of each (1024, or all positions where they are fewer)")
     step.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of weights and inputs (bfloat16)")
     step.add_argument(
-        "--lora", type=_count, nargs="?", const=16, metavar="RANK", help="train adapters alone (of rank 16)"
+        "--lora", type=count, nargs="?", const=16, metavar="RANK", help="train adapters alone (of rank 16)"
     )
     optimizers = ("adamw", "sgd", "adafactor", "none")
     step.add_argument("--optimizer", choices=optimizers, default="adamw", help="whose state is counted (adamw)")
@@ -125,7 +125,7 @@ def _changes(texts: list[str]) -> dict[str, Any]:
     return changes
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     """A whole number of 1 or more, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number of 1 or more")

@@ -45,6 +45,8 @@ def _headline(plan: PlanFigures) -> list[str]:
     groups = sum(op.fused for op in problem.graph.ops)
     dry = "; a dry run takes them to write over all that they may" if problem.costs.source == "estimated" else ""
     fused = f"fused: {groups} of {len(problem.graph.ops)} ops are compiled groups, with the bits of this program{dry}"
+    copies = problem.link is not None or problem.gather is not None  # then the least peak is known, not its schedule
+    floor_time = "" if copies else f"  (at {format_seconds(plan.floor_time_s)} a step)"
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
@@ -55,7 +57,7 @@ def _headline(plan: PlanFigures) -> list[str]:
         f"time a step       {format_seconds(plan.time_s)}  ({baseline}; costs {problem.costs.source})",
         f"lower bound       {format_seconds(plan.lower_bound_s)}"
         f"  (at most {plan.gap:.1%} faster is possible in this budget{extra})",
-        f"smallest budget   {format_bytes(plan.floor_bytes)}  (at {format_seconds(plan.floor_time_s)} a step)",
+        f"smallest budget   {format_bytes(plan.floor_bytes)}{floor_time}",
         f"found by          {plan.solver}",
         *([f"kernels           {fused}"] if groups else []),
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),

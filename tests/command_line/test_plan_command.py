@@ -53,6 +53,20 @@ def test_a_budget_that_can_not_be_met(run: Run) -> None:
     assert again.status == 0 and again.out.splitlines()[3].startswith("fits")
 
 
+@pytest.mark.full_search
+def test_what_would_make_it_fit(run: Run) -> None:
+    floor_bytes = run("plan", *SMALL_GPT2, "--budget", "min", "--json").facts["peak_bytes"]
+    told = run("plan", *SMALL_GPT2, "--budget", floor_bytes - 1, "--json").facts
+    assert told["remedies"] and all(r["peak_bytes"] < floor_bytes for r in told["remedies"])
+    assert all(remedy["change"] in told["message"] for remedy in told["remedies"])
+
+
+def test_the_batch_that_is_fastest(run: Run) -> None:
+    facts = run("plan", *SMALL_GPT2, "--budget", "8MiB", "--largest-batch", 24, "--json").facts
+    assert facts["fits"] and facts["batch"] * facts["accumulation"] == 24 and facts["peak_bytes"] <= 8 * 2**20
+    assert run("plan", *SMALL_GPT2, "--budget", "50%", "--largest-batch").status == 1
+
+
 def test_without_a_budget_a_tenth_of_the_card_is_left(run: Run) -> None:
     for memory in ((), ("--gpu-memory", "10GiB")):
         facts = run("plan", *SMALL_GPT2, *memory, "--json").facts

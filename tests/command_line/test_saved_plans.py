@@ -41,14 +41,10 @@ def test_a_report(run: Run, plans: Path) -> None:
     assert facts["peak_bytes"] == plan.peak_bytes and facts["recomputed_ops"] == len(plan.recomputed)
 
 
-def test_a_page(run: Run, plans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def to_html(self: memplan.Plan, path: Path) -> None:
-        path.write_text(self.summary)
-
-    monkeypatch.setattr(memplan.Plan, "to_html", to_html, raising=False)
+def test_a_page(run: Run, plans: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     said = run("report", plans / "tight", "--html", page, "--json")
-    assert said.facts["html"] == str(page) and page.read_text() == memplan.Plan.load(plans / "tight").summary
+    assert said.facts["html"] == str(page) and memplan.Plan.load(plans / "tight").summary in page.read_text()
     assert run("report", plans / "tight", "--html", tmp_path / "no" / "page.html").status == 1
 
 
