@@ -24,7 +24,6 @@ PlanWith = Callable[[Settings, Call], Plan]  # what plans a call by other settin
 
 _QUICK = "rotor"  # how remedies are looked for that take several searches, unless the user says how
 _LINK = Link(25e9, 25e9)  # of PCI Express 4.0 with 16 lanes, for a device that is only described
-_GIB = 1 << 30
 _OF_HOST = 0.8  # of the machine's memory may be taken for what is offloaded
 
 
@@ -94,7 +93,8 @@ class Remedies:
             staying = self._tried("keep_frozen=", dataclasses.replace(settings, keep_frozen=True))
             if staying is not None and staying.time_s < plan.time_s:
                 plan, more = staying, ", keep_frozen=True"
-        size = f"{math.ceil(plan.host_bytes * 1.02 / _GIB)}GiB" if plan.host_bytes > _GIB else f"{plan.host_bytes}"
+        unit, word = (1 << 30, "GiB") if plan.host_bytes > 1 << 30 else (1 << 20, "MiB")
+        size = f"{math.ceil(plan.host_bytes * 1.02 / unit)}{word}"
         note = "" if measured or self._settings.link else f"at {_LINK.to_host_bytes_per_s / 1e9:.0f} GB/s to the host"
         yield self._remedy(f'host_budget="{size}"{more}', plan, note)
 
