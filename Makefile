@@ -1,5 +1,5 @@
-# make demo | test | test-quick | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench: each sets up
-# .venv first.
+# make demo | test | test-quick | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench |
+# docs: each sets up .venv first.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # CONSTRAINTS     versions that are installed: constraints/oldest.txt with Python 3.10, constraints/newest.txt with 3.13
@@ -18,7 +18,7 @@ FEW := $(VENV)/.installed-for-demo
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench format clean
+.PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench docs format clean
 
 demo: $(FEW)
 	$(BIN)/python -m memplan demo
@@ -65,12 +65,16 @@ test-stand-in: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget
 
+# The pages of docs/ as a site, in site/.
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find memplan -name "*.nb[ic]" -delete
 
 # torch comes first and alone, so that nothing else decides which build of it is installed.

@@ -1,10 +1,12 @@
-"""What the README shows runs, and what it links to is there."""
+"""What the README and the pages show runs, what they link to is there, and the pages make a site."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +17,53 @@ import memplan
 from tests.support.zoo import MODELS
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-REPORT_BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "report.md").read_text(), re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+PROGRAMS = ("tutorial", "trainer", "own_loop", "trl", "peft", "lightning", "accelerate")  # with all that they need
+OF_RANKS = ("ddp", "deepspeed", "fsdp", "pipelines")  # whose program is for torchrun
+SLOW = ("fused", "largest", "lengths", "peft", "trl", "trainer", "tutorial")
+# What libraries have to say about their own defaults and about a machine without a GPU.
+THEIR_WARNINGS = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
+
+
+def blocks_of(path: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)
+
+
+README = blocks_of(ROOT / "README.md")
+OTHERS = [path for path in PAGES if path.stem not in OF_RANKS and blocks_of(path)]
 
 
 def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
-@pytest.mark.parametrize("path", sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md")]), ids=lambda p: p.name)
+@pytest.mark.parametrize("path", [ROOT / "README.md", *PAGES], ids=lambda p: p.name)
 def test_links_lead_somewhere(path: Path) -> None:
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    links = re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text())
     assert [link for link in links if "://" not in link and not (path.parent / link).exists()] == []
+
+
+def test_the_pages_make_a_site(tmp_path: Path) -> None:
+    """Strictly: a link, an anchor or a name of the reference that leads nowhere is an error."""
+    pytest.importorskip("mkdocs")
+    pytest.importorskip("material")
+    pytest.importorskip("mkdocstrings")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    assert "memplan.apply" in (tmp_path / "reference" / "index.html").read_text()
+    loaded = r'<(?:script|link)[^>]*(?:src|href)="https?://'
+    assert not [page for page in tmp_path.rglob("*.html") if re.search(loaded, page.read_text())]
 
 
 def test_the_complete_script(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    script = BLOCKS[0].replace("max_steps=8", "max_steps=2")
+    script = README[0].replace("max_steps=8", "max_steps=2")
     child = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
@@ -41,38 +72,71 @@ def test_the_complete_script(tmp_path: Path) -> None:
     assert "<memplan.Plan: peak" in child.stdout
 
 
-@pytest.mark.parametrize("block", BLOCKS[1:], ids=lambda block: block.splitlines()[0][:40])
+@THEIR_WARNINGS
+@pytest.mark.parametrize("block", README[1:], ids=lambda block: block.splitlines()[0][:40])
 def test_a_block(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are a part of a program, in one that has what they name."""
-    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    exec(block, _surroundings(tmp_path))
+
+
+@THEIR_WARNINGS
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(p, id=p.stem, marks=[pytest.mark.slow] if p.stem in SLOW else []) for p in OTHERS],
+)
+def test_the_blocks_of_a_page(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, as the page has them. Recipes are programs of their own."""
+    for package in re.findall(r"^(?:from|import) (\w+)", "\n".join(blocks_of(path)), re.MULTILINE):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)).train()
-    ids = torch.randint(0, 64, (4, 16))
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
-    names: dict[str, Any] = {
-        "memplan": memplan, "model": model, "sample": batch, "loader": [batch] * 2,
-        "optimizer": torch.optim.AdamW(model.parameters()), "Trainer": transformers.Trainer,
-        "args": transformers.TrainingArguments(str(tmp_path), **options),
-        "data": [{"input_ids": row, "labels": row} for row in ids],
-    }  # fmt: skip
-    if "MemplanCallback" in block:
-        from memplan.integrations.huggingface import MemplanCallback
-
-        names["MemplanCallback"] = MemplanCallback
-    exec(block, names)
+    names: dict[str, Any] = {"__name__": "__main__"} if path.stem in PROGRAMS else _surroundings(tmp_path)
+    for block in blocks_of(path):
+        exec(compile(block.replace('device="cuda"', 'device="cpu"'), path.name, "exec"), names)
+    if path.stem == "report":
+        assert {"report.html", "memory.png", "trace.json", "plan.pickle"} <= {p.name for p in tmp_path.iterdir()}
 
 
-def test_the_blocks_about_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after the other, as the page has them."""
-    pytest.importorskip("matplotlib")
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_program_of_two_ranks(name: str, tmp_path: Path) -> None:
+    if name == "deepspeed":
+        pytest.importorskip("deepspeed")
+    (program,) = blocks_of(DOCS / "recipes" / f"{name}.md")
+    (tmp_path / "train.py").write_text(program)
+    torchrun = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    ran = subprocess.run(
+        [*torchrun, "train.py"],
+        cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "memplan" in ran.stdout + ran.stderr
+
+
+def _surroundings(folder: Path) -> dict[str, Any]:
+    """What blocks find that are a part of a program: a small model, batches for it, and what trains it."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from memplan.integrations.huggingface import MemplanCallback
+
     model, batch = MODELS["gpt2"](0)
     sample = {key: of.repeat(8, 1) if isinstance(of, torch.Tensor) else of for key, of in batch.items()}
-    names = {"memplan": memplan, "model": model, "sample": sample, "optimizer": torch.optim.AdamW(model.parameters())}
-    for block in REPORT_BLOCKS:
-        exec(block, names)
-    files = {"report.html", "memory.png", "trace.json", "plan.pickle"}
-    assert files <= {path.name for path in tmp_path.iterdir()}
+    optimizer = torch.optim.AdamW(model.parameters())
+    sizes = {
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 160,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    return {
+        "memplan": memplan, "torch": torch, "Trainer": transformers.Trainer, "MemplanCallback": MemplanCallback,
+        "LlamaForCausalLM": transformers.LlamaForCausalLM, "config": transformers.LlamaConfig(**sizes),
+        "model": model, "module": types.SimpleNamespace(net=model), "peft_model": model, "sample": sample, "loader": [sample] * 2, "optimizer": optimizer,
+        "fill": lambda name, tensor: tensor.normal_(std=0.02),
+        "scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer),
+        "args": transformers.TrainingArguments(str(folder), **options),
+        "data": [{"input_ids": row, "labels": row} for row in sample["input_ids"]],
+    }  # fmt: skip
