@@ -67,7 +67,7 @@ bench: $(STAMP)
 
 # The pages of docs/ as a site, in site/.
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix $(SOURCES)
