@@ -71,73 +71,73 @@ def apply(
 ) -> nn.Module:
     """Make the model's training step fit a budget, in place; outputs and gradients stay the same bits.
 
-    sample: a batch like those to come: a tensor, a tuple of arguments, or a dict of keyword arguments of forward. None:
-        the first call is planned when it comes.
-    budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a fraction
-        of the unplanned peak (0.5, "0.5", "50%"), or a `Budget`. For a fraction, it is the unplanned peak of the first
-        plan. "min": the least that the first plan can do with. None: `MEMPLAN_BUDGET` of the environment, else "auto".
-        "auto": what the device has free and this process holds, less a tenth of the device; on a CPU, of the machine's
-        memory.
-    loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
+    - sample: a batch like those to come: a tensor, a tuple of arguments, or a dict of keyword arguments of forward.
+        None: the first call is planned when it comes.
+    - budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a
+        fraction of the unplanned peak (0.5, "0.5", "50%"), or a `Budget`. For a fraction, it is the unplanned peak of
+        the first plan. "min": the least that the first plan can do with. None: `MEMPLAN_BUDGET` of the environment, else
+        "auto". "auto": what the device has free and this process holds, less a tenth of the device; on a CPU, of the
+        machine's memory.
+    - loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
         the step; the planned model is then called with those arguments and returns the loss.
-    optimizer: counts its state and its `step()` into the budget.
-    device: plan for a sample that is on another device than the model.
-    costs: "measure" times each distinct op on the model's device; "estimate" runs nothing, and knows nothing of kernel
-        scratch, by which a step may then exceed the budget. A `Roofline` estimates for a device of that speed: with
-        `device="cpu"` and a model on the meta device, `plan` tells what a large model would take on a card.
-    accumulate: gradients of earlier micro-batches are held while the step runs.
-    grads: "surface" puts each gradient into `.grad` in the middle of backward, as soon as it is final. "edges" gives
+    - optimizer: counts its state and its `step()` into the budget.
+    - device: plan for a sample that is on another device than the model.
+    - costs: "measure" times each distinct op on the model's device; "estimate" runs nothing, and knows nothing of
+        kernel scratch, by which a step may then exceed the budget. A `Roofline` estimates for a device of that speed:
+        with `device="cpu"` and a model on the meta device, `plan` tells what a large model would take on a card.
+    - accumulate: gradients of earlier micro-batches are held while the step runs.
+    - grads: "surface" puts each gradient into `.grad` in the middle of backward, as soon as it is final. "edges" gives
         all of them to autograd at the end of backward, which serves `torch.autograd.grad` and `backward(inputs=...)`.
-    config: how the plan is looked for: a `Config` or the name of a preset ("auto", "noremat", "rotor", "checkmate",
+    - config: how the plan is looked for: a `Config` or the name of a preset ("auto", "noremat", "rotor", "checkmate",
         "rockmate", "hilp", "hiremate", "offmate"). None is "auto", the best of all. Ctrl-C during a long search takes
         the best plan so far.
-    host_budget: pinned host memory that the step may use, an int or "64GiB": activations are then offloaded to it, and
-        parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model, on
-        the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever (make the optimizer with `fused=True`: the
-        CPU takes much less time for that). It is for all forwards in flight, each of which has host memory of its own.
-        None: nothing is offloaded.
-    link: speed of the connection to host memory, where it should not be measured.
-    update: "backward" updates each parameter with the optimizer as soon as its gradient arrives and frees the gradient,
-        so that gradients of the whole model never exist at once. `optimizer.step()` then finds none; go on calling it,
-        for it ends the step, as schedulers and hooks expect. Any optimizer of torch.optim but LBFGS. Nothing may look
-        at all gradients between backward and step: clipping by global norm finds none, and clips nothing;
-        accumulating over several batches, a GradScaler and several processes are refused.
-    in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of them
-        together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
-    shards: whatever has sharded the parameters over ranks. The plan then says when each is gathered and freed; what is
-        gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank and give it to
-        all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that plans by itself
-        would gather in another order.
-    init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in place
-        and where it will live, so that the model never exists as a whole on the device. It may be called more than once
-        for a name where ops are timed. Parameters become new objects, also in an optimizer given here.
-    keep_frozen: with a host budget, copies of frozen parameters that live on the host may stay on the device from one
+    - host_budget: pinned host memory that the step may use, an int or "64GiB": activations are then offloaded to it,
+        and parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model,
+        on the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever (make the optimizer with `fused=True`:
+        the CPU takes much less time for that). It is for all forwards in flight, each of which has host memory of its
+        own. None: nothing is offloaded.
+    - link: speed of the connection to host memory, where it should not be measured.
+    - update: "backward" updates each parameter with the optimizer as soon as its gradient arrives and frees the
+        gradient, so that gradients of the whole model never exist at once. `optimizer.step()` then finds none; go on
+        calling it, for it ends the step, as schedulers and hooks expect. Any optimizer of torch.optim but LBFGS.
+        Nothing may look at all gradients between backward and step: clipping by global norm finds none, and clips
+        nothing; accumulating over several batches, a GradScaler and several processes are refused.
+    - in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of
+        them together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
+    - shards: whatever has sharded the parameters over ranks. The plan then says when each is gathered and freed; what
+        is gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank and give it
+        to all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that plans by
+        itself would gather in another order.
+    - init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in
+        place and where it will live, so that the model never exists as a whole on the device. It may be called more
+        than once for a name where ops are timed. Parameters become new objects, also in an optimizer given here.
+    - keep_frozen: with a host budget, copies of frozen parameters that live on the host may stay on the device from one
         step to the next, where there is room between steps: what backward reads last, forward reads first. You promise
         that nothing writes to frozen parameters through `.data`, NumPy or other tensors that share their memory; copies
         would then be stale. All other changes are noticed (in place, `load_state_dict`, other parameters), and copies
         are freed where the model runs in eval mode or under no_grad (so `merge_adapter` of peft for an evaluation is
         fine), or another plan runs.
-    kernels: "eager" runs the kernels that the model runs by itself, and gives its bits. "fused" compiles groups of
+    - kernels: "eager" runs the kernels that the model runs by itself, and gives its bits. "fused" compiles groups of
         pointwise ops and reductions with PyTorch's Inductor, which is faster and takes less memory. The step then gives
         the bits of that program, the same at any budget and in any process with the same versions and device; they
         differ from plain PyTorch's by rounding (`plan.exact` says which, `compare_kernels` how much). It needs a C++
         compiler, or Triton on a GPU.
-    dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves all
-        of them, with schedules for long and short calls, and each call takes the fastest that fits at its own sizes.
-        "auto": those in which the first two calls differ. A dict says which, and how far:
-        {"input_ids": {1: (8, 4096)}}; it is planned for the largest. "all": whatever may vary. "never": each size gets
-        a plan of its own. It does too with fused kernels, sharded parameters, update="backward" or group=, and where
-        forward itself depends on a size.
-    on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
+    - dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves
+        all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
+        sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
+        4096)}}; it is planned for the largest. "all": whatever may vary. "never": each size gets a plan of its own. It
+        does too with fused kernels, sharded parameters, update="backward" or group=, and where forward itself depends
+        on a size.
+    - on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
-    on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
+    - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
         margin and runs the step again, with nothing lost. The margin is remembered for such models.
-    on_infeasible: what happens where no schedule fits the budget: "advise" looks for what would make it fit (offload,
+    - on_infeasible: what happens where no schedule fits the budget: "advise" looks for what would make it fit (offload,
         smaller batches, another loss, ...), each by a plan of its own, and raises BudgetInfeasible with what it found;
         "raise" raises at once; "min" raises the budget to the least, with a warning.
-    surroundings: what an engine around the model holds on the device beside the step.
-    plan: run this plan (from `plan`, `explore` or a file) instead of making one.
-    group: the ranks that train this model together, where collectives follow the order in which gradients arrive, or
+    - surroundings: what an engine around the model holds on the device beside the step.
+    - plan: run this plan (from `plan`, `explore` or a file) instead of making one.
+    - group: the ranks that train this model together, where collectives follow the order in which gradients arrive, or
         are part of the plan (ZeRO). Before each planned step they make sure that all of them run the same collectives
         in the same order, else PlanMismatch is raised on all; ranks with equal steps and budgets share one plan; what
         goes wrong in planning on one is raised on all. Each has to call `apply`, and then the planned model equally
