@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import memplan
-from examples.demo import make_batches, make_model
+from memplan.command_line.demo_runs import demo_batches, demo_model
 from memplan.plans.step_memory import StepMemory, planned_memory, unplanned_memory
 from memplan.problem.lanes import spans_of
 
@@ -23,9 +23,9 @@ _AFTER = 1.02  # where what comes after backward ends, as a multiple of the step
 
 def memories() -> dict[str, StepMemory]:
     """The step of the demo by name."""
-    sample = {**make_batches()[0], "use_cache": False}
-    half = memplan.plan(make_model(), sample, "50%")
-    floor = memplan.plan(make_model(), sample, "min")
+    sample = {**demo_batches()[0], "use_cache": False}
+    half = memplan.plan(demo_model(), sample, "50%")
+    floor = memplan.plan(demo_model(), sample, "min")
     return {"unplanned": unplanned_memory(half), "half": planned_memory(half), "floor": planned_memory(floor)}
 
 

@@ -75,9 +75,9 @@ def apply(
         None: the first call is planned when it comes.
     - budget: the most bytes that the step may hold on the device, everything included: an int, "8GiB", "8GB", a
         fraction of the unplanned peak (0.5, "0.5", "50%"), or a `Budget`. For a fraction, it is the unplanned peak of
-        the first plan. "min": the least that the first plan can do with. None: `MEMPLAN_BUDGET` of the environment, else
-        "auto". "auto": what the device has free and this process holds, less a tenth of the device; on a CPU, of the
-        machine's memory.
+        the first plan. "min": the least that the first plan can do with. None: `MEMPLAN_BUDGET` of the environment,
+        else "auto". "auto": what the device has free and this process holds, less a tenth of the device; on a CPU, of
+        the machine's memory.
     - loss_fn: `loss_fn(model, *args, **kwargs)` runs in place of `model(*args, **kwargs)`, so that the loss is part of
         the step; the planned model is then called with those arguments and returns the loss.
     - optimizer: counts its state and its `step()` into the budget.

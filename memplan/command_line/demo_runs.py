@@ -40,15 +40,15 @@ class DemoRun:
 
 def demo_runs() -> list[DemoRun]:
     """The three runs, the unplanned one first. Needs transformers."""
-    batches = _batches()
-    outlook = memplan.plan(_model(), {**batches[0], "use_cache": False}, 1.0)
-    runs = [DemoRun("unplanned", None, outlook.baseline_peak_bytes, *_trained(_model(), batches))]
+    batches = demo_batches()
+    outlook = memplan.plan(demo_model(), {**batches[0], "use_cache": False}, 1.0)
+    runs = [DemoRun("unplanned", None, outlook.baseline_peak_bytes, *_trained(demo_model(), batches))]
     runs.append(_planned_run("half", 0.5, batches))
     runs.append(_planned_run("floor", outlook.floor_bytes, batches))
     return runs
 
 
-def _model() -> nn.Module:
+def demo_model() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -60,7 +60,7 @@ def _model() -> nn.Module:
     return model.train()  # type: ignore[no-any-return]
 
 
-def _batches() -> list[Batch]:
+def demo_batches() -> list[Batch]:
     data = torch.tensor(list(_text().encode()))
     generator = torch.Generator().manual_seed(0)
     batches = []
@@ -118,7 +118,7 @@ def _trained(model: nn.Module, batches: list[Batch]) -> tuple[int, float, list[f
 
 
 def _planned_run(name: str, budget: float | int, batches: list[Batch]) -> DemoRun:
-    model = _model()
+    model = demo_model()
     memplan.apply(model, {**batches[0], "use_cache": False}, budget)
     plan = memplan.plan_of(model)
     assert plan is not None
