@@ -99,7 +99,7 @@ def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
     """What a plan comes to, in lines."""
     offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
     host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
-    floor_time = "" if plan.problem.link else f", at {format_seconds(plan.floor_time_s)} a step"
+    floor_time = f", at {format_seconds(plan.floor_time_s)} a step" if plan.knows_floor_time else ""
     return [
         f"fits     peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.problem.budget_bytes or 0)} "
         f"(unplanned {format_bytes(plan.baseline_peak_bytes)})",

@@ -24,7 +24,7 @@ class PlanFigures:
     - solver: which method found the schedule.
     - lower_bound_s: no schedule within the budget that runs backward ops in the traced order takes less.
     - floor_bytes: the smallest budget that could have been met.
-    - floor_time_s: predicted seconds of a step at that budget.
+    - floor_time_s: predicted seconds of a step at that budget, where `knows_floor_time` is true.
     - truncated: the search for the schedule was stopped before it was done.
     """
 
@@ -41,6 +41,11 @@ class PlanFigures:
     def peak_bytes(self) -> int:
         """Most bytes held at any moment of the step: everything that the budget counts, kernel scratch included."""
         return self.timeline.peak_bytes
+
+    @property
+    def knows_floor_time(self) -> bool:
+        """Whether there is a schedule for the smallest budget; with copies and gathers only its peak is known."""
+        return self.problem.link is None and self.problem.gather is None
 
     @property
     def exact(self) -> Exactness:

@@ -113,8 +113,8 @@ def _largest(memory: StepMemory, names: list[str], moment: int, strings: _String
 def _curve(plan: PlanFigures, curve: Sequence[PlanFigures] | None) -> dict[str, Any]:
     """Points [peak_bytes, time_s, name], and which are joined by a line."""
     points = [[p.peak_bytes, p.time_s, f"found by {p.solver}"] for p in curve or ()]
-    marks = [[plan.floor_bytes, plan.floor_time_s, "smallest budget"]]
-    marks += [
+    marks = [
+        *([[plan.floor_bytes, plan.floor_time_s, "smallest budget"]] if plan.knows_floor_time else []),
         [plan.baseline_peak_bytes, plan.baseline_time_s, "unplanned"],
         [plan.peak_bytes, plan.time_s, "this plan"],
     ]

@@ -45,8 +45,7 @@ def _headline(plan: PlanFigures) -> list[str]:
     groups = sum(op.fused for op in problem.graph.ops)
     dry = "; a dry run takes them to write over all that they may" if problem.costs.source == "estimated" else ""
     fused = f"fused: {groups} of {len(problem.graph.ops)} ops are compiled groups, with the bits of this program{dry}"
-    copies = problem.link is not None or problem.gather is not None  # then the least peak is known, not its schedule
-    floor_time = "" if copies else f"  (at {format_seconds(plan.floor_time_s)} a step)"
+    floor_time = f"  (at {format_seconds(plan.floor_time_s)} a step)" if plan.knows_floor_time else ""
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",

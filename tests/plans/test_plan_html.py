@@ -124,7 +124,7 @@ def test_a_browser_shows_what_the_plan_says(scheme: str, tmp_path: Path) -> None
         assert not page.is_visible("#tip")
         for place, words in (
             ("#planned .over", "kept"), ("#unplanned .over", "weights"), ("#tables .cell >> nth=3", "of the step"),
-            ("#curve .dot >> nth=2", "over the unplanned step"), ("#lanes .over >> nth=2", "from"),
+            ("#curve .dot >> nth=1", "over the unplanned step"), ("#lanes .over >> nth=2", "from"),
         ):  # fmt: skip
             page.hover(place)
             assert words in page.text_content("#tip")

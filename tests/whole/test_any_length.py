@@ -466,7 +466,7 @@ def test_a_call_that_can_not_fit_says_the_longest_that_does() -> None:
     memplan.apply(net, samples[20], budget)
     step(net, samples[24])
     with pytest.raises(
-        memplan.BudgetInfeasible, match=r"out of memory\. .*the longest that fits has .*input_ids"
+        memplan.BudgetInfeasible, match=r"(?s)out of memory\. .*the longest that fits has .*input_ids"
     ) as caught:
         step(net, samples[64])
     assert isinstance(caught.value, RuntimeError)

@@ -96,7 +96,7 @@ function pointer(svg, box, picture, x) {
 function curve() {
   const {line, marks, unplanned_s: base} = DATA.curve;
   document.getElementById("curve-note").textContent = line.length
-    ? "Each point is a plan; none peaks lower than the first." : "The smallest budget, this plan, and no plan.";
+    ? "Each point is a plan; none peaks lower than the first." : `${marks.map((mark) => mark[2]).join(", ")}.`;
   const width = 590, box = {left: 78, right: width - 14, top: 24, bottom: 232};
   const svg = canvas("curve", width, 272, "Peak against time");
   const extra = (time) => Math.max(0, 100 * (time / base - 1));
