@@ -53,6 +53,7 @@ def test_a_budget_that_can_not_be_met(run: Run) -> None:
     assert again.status == 0 and again.out.splitlines()[3].startswith("fits")
 
 
+@pytest.mark.slow
 @pytest.mark.full_search
 def test_what_would_make_it_fit(run: Run) -> None:
     floor_bytes = run("plan", *SMALL_GPT2, "--budget", "min", "--json").facts["peak_bytes"]
