@@ -68,8 +68,8 @@ def infeasible(problem: Problem, floor: Candidate, limit: int) -> BudgetInfeasib
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. "
         f"{format_bytes(floor.peak_bytes)} ({floor.peak_bytes} bytes) is the least (at {overhead:+.0%} time)"
-        f"{_too_large(problem, limit)}. It is made of:\n" + "\n".join(made_of) + "\nRaise the budget, or use a smaller "
-        f"batch{_fewer_outputs(problem)}",
+        f"{_too_large(problem, limit)}. It is made of:\n" + "\n".join(made_of) + "\nRaise the budget, or make the step "
+        f"smaller{_fewer_outputs(problem)}",
         floor.peak_bytes,
         overhead,
         problem.baseline_time_s,
@@ -103,14 +103,14 @@ def no_room(problem: Problem, floor_bytes: int, limit: int, host_limit: int | No
         return BudgetInfeasible(
             f"no schedule fits {format_bytes(limit)}, so the step would run out of memory. {format_bytes(floor_bytes)} "
             f"({floor_bytes} bytes) is the least. "
-            f"Raise the budget, or use a smaller batch{_fewer_outputs(problem)}",
+            f"Raise the budget, or make the step smaller{_fewer_outputs(problem)}",
             floor_bytes,
             baseline_time_s=problem.baseline_time_s,
         )
     return BudgetInfeasible(
         f"no schedule fits {format_bytes(limit)} on the device and {format_bytes(host_limit)} on the host, so the step "
         f"would run out of memory. With enough host memory, {format_bytes(floor_bytes)} ({floor_bytes} bytes) on the "
-        f"device is the least. Raise one of the budgets, or use a smaller batch{_fewer_outputs(problem)}",
+        f"device is the least. Raise one of the budgets, or make the step smaller{_fewer_outputs(problem)}",
         floor_bytes,
         baseline_time_s=problem.baseline_time_s,
     )

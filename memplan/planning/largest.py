@@ -22,9 +22,9 @@ def largest_that_fits(
     through those of the largest size that fits and the smallest that does not meets the limit.
 
     - plan_at: gives the plan at a size, or raises BudgetInfeasible.
-    - floors: smallest peaks in bytes that are known beforehand, by size.
+    - floors: smallest peaks in bytes that are known beforehand, by size. Those of all tries are added to it.
     """
-    floors, best = dict(floors or {}), None
+    floors, best = {} if floors is None else floors, None
     for _ in range(_TRIES):
         size = _even(min(most, _next(floors, limit_bytes)))
         if size in floors or (best is not None and size * _CLOSE < best[0]):

@@ -61,7 +61,7 @@ class Remedies:
         text = "\nIt fits with (time at most, against the unplanned step):" if found else ""
         text += "".join(f"\n{line}" for line in lines)
         if self._vain:
-            text += f"\nNot with (least peak): {', '.join(self._vain)}"
+            text += f"\nNone of these is enough (least peak): {', '.join(self._vain)}"
         return self.refusal.saying(text, found)
 
     def _found(self) -> Iterator[Remedy]:
@@ -139,9 +139,8 @@ class Remedies:
         def plan_at(size: int) -> Plan:
             return self._plan_with(settings, cut_batch(self._call, whole, size))
 
-        found = self._largest(whole, plan_at)
+        found = self._largest("a batch", whole, plan_at)
         if found is None:
-            self._vain.append("a batch of 1")
             return
         half = found[0] // 2  # at the largest that fits, much is recomputed
         tries = [found, *([(half, plan_at(half))] if half else [])]
@@ -152,13 +151,22 @@ class Remedies:
         whole = _length(self._call)
         if whole < 2:
             return
-        found = self._largest(whole, lambda size: self._plan_with(self._quick, cut_length(self._call, whole, size)))
+
+        def plan_at(size: int) -> Plan:
+            return self._plan_with(self._quick, cut_length(self._call, whole, size))
+
+        found = self._largest("a length", whole, plan_at)
         if found is not None:
             size, plan = found
             yield Remedy(f"a length of {size} instead of {whole}", plan.peak_bytes, plan.overhead)
 
-    def _largest(self, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
-        return largest_that_fits(plan_at, self._limit_bytes, whole - 1, {whole: self.refusal.floor_bytes})
+    def _largest(self, what: str, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
+        floors = {whole: self.refusal.floor_bytes}
+        found = largest_that_fits(plan_at, self._limit_bytes, whole - 1, floors)
+        if found is None:
+            smallest = min(floors)
+            self._vain.append(f"{what} of {smallest} ({format_bytes(floors[smallest])})")
+        return found
 
     # -- trying -----------------------------------------------------------------------------------------------------
 

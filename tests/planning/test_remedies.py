@@ -96,7 +96,8 @@ def test_what_was_tried_in_vain_is_told() -> None:
     model = language_model()
     weights = sum(p.numel() * 4 for p in model.parameters())
     error = refused(model, tokens(1), weights // 2, on_infeasible="advise")
-    assert "Not with (least peak): " in str(error) and "loss_fn=" in str(error)
+    assert "None of these is enough (least peak): " in str(error) and "loss_fn=" in str(error)
+    assert re.search(r"a length of \d+ \([\d.]+ \wiB\)", str(error))
 
 
 def test_raise_looks_for_nothing() -> None:
