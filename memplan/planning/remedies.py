@@ -145,7 +145,9 @@ class Remedies:
         half = found[0] // 2  # at the largest that fits, much is recomputed
         tries = [found, *([(half, plan_at(half))] if half else [])]
         size, plan = min(tries, key=lambda sized: sized[1].time_s / sized[0])
-        yield self._remedy(f"batches of {size} of {whole}, accumulate=True", plan, "", whole / size)
+        remedy = self._remedy(f"batches of {size} of {whole}, accumulate=True", plan, "", whole / size)
+        # small batches take no less for each row: where they do, ops were timed while the machine was less busy
+        yield dataclasses.replace(remedy, overhead=max(remedy.overhead, plan.overhead))
 
     def _shorter(self) -> Iterator[Remedy]:
         whole = _length(self._call)

@@ -20,7 +20,7 @@ def report_text(plan: PlanFigures) -> str:
     """Budget, peaks, overhead and bound; what the peak is made of; what is done with tensors, and why."""
     memory = planned_memory(plan)
     parts = [_headline(plan), _peak(memory), _choices(memory), _recomputed(plan)]
-    return "\n".join([*(line for part in parts for line in (*part, "")), *_remarks(plan)]).rstrip() + "\n"
+    return "\n".join(line for part in parts for line in (*part, "")).rstrip() + "\n"
 
 
 def summary(plan: PlanFigures) -> str:
@@ -50,6 +50,7 @@ def _headline(plan: PlanFigures) -> list[str]:
     return [
         f"budget            {budget}",
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
+        *_without_optimizer(plan),
         f"  resident        {format_bytes(problem.resident_bytes)}"
         "  parameters, buffers, inputs, declared optimizer state",
         f"  activations     {format_bytes(plan.activation_peak_bytes)}  with gradients and kernel scratch",
@@ -134,10 +135,11 @@ def _more(count: int, sizes_bytes: Iterable[int]) -> list[str]:
     return [f"  {format_bytes(sum(sizes_bytes)):>10s}  in {count} more"] if count > 0 else []
 
 
-def _remarks(plan: PlanFigures) -> list[str]:
+def _without_optimizer(plan: PlanFigures) -> list[str]:
+    """What the peak lacks where it may be that an optimizer was forgotten."""
     if plan.problem.knows_optimizer or plan.problem.extra_resident_bytes:
         return []
     weights = sum(v.size_bytes for v in plan.problem.graph.values if v.role == "gradient")
     return [
-        f"no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it",
+        f"  no optimizer was given: AdamW would hold {format_bytes(2 * weights)} more. Pass optimizer= to plan for it",
     ]
