@@ -76,6 +76,15 @@ def _causal_model(model: Any) -> Any:
             f"chunked_loss is for causal language models of transformers: a decoder with a head on top, got "
             f"{type(found).__name__}. Write a loss_fn(model, ...) that applies head and loss to a part at a time"
         )
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError(
+            "chunked_loss calls the decoder by itself, without the virtual tokens that peft puts before it"
+        )
+    if any(part._forward_hooks or part._forward_pre_hooks for part in (model, found)):
+        raise ValueError(
+            f"chunked_loss runs decoder and head of {type(found).__name__} by themselves, so hooks on its forward "
+            "would run at other times. Take them off"
+        )
     inner = vars(found).get("forward", found.forward)
     inner = getattr(inner, "original", inner)  # of a plan
     if getattr(inner, "__func__", None) is not type(found).forward:

@@ -106,9 +106,23 @@ def test_refusals() -> None:
         memplan.chunked_loss()(llama(), input_ids=batch()["input_ids"])
     with pytest.raises(ValueError, match="takes no logits_to_keep="):
         memplan.chunked_loss()(llama(), **batch(), logits_to_keep=1)
+    hooked = llama()
+    hooked.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="hooks on its forward would run at other times"):
+        memplan.chunked_loss()(hooked, **batch())
     replaced = llama()
     replaced.forward = lambda **inputs: None
     with pytest.raises(ValueError, match="something has replaced its forward, which would be left out"):
         memplan.chunked_loss()(replaced, **batch())
     with pytest.raises(ValueError, match=r"a decoder with a head on top, got Linear\. Write a loss_fn"):
         memplan.chunked_loss()(nn.Linear(2, 2), labels=torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_virtual_tokens_would_be_left_out() -> None:
+    import peft
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks for a name that transformers has given another
+        model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="without the virtual tokens"):
+        memplan.chunked_loss()(model, **batch())
