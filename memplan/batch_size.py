@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 from memplan.api import plan
 from memplan.capture.capture import model_device
 from memplan.capture.trace.call import Sample
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes
+from memplan.errors import BudgetInfeasible
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.largest import largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
@@ -69,7 +70,7 @@ def largest_batch(
     smaller ones, as long as they are faster.
 
     - make_sample: gives a sample with so many rows, of any number.
-    - budget: bytes, "16GiB" or "auto", as for `apply`; None is "auto".
+    - budget: bytes, "16GiB", "auto" or None, as for `apply`.
     - effective_batch: rows to one step of the optimizer: the micro-batch divides it, and gradients are added up. None:
       any micro-batch will do, without accumulation.
     - settings: those of `plan`.
@@ -88,18 +89,33 @@ def largest_batch(
             tried[rows] = plan(model, _sample(make_sample, rows), limit_bytes, **own)
         return tried[rows]
 
-    found = largest_that_fits(plan_at, limit_bytes, effective_batch or _MOST)
-    if found is None:
-        plan_at(1)  # says why
-        raise AssertionError("a plan was found at one row, and then not")
-    size, speeds = found[0] if effective_batch is None else _divisor(effective_batch, found[0]), dict[int, float]()
+    size, speeds = _largest_batch(plan_at, limit_bytes, effective_batch), dict[int, float]()
     while size:
-        speeds[size] = size / plan_at(size).time_s
+        try:
+            speeds[size] = size / plan_at(size).time_s
+        except BudgetInfeasible:  # with gradients of earlier micro-batches, which a whole batch does not have
+            break
         if speeds[size] < (1 - _SLOWER) * max(speeds.values()):
             break
         size = size // 2 if effective_batch is None else _divisor(effective_batch, size - 1)
     best = min(size for size, speed in speeds.items() if speed >= (1 - _WORTH) * max(speeds.values()))
     return SizedChoice(best, 1 if effective_batch is None else effective_batch // best, tried[best], tried)
+
+
+def _largest_batch(plan_at: Callable[[int], Plan], limit_bytes: int, effective_batch: int | None) -> int:
+    """The largest micro-batch that fits; it divides the effective batch. Raises BudgetInfeasible where none does."""
+    most, floors = effective_batch or _MOST, dict[int, int]()
+    if effective_batch is not None:
+        try:  # the whole batch adds up no gradients, so it may fit where smaller ones do not
+            plan_at(effective_batch)
+            return effective_batch
+        except BudgetInfeasible as error:
+            floors[effective_batch] = error.floor_bytes
+    found = largest_that_fits(plan_at, limit_bytes, most, floors)
+    if found is None:
+        plan_at(1)  # says why
+        raise AssertionError("a plan was found at one row, and then not")
+    return found[0] if effective_batch is None else _divisor(effective_batch, found[0])
 
 
 def longest_sequence(
@@ -132,6 +148,7 @@ def longest_sequence(
 
 def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:
     """The budget in bytes. Raises ValueError for one that is not."""
+    budget = budget_of_environment() if budget is None else budget
     if budget is None or budget == AUTOMATIC:
         device = settings.get("device")
         return automatic_bytes(model_device(model) if device is None else torch.device(device))

@@ -39,6 +39,24 @@ def test_no_divisor_of_the_effective_batch_is_faster() -> None:
     assert f"{choice.size}, {choice.accumulation} times for each step" in str(choice) and "<- taken" in str(choice)
 
 
+def test_a_whole_batch_may_fit_where_smaller_ones_that_add_up_gradients_do_not() -> None:
+    weights = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 300))
+    whole, adds_up = (
+        memplan.plan(weights, torch.zeros(4, 300), "min", accumulate=a, **SETTINGS).peak_bytes for a in (False, True)
+    )
+    assert whole < adds_up
+    with pytest.raises(memplan.BudgetInfeasible):
+        memplan.plan(weights, torch.zeros(2, 300), whole, accumulate=True, on_infeasible="raise", **SETTINGS)
+    choice = memplan.largest_batch(weights, lambda rows: torch.zeros(rows, 300), whole, effective_batch=4, **SETTINGS)
+    assert (choice.size, choice.accumulation) == (4, 1)
+
+
+def test_the_budget_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = memplan.plan(network(), rows(400), "min", **SETTINGS).peak_bytes
+    monkeypatch.setenv("MEMPLAN_BUDGET", str(budget))
+    assert memplan.longest_sequence(network(), rows, **SETTINGS).plan.problem.budget_bytes == budget
+
+
 def test_without_an_effective_batch_nothing_is_accumulated() -> None:
     budget = memplan.plan(network(), rows(400), "min", **SETTINGS).peak_bytes
     choice = memplan.largest_batch(network(), rows, budget, **SETTINGS)

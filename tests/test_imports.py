@@ -56,7 +56,7 @@ ARROWS = {
     "torch_private units",
     "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
-    "batch_size": "api capture planning plans problem units",
+    "batch_size": "api capture errors planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
     "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric "
     "torch_private units",
