@@ -123,15 +123,16 @@ class Planner:
         together = share is not None and self.settings.shards is not None
         if not known and not varying and not together:
             varying = self._declared(self.capturing.call_of(model, forward, sample))
-        if varying and not together:  # the gradients of all schedules of a capture arrive in one order
-            try:
-                return self._step(model, forward, sample, known, None, like, varying)
-            except OtherResults as error:  # what they are at other sizes nobody knows
-                log.info("such calls are planned for each size, because %s", error)
-                error.note()
-        if share is not None:  # others would not go along with a second try
-            return self._step(model, forward, sample, known, share)
-        with self._advice(model, forward, sample) if not known else contextlib.nullcontext():
+        alone = not known and share is None  # other ranks would wait for advice
+        with self._advice(model, forward, sample) if alone else contextlib.nullcontext():
+            if varying and not together:  # the gradients of all schedules of a capture arrive in one order
+                try:
+                    return self._step(model, forward, sample, known, None, like, varying)
+                except OtherResults as error:  # what they are at other sizes nobody knows
+                    log.info("such calls are planned for each size, because %s", error)
+                    error.note()
+            if share is not None:  # others would not go along with a second try
+                return self._step(model, forward, sample, known, share)
             return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
 
     @contextlib.contextmanager

@@ -100,6 +100,15 @@ def test_what_was_tried_in_vain_is_told() -> None:
     assert re.search(r"a length of \d+ \([\d.]+ \wiB\)", str(error))
 
 
+@pytest.mark.parametrize("dynamic", ["auto", "all"])
+def test_a_model_that_is_to_be_trained_is_told_as_well(dynamic: str) -> None:
+    model, sample = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)]), torch.ones(64, 64)
+    settings: dict[str, Any] = {**SETTINGS, "dynamic": dynamic}
+    with pytest.raises(memplan.BudgetInfeasible) as caught:
+        memplan.apply(model, sample, just_below_floor(model, sample), **settings)
+    assert any("batches of" in remedy.change for remedy in caught.value.remedies)
+
+
 def test_raise_looks_for_nothing() -> None:
     model = language_model()
     error = refused(model, tokens(), 10_000, on_infeasible="raise")
