@@ -28,7 +28,7 @@ from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update
+from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Random, Settings, Update
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
@@ -61,6 +61,7 @@ def apply(
     init: Init | None = None,
     keep_frozen: bool = False,
     kernels: Kernels = "eager",
+    random: Random = "eager",
     dynamic: Dynamic = "auto",
     on_mismatch: OnMismatch = "replan",
     on_oom: OnOutOfMemory = "raise",
@@ -122,6 +123,10 @@ def apply(
         the bits of that program, the same at any budget and in any process with the same versions and device; they
         differ from plain PyTorch's by rounding (`plan.exact` says which, `compare_kernels` how much). It needs a C++
         compiler, or Triton on a GPU.
+    - random: whose masks dropout has. "eager": those of PyTorch's kernels. "counter", with fused kernels: groups make
+        them, other ones, from seeds that PyTorch's generator gives once a step. Dropout is then no kernel of its own,
+        and a mask that is kept takes a byte for each number. Random ops beside dropout and `bernoulli_`, and steps that
+        are planned in parts, keep PyTorch's.
     - dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves
         all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
         sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
@@ -165,7 +170,8 @@ def apply(
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
         shards, surroundings or Surroundings(), init, keep_frozen,
-        "fused" if plan is not None and plan.exact == "program" else kernels, dynamic, on_infeasible,
+        "fused" if plan is not None and plan.exact == "program" else kernels,
+        random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
     given, is_compiled, began_s = model, private.is_compiled(model), time.monotonic()
     with contextlib.ExitStack() as aside:

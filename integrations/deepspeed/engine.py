@@ -118,6 +118,7 @@ def _plan_sharded(
         (apply_keywords.get("host_budget") is not None, "nothing is offloaded, though there is a host budget"),
         (apply_keywords.get("on_mismatch") == "raise", "calls unlike the sample run all the same, on_mismatch or not"),
         (apply_keywords.get("on_oom") == "replan", "memory that runs out is an error, on_oom or not"),
+        (apply_keywords.get("random") == "counter", "masks of dropout are PyTorch's, random or not"),
     )
     for said, what in lost:
         if said:

@@ -35,7 +35,7 @@ class MemplanConfig:
       offload_param) is not in it. Without it nothing is offloaded.
     - host_per_rank, host_per_stage: host budgets of single ranks and stages, as per_rank and per_stage are for budgets.
     - preset: how plans are looked for: the name of a preset of `memplan.generate_config`.
-    - costs, kernels, on_mismatch, on_oom: as for `memplan.apply`.
+    - costs, kernels, random, on_mismatch, on_oom: as for `memplan.apply`.
     """
 
     enabled: bool = True
@@ -49,6 +49,7 @@ class MemplanConfig:
     preset: str = "auto"
     costs: Literal["measure", "estimate"] = "measure"
     kernels: Literal["eager", "fused"] = "eager"
+    random: Literal["eager", "counter"] = "eager"
     on_mismatch: Literal["replan", "raise"] = "replan"
     on_oom: Literal["raise", "replan"] = "raise"
 
@@ -79,8 +80,8 @@ class MemplanConfig:
     def apply_keywords(self) -> dict[str, Any]:
         """Arguments of `memplan.apply`, beside the budgets."""
         return {
-            "config": self.preset, "costs": self.costs, "kernels": self.kernels, "on_mismatch": self.on_mismatch,
-            "on_oom": self.on_oom,
+            "config": self.preset, "costs": self.costs, "kernels": self.kernels, "random": self.random,
+            "on_mismatch": self.on_mismatch, "on_oom": self.on_oom,
         }  # fmt: skip
 
 
@@ -207,6 +208,7 @@ _READERS: dict[str, Any] = {
     "preset": _preset,
     "costs": _word("measure", "estimate"),
     "kernels": _word("eager", "fused"),
+    "random": _word("eager", "counter"),
     "on_mismatch": _word("replan", "raise"),
     "on_oom": _word("raise", "replan"),
 }

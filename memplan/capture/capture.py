@@ -97,6 +97,7 @@ def capture(
     backward: Autocast | None = None,
     seen: Sequence[Answer] | None = None,
     varying: Varying = frozenset(),
+    counted: bool = False,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
@@ -109,6 +110,7 @@ def capture(
       and the plan checks them.
     - varying: sizes of the sample that other calls have others of. The step then serves all for which what it depends
       on holds, as its `Sizes` say.
+    - counted: masks of dropout are functions of a seed, which fused groups compute.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given.
@@ -131,7 +133,7 @@ def capture(
             request = TraceRequest(
                 model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
                 moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
-                left=functools.partial(attributes.look, reads), varying=varying,
+                left=functools.partial(attributes.look, reads), varying=varying, counted=counted,
             )  # fmt: skip
             raw, settled = _settled_trace(request, reads, attributes, memory)
             raw, other = _with_sums(raw, request, reads, memory), None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.fusion.compile_groups import GroupCompiler, NotCompiled
 from memplan.fusion.donations import donate
@@ -22,7 +23,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
     - compiler: has the groups that there are already. None: that of this process.
     - dry: nothing is compiled. Groups are taken to write over all that they may, and can't run.
 
-    Raises ValueError where there is no compiler.
+    Raises ValueError where there is no compiler, and where what makes random numbers of seeds can't be compiled.
     """
     compiler = _process_compiler if compiler is None else compiler
     if not dry:
@@ -36,6 +37,8 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         try:
             kernels = compiler.kernels(units, dry)
         except NotCompiled as error:
+            if any(private.keeps_to_seed(traced.kernels[op].target) for op in error.ops):
+                raise ValueError("random='counter' needs groups that can't be compiled here; leave it out") from error
             extern |= error.ops
             continue
         return fused_step(step, units, kernels) if any(kernels) else traced

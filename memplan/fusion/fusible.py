@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
@@ -38,7 +39,7 @@ def _is_fusible(traced: Traced, index: int) -> bool:
     target, in_place = functional_target(kernel)
     if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
-    if target not in _COMPOSITE and torch.Tag.pointwise not in target.tags:
+    if target not in _COMPOSITE and torch.Tag.pointwise not in target.tags and not private.keeps_to_seed(target):
         return False
     values = traced.graph.values
     if in_place and not _writes_a_whole_value(traced, index):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch import fx
 
+from memplan import torch_private as private
 from memplan.fusion.step_graph import (
     StepGraph,
     base_of,
@@ -79,8 +80,9 @@ class _Grouper:
                 self._place(node)
 
     def alone(self) -> set[int]:
-        """Ops that make up a group by themselves, and are in no other."""
-        ops_of = [{place_of_node(m).op for m in ms if node_kind(m) == "computed"} for ms in self._members.values()]
+        """Ops that make up a group by themselves, are in no other, and could run as they are."""
+        groups = [ms for ms in self._members.values() if not any(private.keeps_to_seed(m.target) for m in ms)]
+        ops_of = [{place_of_node(m).op for m in ms if node_kind(m) == "computed"} for ms in groups]
         joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
         return {op for ops in ops_of if len(ops) == 1 for op in ops} - joined
 

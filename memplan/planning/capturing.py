@@ -96,7 +96,7 @@ class Capturing:
         settings = self._settings
         trace = functools.partial(
             capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
-            backward, varying=varying,
+            backward, varying=varying, counted=settings.random == "counter",
         )  # fmt: skip
         runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 

@@ -21,6 +21,7 @@ LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Kernels = Literal["eager", "fused"]
+Random = Literal["eager", "counter"]
 OnInfeasible = Literal["advise", "raise", "min"]
 # of arguments by name: which of their dimensions vary, and from which size to which
 Dynamic = Literal["auto", "all", "never"] | Mapping[str, Mapping[int, tuple[int, int]]]
@@ -51,6 +52,7 @@ class Settings:
     init: Init | None = None
     keep_frozen: bool = False
     kernels: Kernels = "eager"
+    random: Random = "eager"
     dynamic: Dynamic = "auto"
     on_infeasible: OnInfeasible = "advise"
 
@@ -72,6 +74,10 @@ class Settings:
             raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
         if self.kernels not in ("eager", "fused"):
             raise ValueError(f"kernels must be 'eager' or 'fused', got {self.kernels!r}")
+        if self.random not in ("eager", "counter"):
+            raise ValueError(f"random must be 'eager' or 'counter', got {self.random!r}")
+        if self.random == "counter" and self.kernels == "eager":
+            raise ValueError("random='counter' has masks made within fused groups: give kernels='fused' too")
         if self.on_infeasible not in ("advise", "raise", "min"):
             raise ValueError(f"on_infeasible must be 'advise', 'raise' or 'min', got {self.on_infeasible!r}")
         self._check_dynamic()

@@ -12,6 +12,8 @@ from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned
 
 Exactness = Literal["eager", "program"]
+Random = Literal["eager", "counter"]
+_SEEDS = "prims.inductor_seeds.default"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,11 @@ class PlanFigures:
         Either way they are the same at any budget, and in any process with the same versions and device.
         """
         return "program" if any(op.fused for op in self.problem.graph.ops) else "eager"
+
+    @property
+    def random(self) -> Random:
+        """Whose masks of dropout a step has: "eager" is plain PyTorch's; "counter" those that its fused groups make."""
+        return "counter" if any(op.kind == _SEEDS for op in self.problem.graph.ops) else "eager"
 
     @property
     def live_peak_bytes(self) -> int:

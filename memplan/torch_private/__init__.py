@@ -33,7 +33,9 @@ from memplan.torch_private.inductor import MemoryLayout as MemoryLayout
 from memplan.torch_private.inductor import compiled_graph as compiled_graph
 from memplan.torch_private.inductor import functional_trace as functional_trace
 from memplan.torch_private.inductor import inductor_cache_dir as inductor_cache_dir
+from memplan.torch_private.inductor import keeps_to_seed as keeps_to_seed
 from memplan.torch_private.inductor import missing_compiler as missing_compiler
+from memplan.torch_private.inductor import seed_ops as seed_ops
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows

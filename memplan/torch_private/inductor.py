@@ -80,6 +80,29 @@ def compiled_graph(
     return call
 
 
+class SeedOps(NamedTuple):
+    """Ops of Inductor's counter-based generator.
+
+    - draw(count, device): seeds from PyTorch's generator.
+    - uniform(shape, seed, "rand"): numbers in [0, 1), float32. Only compiled code keeps to the seed.
+    """
+
+    draw: Any
+    uniform: Any
+
+
+def seed_ops() -> SeedOps:
+    """Inductor's counter-based generator, which is loaded when it is first asked for."""
+    from torch._inductor import inductor_prims
+
+    return SeedOps(inductor_prims.seeds, inductor_prims.random)
+
+
+def keeps_to_seed(target: Any) -> bool:
+    """Whether an op makes numbers of a seed, which compiled code alone does."""
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name == "prims::inductor_random"
+
+
 def inductor_cache_dir() -> str:
     """Where Inductor keeps code."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir

@@ -31,7 +31,8 @@ from memplan.integrations.deepspeed.refusals import _checkpoints, strip_checkpoi
 FULL = {
     "enabled": True, "budget": "70GiB", "per_rank": {"3": "36GiB"}, "per_stage": ["60GiB", 7_000],
     "reserve_fraction": 0.1, "host_budget": "400GiB", "host_per_rank": {"3": "100GiB"}, "host_per_stage": [7, "9GiB"],
-    "preset": "rotor", "costs": "estimate", "kernels": "fused", "on_mismatch": "raise", "on_oom": "replan",
+    "preset": "rotor", "costs": "estimate", "kernels": "fused", "random": "counter",
+    "on_mismatch": "raise", "on_oom": "replan",
 }  # fmt: skip
 
 
@@ -49,7 +50,8 @@ def test_a_section_with_every_key(tmp_path: Path) -> None:
         assert config.host_per_rank == {3: "100GiB"}
         assert config.host_per_stage == (7, "9GiB")
         assert config.apply_keywords() == {
-            "config": "rotor", "costs": "estimate", "kernels": "fused", "on_mismatch": "raise", "on_oom": "replan"
+            "config": "rotor", "costs": "estimate", "kernels": "fused", "random": "counter",
+            "on_mismatch": "raise", "on_oom": "replan",
         }  # fmt: skip
 
 

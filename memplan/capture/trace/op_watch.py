@@ -14,6 +14,7 @@ from memplan.capture.ops.dataflow import answer_to_any_draw, evaluate, nodes_beh
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
+from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
@@ -33,20 +34,28 @@ class OpWatch(private.TorchDispatchMode):
     number, and notes it for the guards.
     """
 
-    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory) -> None:
+    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory, counted: bool = False) -> None:
         """Prepare for a trace.
 
-        memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
+        - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
+        - counted: masks of dropout are functions of a seed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._notes, self._memo, self._memory = notes, memo, memory
         self._views: list[torch.Tensor] = []  # of real tensors
+        self._random = CountedRandom(self._run) if counted else None
 
     def __enter__(self) -> OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
+    def _run(self, op: Any, *args: Any) -> Any:
+        return self.__torch_dispatch__(op, (), args)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        instead = None if self._random is None else self._random.instead(func, args)
+        if instead is not None:
+            return instead
         self._look_at_writes(func, args, kwargs or {})
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device

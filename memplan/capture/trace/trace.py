@@ -61,6 +61,7 @@ class TraceRequest:
     - in_place: numbers of additions in backward that eager makes in place, as `sums` tells from an earlier trace.
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
+    - counted: masks of dropout are functions of a seed.
     """
 
     model: nn.Module
@@ -79,6 +80,7 @@ class TraceRequest:
     in_place: frozenset[int] = frozenset()
     left: Callable[[], Sequence[SetValue]] = tuple
     varying: Varying = frozenset()
+    counted: bool = False
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -127,7 +129,7 @@ class _StepTrace:
             stack.enter_context(looking_refused())
             stack.enter_context(results_forgotten(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
-            watch = OpWatch(self._notes, request.memo, memory)
+            watch = OpWatch(self._notes, request.memo, memory, request.counted)
             with self._errors_in_words():
                 symbols = None if symbolic is None else symbolic.symbols
                 graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)
