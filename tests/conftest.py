@@ -4,6 +4,7 @@ Of that, tests read measured costs. They search for every front anew, but for th
 `tests/planning/test_kept_fronts.py`.
 """
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,6 +31,13 @@ def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
             patch.delenv(name, raising=False)
         torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_left_alone_by_the_collector() -> None:
+    """What modules have made when they were imported stays; to look at it takes half a second for each collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
