@@ -146,7 +146,7 @@ class Planner:
                 raise
             call = self.capturing.call_of(model, forward, sample)
 
-            def plan_with(settings: Settings, call: Call) -> Plan:
+            def plan_with(settings: Settings, call: Call | Sample) -> Plan:
                 other = Planner(settings, decides=self.capturing.decides)
                 other.limits.margin = self.limits.margin
                 return other.plan(model, forward, call)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
-from memplan.capture.trace.call import Call
+from memplan.capture.trace.call import Call, Sample
 from memplan.errors import BudgetInfeasible, Remedy
 from memplan.logs import log, quiet, show
 from memplan.losses import chunked_loss, takes_chunked_loss
@@ -20,7 +20,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.data import Link
 from memplan.units import format_bytes
 
-PlanWith = Callable[[Settings, Call], Plan]  # what plans a call by other settings, or raises BudgetInfeasible
+PlanWith = Callable[[Settings, Call | Sample], Plan]  # what plans a call by other settings, or raises BudgetInfeasible
 
 _QUICK = "rotor"  # how remedies are looked for that take several searches, unless the user says how
 _LINK = Link(25e9, 25e9)  # of PCI Express 4.0 with 16 lanes, for a device that is only described
@@ -66,7 +66,7 @@ class Remedies:
 
     def _found(self) -> Iterator[Remedy]:
         for look in (
-            self._on_host, self._update_in_backward, self._chunked, self._half_precision, self._fused,
+            self._on_host, self._update_in_backward, self._uncached, self._chunked, self._half_precision, self._fused,
             self._smaller_batch, self._shorter,
         ):  # fmt: skip
             try:
@@ -104,6 +104,14 @@ class Remedies:
         if settings.optimizer is None or settings.update == "backward" or gradient_bytes < self._missing_bytes:
             return
         yield from self._with('update="backward"', dataclasses.replace(settings, update="backward"))
+
+    def _uncached(self) -> Iterator[Remedy]:
+        """Without keys and values for generation, which models of transformers return also while they are trained."""
+        call = self._call
+        caches = getattr(getattr(self._model, "config", None), "use_cache", False) is True
+        if self._settings.loss_fn is None and caches and not call.variadic and "use_cache" not in call.arguments:
+            sample = {**call.arguments, "use_cache": False}
+            yield from self._with("the argument use_cache=False", self._settings, call=sample)
 
     def _chunked(self) -> Iterator[Remedy]:
         if self._settings.loss_fn is None and takes_chunked_loss(self._model, self._call.arguments):
@@ -176,15 +184,17 @@ class Remedies:
     def _missing_bytes(self) -> int:
         return self.refusal.floor_bytes - self._limit_bytes
 
-    def _with(self, change: str, settings: Settings, note: str = "") -> Iterator[Remedy]:
-        plan = self._tried(change, settings)
+    def _with(
+        self, change: str, settings: Settings, note: str = "", call: Call | Sample | None = None
+    ) -> Iterator[Remedy]:
+        plan = self._tried(change, settings, call)
         if plan is not None:
             yield self._remedy(change, plan, note)
 
-    def _tried(self, change: str, settings: Settings) -> Plan | None:
-        """The plan with a change of settings; None where there is none."""
+    def _tried(self, change: str, settings: Settings, call: Call | Sample | None = None) -> Plan | None:
+        """The plan with a change of settings, or of the call; None where there is none."""
         try:
-            return self._plan_with(settings, self._call)
+            return self._plan_with(settings, self._call if call is None else call)
         except BudgetInfeasible as error:
             self._vain.append(f"{change} ({format_bytes(error.floor_bytes)})")
             return None

@@ -75,6 +75,16 @@ def test_smaller_calls_fit_as_they_say() -> None:
     assert shorter.peak_bytes == changes[length[0]].peak_bytes
 
 
+def test_a_cache_that_is_returned_need_not_be() -> None:
+    model, sample = language_model(), tokens()
+    budget = just_below_floor(model, sample)
+    remedy = next(r for r in refused(model, sample, budget).remedies if r.change == "the argument use_cache=False")
+    uncached = memplan.plan(model, {**sample, "use_cache": False}, budget, **SETTINGS)
+    assert uncached.peak_bytes == remedy.peak_bytes <= budget
+    error = refused(model, {**sample, "use_cache": False}, 10_000)
+    assert "the argument" not in str(error)
+
+
 def test_updates_in_backward_where_gradients_are_the_problem() -> None:
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
     settings = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
