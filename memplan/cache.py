@@ -73,7 +73,7 @@ def is_used(name: str) -> None:
 
 def forget(*patterns: str) -> int:
     """Delete the files of some patterns, of all where none is given. Gives how many there were."""
-    patterns = patterns or ("costs-*.json", "margin-*.json", "front-*.json.gz")
+    patterns = patterns or ("costs-*.json", "margin-*.json", "front-*.json.gz", "least-*.json.gz")
     files = [file for pattern in patterns for file in cache_dir().glob(pattern)]
     for file in files:
         file.unlink(missing_ok=True)

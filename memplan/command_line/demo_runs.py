@@ -24,11 +24,15 @@ Batch = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class DemoRun:
-    """One training run: its budget (None for no plan), what was predicted and what it came to."""
+    """One training run: its budget (None for no plan), what was predicted and what it came to.
+
+    overhead: predicted step time over that of the unplanned step, minus one.
+    """
 
     name: str
     budget_bytes: int | None
     predicted_bytes: int
+    overhead: float
     peak_bytes: int
     step_s: float
     losses: list[float]
@@ -42,7 +46,7 @@ def demo_runs() -> list[DemoRun]:
     """The three runs, the unplanned one first. Needs transformers."""
     batches = demo_batches()
     outlook = memplan.plan(demo_model(), {**batches[0], "use_cache": False}, 1.0)
-    runs = [DemoRun("unplanned", None, outlook.baseline_peak_bytes, *_trained(demo_model(), batches))]
+    runs = [DemoRun("unplanned", None, outlook.baseline_peak_bytes, 0.0, *_trained(demo_model(), batches))]
     runs.append(_planned_run("half", 0.5, batches))
     runs.append(_planned_run("floor", outlook.floor_bytes, batches))
     return runs
@@ -123,4 +127,4 @@ def _planned_run(name: str, budget: float | int, batches: list[Batch]) -> DemoRu
     plan = memplan.plan_of(model)
     assert plan is not None
     budget_bytes = budget if isinstance(budget, int) else int(budget * plan.baseline_peak_bytes)
-    return DemoRun(name, budget_bytes, plan.peak_bytes, *_trained(model, batches))
+    return DemoRun(name, budget_bytes, plan.peak_bytes, plan.overhead, *_trained(model, batches))

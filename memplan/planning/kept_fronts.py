@@ -5,6 +5,9 @@
 A problem has the graph, every size, the costs, and what is held beside the step. Budgets steer no search, so a front
 serves all of them. Each of its orders is accounted for anew when it is read, and the one that is chosen goes through
 `simulate`, as after a search. What is damaged, or was made by other solvers, is searched for again.
+
+The schedule of the smallest peak is kept by graph and configuration alone, and joins every front of that graph. A
+search with costs that were measured anew may end elsewhere, but a budget that was once named as enough stays enough.
 """
 
 from __future__ import annotations
@@ -25,12 +28,16 @@ from memplan.problem.file import Reader, pack, problem_to_json, unpack, unsound
 from memplan.solvers import Bound, Front, front_of_orders
 from memplan.solvers.bounds.dual import BoundLine
 
-_MOST_BYTES = 64 << 20  # on disk; a front of a thousand ops takes 30 KB
+_MOST_BYTES = 64 << 20  # on disk, for fronts and for floors; a front of a thousand ops takes 30 KB
 
 
 def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) -> Front:
-    """The front that is on disk for a problem, else the one that a search finds, which is kept."""
-    key = _digest(problem, config)
+    """The front that is on disk for a problem, else the one that a search finds, which is kept.
+
+    Its smallest peak is no larger than that of any front before it for the same graph.
+    """
+    content = problem_to_json(dataclasses.replace(problem, budget_bytes=None))
+    key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
     try:
         with unsound("front"):
@@ -42,14 +49,29 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
             keep_newest("front-*", _MOST_BYTES)
     else:
         is_used(name)
+    return _with_least(front, problem, config, f"least-{_digest(content['graph'], config)[:32]}.json.gz")
+
+
+def _with_least(front: Front, problem: Problem, config: Config, name: str) -> Front:
+    """The front, joined by the schedule of the smallest peak that is known for the graph. name: of its file."""
+    found = front.floor
+    try:
+        with unsound("schedule"):
+            content = unpack(kept(name))
+            least = front_of_orders(problem, config, [(str(content["solver"]), content["order"])], front.bound).floor
+    except (OSError, InvalidPlanFile):
+        least = None
+    if least is not None and least.peak_bytes <= found.peak_bytes:
+        is_used(name)
+        return front.joined(least)
+    keep(name, pack({"solver": found.solver, "order": found.order}, gzipped=True))
+    keep_newest("least-*", _MOST_BYTES)
     return front
 
 
-def _digest(problem: Problem, config: Config) -> str:
-    """Equal where searches find equal fronts."""
-    found = hashlib.sha256(pack(problem_to_json(dataclasses.replace(problem, budget_bytes=None))))
-    found.update(repr((config, memplan.__version__, _digest_of_solvers())).encode())
-    return found.hexdigest()
+def _digest(content: dict[str, Any], *others: Any) -> str:
+    """Equal for equal problems, or graphs, and equal other things."""
+    return hashlib.sha256(pack(content) + repr(others).encode()).hexdigest()
 
 
 @functools.cache

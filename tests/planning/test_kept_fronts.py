@@ -117,6 +117,33 @@ def test_parts_are_kept_too(searches: list[Front]) -> None:
     assert made[0] == made[1] > 0
 
 
+def test_a_budget_that_was_named_as_enough_stays_enough_with_other_costs(
+    searches: list[Front], cost_cache: Path
+) -> None:
+    """Costs that are measured anew may lead a search to a larger floor."""
+    floor_bytes = planned("min").peak_bytes
+    front = searches[-1]
+
+    def worse(problem: Any, config: Any) -> Front:
+        found = solve_front(problem, config)
+        return dataclasses.replace(found, points=found.points[len(found.points) // 2 :])
+
+    plan = planned(1.0, costs=memplan.Roofline(flops_per_s=1e9))
+    for file in cost_cache.glob("front-*"):
+        file.unlink()
+    found = kept_fronts.kept_front(
+        plan.problem, memplan.generate_config(), lambda: worse(plan.problem, memplan.Config())
+    )
+    assert found.floor.peak_bytes == floor_bytes == front.floor.peak_bytes
+    peaks, times = [p.peak_bytes for p in found.points], [p.time_s for p in found.points]
+    assert peaks == sorted(peaks) and times == sorted(times, reverse=True)
+    (file,) = cost_cache.glob("least-*")
+    for damaged in (b"", b"no", file.read_bytes()[:-9]):
+        file.write_bytes(damaged)
+        assert planned("min").peak_bytes == floor_bytes
+        assert planned("min", costs=memplan.Roofline(flops_per_s=1e9)).peak_bytes == floor_bytes
+
+
 def _changed(change: Callable[[Any], Any]) -> Callable[[bytes], bytes]:
     return lambda data: gzip.compress(json.dumps(change(json.loads(gzip.decompress(data)))).encode())
 

@@ -86,6 +86,10 @@ class Front:
         """The candidate with the smallest peak."""
         return self.points[0]
 
+    def joined(self, further: Candidate) -> Front:
+        """The front with a further candidate."""
+        return dataclasses.replace(self, points=tuple(pareto([*self.points, further])))
+
     def best(self, budget_bytes: int | None) -> Candidate | None:
         """The fastest candidate that peaks within the budget; None where none does."""
         fitting = [c for c in self.points if budget_bytes is None or c.peak_bytes <= budget_bytes]
