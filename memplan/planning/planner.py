@@ -31,7 +31,7 @@ from memplan.planning.settings import Settings
 from memplan.planning.uncaptured import UncapturedSteps
 from memplan.planning.whole_plans import WholePlans
 from memplan.plans.plan import Plan
-from memplan.problem.data import Problem
+from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.execute import TangentLayout
@@ -77,7 +77,8 @@ class Planner:
         problem = "optimizer= has none of the model's parameters"
         if self.settings.update == "backward":
             raise ValueError(f"{problem}, so update='backward' has nothing to update. Give the one that trains it")
-        log.warning("%s; its state is counted, and is not taken to be that of parameters on the host", problem)
+        if self.settings.surroundings == Surroundings():  # an engine's optimizer has copies of its own
+            log.warning("%s; its state is counted, and is not taken to be that of parameters on the host", problem)
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
