@@ -7,6 +7,8 @@ Names are loaded when first used, so that `memplan.solvers` works without torch.
 
 from typing import TYPE_CHECKING, Any
 
+from memplan import logs as logs  # lines of integrations go through it, too
+
 if TYPE_CHECKING:
     from memplan.api import apply as apply
     from memplan.api import explore as explore

@@ -28,7 +28,8 @@ from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Random, Settings, Update
+from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update
+from memplan.plans.figures import Random
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike

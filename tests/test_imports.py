@@ -61,7 +61,7 @@ ARROWS = {
     "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric "
     "torch_private units",
     "__main__": "command_line",
-    "__init__": "api batch_size capture config errors installed kernel_errors losses planning plans problem units",
+    "__init__": "api batch_size capture config errors installed kernel_errors logs losses planning plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}

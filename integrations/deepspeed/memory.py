@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import memplan
+
+log = logging.getLogger("memplan")
 
 _SCALARS = 16  # scaled losses, norms and flags that an engine has around a step
 _DENSE_BUCKET_NUMEL = 500_000_000  # gradients that the engine reduces together without ZeRO
@@ -116,6 +119,12 @@ def _zero_needs(
     buckets = (2 if zero.overlap_comm else 1) * len(zero.ipg_buckets) * zero.reduce_bucket_size * bucket_item
     if not zero.contiguous_gradients:  # gradients wait for each other as they are
         buckets = most_numel * bucket_item
+    elif zero.reduce_bucket_size > sum(sizes) and engine.global_rank == 0:
+        log.warning(
+            "DeepSpeed's reduce_bucket_size of %d is more than the %d numbers of the model's gradients, and takes %s. "
+            "Set it to %d in zero_optimization",
+            zero.reduce_bucket_size, sum(sizes), memplan.format_bytes(buckets), sum(sizes),
+        )  # fmt: skip
     sent = sum(most_numel * max(bucket_item, dtype.itemsize) for dtype in zero.ipg_buckets)
     kept = own_numel * model_item * (2 if several else 1)
     if zero.use_separate_grad_accum and not zero.use_grad_accum_attribute:  # one flat sum of its partition instead

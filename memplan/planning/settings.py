@@ -11,6 +11,7 @@ import torch
 
 from memplan.capture.shards import Shards
 from memplan.config import Config, ConfigLike, config_of
+from memplan.plans.figures import Random
 from memplan.problem.budgets import SMALLEST, BudgetLike, device_bytes, parsed
 from memplan.problem.data import Budget, Link, Roofline, Surroundings
 from memplan.runtime.host.place import Init
@@ -21,7 +22,6 @@ LossFunction = Callable[..., Any]
 Update = Literal["step", "backward"]
 CostSource = Literal["measure", "estimate"] | Roofline
 Kernels = Literal["eager", "fused"]
-Random = Literal["eager", "counter"]
 OnInfeasible = Literal["advise", "raise", "min"]
 # of arguments by name: which of their dimensions vary, and from which size to which
 Dynamic = Literal["auto", "all", "never"] | Mapping[str, Mapping[int, tuple[int, int]]]

@@ -266,6 +266,19 @@ def check_log() -> str | None:
     return problem
 
 
+def check_a_bucket_too_large() -> str | None:
+    """Rank 0 says how much of the budget a bucket takes that is never filled, and which size would do."""
+    from memplan.integrations.deepspeed import attach
+
+    config = Setting(2).config({"budget": 0.9, "costs": "estimate"})
+    config["zero_optimization"]["reduce_bucket_size"] = 50_000
+    with messages() as said, engine_for(Setting(2), config=config) as engine:
+        attach(engine, batch())
+        count = sum(p.numel() for p in engine.module.parameters())
+    told = [line for line in said if "reduce_bucket_size of 50000" in line and f"Set it to {count} in" in line]
+    return None if bool(told) == (torch.distributed.get_rank() == 0) else f"said {said}"
+
+
 def refused(words: str, run: Callable[[], object]) -> str | None:
     try:
         run()
@@ -345,5 +358,6 @@ CELLS |= {
     ),
     "measured budget": cell(check_measured_budget),
     "log": cell(check_log),
+    "a bucket too large": cell(check_a_bucket_too_large),
     "refusals": cell(check_refusals),
 }

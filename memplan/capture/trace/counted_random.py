@@ -18,13 +18,11 @@ aten = torch.ops.aten
 
 _SEEDS = 256  # drawn at once: no model so far takes more
 
-Run = Callable[..., Any]  # runs an op and writes it to the trace
-
 
 class CountedRandom:
     """Writes random ops to a trace as functions of seeds. run: runs an op and writes it to the trace."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Callable[..., Any]) -> None:
         self._run, self._ops = run, private.seed_ops()
         self._seeds: dict[torch.device, tuple[torch.Tensor, int]] = {}  # and how many are used
 
