@@ -5,9 +5,10 @@
 What the file has of other models stays in it.
 
 Each contender is a process of its own with one thread: plain eager, gradient checkpointing of transformers,
-torch.compile as it is and at several activation memory budgets, plans of eager kernels, and plans of fused ones. Plans
-run at the measured peaks of the compiled steps, at half of the lowest of these, and at their floors. Once all are set
-up, they take turns in shuffled rounds, one step at a time, so that the machine's noise falls on all.
+torch.compile as it is and at several activation memory budgets, plans of eager kernels, and plans of fused ones; with
+dropout also fused ones whose groups make the masks (`random="counter"`), as torch.compile's kernels do. Plans run at
+the measured peaks of the compiled steps, at half of the lowest of these, and at their floors. Once all are set up, they
+take turns in shuffled rounds, one step at a time, so that the machine's noise falls on all.
 
 The activation peak is the total peak less parameters, buffers and inputs: gradients and kernel scratch are in it. It is
 measured with the profiler's memory events. A step's time is CPU seconds of its process. glibc is told to keep freed
@@ -140,7 +141,7 @@ BUILDS: dict[str, Callable[[], Made]] = {
 class Contender:
     """A way to train.
 
-    - kind: "eager", "checkpointing", "compile", "plan" or "fused".
+    - kind: "eager", "checkpointing", "compile", "plan", "fused", or "counter": fused, with masks made in groups.
     - budget: of torch.compile (a fraction), or of a plan (bytes of activations; 0 is its floor). None: none.
     """
 
@@ -179,7 +180,7 @@ class Process:
             inner.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         elif contender.kind == "compile":
             self._compile()
-        elif contender.kind in ("plan", "fused"):
+        elif contender.kind in ("plan", "fused", "counter"):
             facts = self._plan()
         for _ in range(3):
             self.step()
@@ -197,14 +198,17 @@ class Process:
         self.run = torch.compile(self.model, dynamic=False)
 
     def _plan(self) -> dict[str, Any]:
-        kernels = "fused" if self.contender.kind == "fused" else "eager"
+        kind = self.contender.kind
         budget: Any = 1 << 60
+        kernels: dict[str, Any] = {} if kind == "plan" else {"kernels": "fused"}
+        if kind == "counter":
+            kernels["random"] = "counter"
         with self.cast():
             if self.contender.budget:
                 budget = memplan.Budget(activations=int(self.contender.budget))
             elif self.contender.budget is not None:
-                budget = memplan.plan(self.model, self.sample, 1.0, kernels=kernels).floor_bytes
-            memplan.apply(self.model, self.sample, budget, kernels=kernels)
+                budget = memplan.plan(self.model, self.sample, 1.0, **kernels).floor_bytes
+            memplan.apply(self.model, self.sample, budget, **kernels)
         plan: Any = memplan.plan_of(self.model)
         return {
             "predicted_bytes": plan.activation_peak_bytes,
@@ -303,10 +307,13 @@ def compared(model: str, autocast: bool, repeats: int, budgets: tuple[float, ...
         add("checkpointing")
         rivals = [add("compile"), *(add("compile", budget) for budget in budgets)]
         peaks = sorted({r.facts["peak_bytes"] for r in rivals if "peak_bytes" in r.facts}, reverse=True)
-        add("fused")
+        drops = any(isinstance(m, nn.Dropout) and m.p > 0 for m in BUILDS[model]()[0].modules())
+        ways = ["fused", "counter"] if drops else ["fused"]
+        for way in ways:
+            add(way)
         for peak in [*peaks, *(peak // 2 for peak in peaks[-1:]), 0]:
-            add("fused", peak)
-            add("plan", peak)
+            for way in (*ways, "plan"):
+                add(way, peak)
         alive = [r for r in running if "failed" not in r.facts]
         order = random.Random(0)
         for _ in range(repeats):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 _WIDTH, _HEIGHT, _EDGE, _COLUMNS = 420, 260, 44, 2
-_COLOURS = {"eager": "#555", "checkpointing": "#b07", "compile": "#d60", "plan": "#28c", "fused": "#083"}
+_COLOURS = {
+    "eager": "#555", "checkpointing": "#b07", "compile": "#d60", "plan": "#28c", "fused": "#083", "counter": "#6a3",
+}  # fmt: skip
 
 
 def picture_of(models: dict[str, dict[str, Any]]) -> str:
