@@ -37,9 +37,10 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         try:
             kernels = compiler.kernels(units, dry)
         except NotCompiled as error:
-            if any(private.keeps_to_seed(traced.kernels[op].target) for op in error.ops):
+            failed = {op for op in error.ops if not private.keeps_to_seed(traced.kernels[op].target)}
+            if not failed:
                 raise ValueError("random='counter' needs groups that can't be compiled here; leave it out") from error
-            extern |= error.ops
+            extern |= failed
             continue
         return fused_step(step, units, kernels) if any(kernels) else traced
 

@@ -199,13 +199,15 @@ class StepGraph:
             self._bind(made.value, made.node, results[made.index or 0])
 
     def _bind(self, value: int, root: fx.Node, node: fx.Node | None) -> None:
-        """Let a node stand for a value of the trace, with the dtype and the memory of its own that the value has."""
+        """Let a node stand for a value of the trace: with the dtype, the layout and memory of its own that it has."""
         assert node is not None
         wanted = root.meta["val"]
+        lies_otherwise = wanted.is_contiguous() and not node.meta["val"].is_contiguous()
         if node.meta["val"].dtype != wanted.dtype:
             node = self._call(prims.convert_element_type.default, (node, wanted.dtype), {}, wanted, "computed")
-        if node in self.home or node_kind(node) != "computed" or node.meta["val"].shape != wanted.shape:
-            node = self._call(aten.clone.default, (node,), {}, wanted, "computed")
+        if lies_otherwise or node in self.home or node_kind(node) != "computed":
+            kwargs = {"memory_format": torch.contiguous_format} if wanted.is_contiguous() else {}
+            node = self._call(aten.clone.default, (node,), kwargs, wanted, "computed")
         self._set(value, root, node)
 
     def _expanded(self, target: Any, args: Any, kwargs: Any) -> list[fx.Node | None]:

@@ -85,6 +85,24 @@ def test_each_distinct_group_is_compiled_once() -> None:
     assert len(compiler) == len({op.key for op in groups}) <= 6
 
 
+def test_results_lie_as_those_of_eager_where_an_op_comes_to_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A cat with an empty tensor, as caches of transformers begin with, gives contiguous memory."""
+
+    class Cached(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(32, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            keys = self.inner(x).view(4, 16, 2, 16).transpose(1, 2)
+            cached = torch.cat([torch.tensor([]), keys], -2)
+            return torch.softmax(keys @ (cached.transpose(-2, -1) * 0.25), -1).sum()
+
+    fused = fuse_step(capture(net := Cached(), net.forward, torch.randn(4, 16, 32)).traced, GroupCompiler())
+    assert any(op.fused and "mul" in op.kind for op in fused.graph.ops)
+    assert "can't be compiled" not in caplog.text
+
+
 @pytest.mark.slow
 def test_what_can_not_be_compiled_stays_as_it_is(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
