@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.planner import Planner
-from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update
+from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
@@ -156,6 +156,9 @@ def apply(
     if is_disabled():
         needs = [name for name, given in (("init", init), ("shards", shards)) if given is not None]
         return leave_unplanned(model, loss_fn, needs[0] if needs else None)
+    _refuse_other_kinds(model, plan, group)
+    one_of("on_mismatch", on_mismatch, ("replan", "raise"))
+    one_of("on_oom", on_oom, ("raise", "replan"))
     if plan is not None and budget is not None:
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
@@ -218,6 +221,18 @@ def apply(
     return given
 
 
+def _refuse_other_kinds(
+    model: nn.Module, plan: Plan | None = None, group: torch.distributed.ProcessGroup | None = None
+) -> None:
+    """Raise TypeError where arguments are not of the kind that they should be."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan is a memplan.Plan, as memplan.Plan.load reads from a file, got {type(plan).__name__}")
+    if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
+        raise TypeError(f"group is a process group, such as torch.distributed.group.WORLD, got {group!r}")
+
+
 def _named(budget: BudgetLike | None, model: nn.Module, device: torch.device | str | None) -> BudgetLike:
     """The budget; where none is named that of the environment, and where that is to be found out, the device's room."""
     budget = budget_of_environment() if budget is None else budget
@@ -241,9 +256,10 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """The plan that `apply` would run, without touching the model.
 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-    shards, keep_frozen, kernels, on_infeasible and surroundings, as for `apply`, which says what they are and what they
-    raise.
+    shards, keep_frozen, kernels, random, on_infeasible and surroundings, as for `apply`, which says what they are and
+    what they raise.
     """
+    _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))
     planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
     with (
@@ -261,6 +277,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     Each plan can run: `apply(model, sample, plan=point)`. settings: those of `plan` but for update, shards and
     keep_frozen. With a host budget, which is the same for all points, they may offload.
     """
+    _refuse_other_kinds(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
     planner = Planner(_settings("explore", None, settings, without))
     with (
@@ -292,6 +309,9 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | Partial
     Raises BudgetInfeasible where one can't fit the budget, now instead of in the middle of training. Raises ValueError
     where the model has no plan yet. In a group, what goes wrong on one rank is raised on all.
     """
+    _refuse_other_kinds(model)
+    if isinstance(samples, (torch.Tensor, Mapping)):
+        raise TypeError(f"samples is a list of samples, got {type(samples).__name__}: write [sample] for one")
     planned = planned_forward(model)
     if is_disabled():
         return (None,) * len(samples)
@@ -308,6 +328,7 @@ def _bytes(sample: Sample) -> int:
 
 def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
     """The plan that the model ran last, or will run first. None where it has none."""
+    _refuse_other_kinds(model)
     planned = planned_forward(model)
     return None if planned is None else planned.plan
 
@@ -317,6 +338,7 @@ def grown_bytes(model: nn.Module) -> int | None:
 
     On a CPU, kernel scratch is not measured. None before that step is over, without a plan, and with a plan in parts.
     """
+    _refuse_other_kinds(model)
     planned = planned_forward(model)
     return None if planned is None else planned.grown_bytes
 
@@ -327,6 +349,7 @@ def remove(model: nn.Module) -> nn.Module:
     A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
     back, and the next `optimizer.step()` brings back its state.
     """
+    _refuse_other_kinds(model)
     for module in model.modules():
         planned = planned_forward(module)
         if planned is not None:
@@ -373,8 +396,6 @@ def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
 @contextlib.contextmanager
 def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
     """A context with the model's own forward. An installed plan is set aside in it."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     planned = planned_forward(model)
     if planned is not None:
         planned.uninstall()

@@ -77,7 +77,7 @@ def largest_batch(
 
     Raises BudgetInfeasible where not even one row fits.
     """
-    if effective_batch is not None and effective_batch < 1:
+    if effective_batch is not None and (type(effective_batch) is not int or effective_batch < 1):
         raise ValueError(f"effective_batch is a number of rows, 1 or more, got {effective_batch!r}")
     limit_bytes = _bytes_of(budget, model, settings)
     tried: dict[int, Plan] = {}
@@ -160,6 +160,8 @@ def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, An
 
 def _sample(make_sample: MakeSample, size: int) -> Sample:
     """A sample of a size. Raises ValueError where no tensor of it has that size."""
+    if not callable(make_sample):
+        raise TypeError(f"make_sample is a function from a size to a sample, got {type(make_sample).__name__}")
     sample = make_sample(size)
     shapes = [tuple(t.shape) for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor)]
     if not any(size in shape for shape in shapes):

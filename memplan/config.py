@@ -192,6 +192,7 @@ def config_of(config: ConfigLike) -> Config:
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write a configuration as JSON."""
+    config = config_of(config)
     content = {"format": _FORMAT, "version": _VERSION} | {name: getattr(config, name) for name in _FIELDS}
     Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
@@ -202,7 +203,10 @@ def load_config(path: str | Path) -> Config:
     Figures and methods that earlier versions had are left out. Raises ValueError or TypeError for anything but a
     sound one (an unknown field is named), OSError where the file can't be read.
     """
-    content = json.loads(Path(path).read_text())
+    try:
+        content = json.loads(Path(path).read_text())
+    except ValueError:
+        content = None
     if not isinstance(content, dict) or content.pop("format", None) != _FORMAT:
         raise ValueError(f"{path} is not a memplan configuration")
     version = content.pop("version", None)

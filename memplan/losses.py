@@ -28,7 +28,7 @@ def chunked_loss(chunk_tokens: int = 1024, ignore_index: int = -100) -> Callable
     Called with the arguments of the model, `labels` among them, it gives the model's output with the loss, and without
     logits. It raises ValueError for models that are built otherwise, saying what it misses.
     """
-    if chunk_tokens < 1:
+    if type(chunk_tokens) is not int or chunk_tokens < 1:
         raise ValueError(f"chunk_tokens is a number of tokens, 1 or more, got {chunk_tokens!r}")
 
     def loss_fn(model: nn.Module, labels: torch.Tensor | None = None, **inputs: Any) -> Any:

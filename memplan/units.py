@@ -18,8 +18,10 @@ _PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?|\.\d+)\s*([A-Za-z]*)\s*", re.ASCII)
 def parse_bytes(text: str) -> int:
     """Bytes of "8GiB" (8 * 1024**3), "8GB" or "8G" (8 * 1000**3), "512 MiB" or "4096", rounded down.
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other text, TypeError for anything else.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a number of bytes as text, such as '8GiB', is needed, got {text!r}")
     match = _PATTERN.fullmatch(text)
     if match is None or match.group(2).lower() not in _CASELESS:
         raise ValueError(f"can't read {text!r} as a number of bytes; write for example '8GiB', '8GB', '512MiB' or 4096")

@@ -81,8 +81,10 @@ def apply_blocks(
     Calls of a planned block unlike the one in the sample are recomputed as a whole. `memplan.plan_of(block)` gives its
     plan, `memplan.remove(block)` takes it off. Rehearsals run on the sample and leave nothing behind.
 
-    Raises BudgetInfeasible, and UnsupportedModel where a block is called other than once.
+    Raises BudgetInfeasible, UnsupportedModel where a block is called other than once, and TypeError for names.
     """
+    if not all(isinstance(block, nn.Module) for block in blocks):
+        raise TypeError(f"blocks are submodules of the model, got {list(blocks)!r:.80}")
     agreement = None if group is None else Agreement.of(group)
     meet = None if agreement is None else agreement.meet
     if meet is not None and whole is not contextlib.nullcontext:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from memplan.capture.shards import Shards
 from memplan.config import Config, ConfigLike, config_of
@@ -57,6 +58,9 @@ class Settings:
     on_infeasible: OnInfeasible = "advise"
 
     def __post_init__(self) -> None:
+        for name, words in _WORDS.items():
+            one_of(name, getattr(self, name), words)
+        self._check_kinds()
         if self.budget is not None:
             device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.most_on_host is not None:
@@ -68,21 +72,9 @@ class Settings:
         self._check_flight()
         if self.link is not None:
             _check_link(self.link)
-        if not isinstance(self.costs, Roofline) and self.costs not in ("measure", "estimate"):
-            raise ValueError(f"costs must be 'measure' or 'estimate', got {self.costs!r}")
-        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
-            raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
-        if self.kernels not in ("eager", "fused"):
-            raise ValueError(f"kernels must be 'eager' or 'fused', got {self.kernels!r}")
-        if self.random not in ("eager", "counter"):
-            raise ValueError(f"random must be 'eager' or 'counter', got {self.random!r}")
         if self.random == "counter" and self.kernels == "eager":
             raise ValueError("random='counter' has masks made within fused groups: give kernels='fused' too")
-        if self.on_infeasible not in ("advise", "raise", "min"):
-            raise ValueError(f"on_infeasible must be 'advise', 'raise' or 'min', got {self.on_infeasible!r}")
         self._check_dynamic()
-        if self.update not in ("step", "backward"):
-            raise ValueError(f"update must be 'step' or 'backward', got {self.update!r}")
         if self.update == "backward":
             refuse_update_in_backward(self.optimizer, self.accumulate or self.in_flight > 1, self.grads)
         if self.shards is not None:
@@ -96,7 +88,10 @@ class Settings:
     @cached_property
     def target_device(self) -> torch.device | None:
         """The device to plan for; None is the sample's. A CUDA device without a number is the current one."""
-        found = None if self.device is None else torch.device(self.device)
+        try:
+            found = None if self.device is None else torch.device(self.device)
+        except (RuntimeError, TypeError):
+            raise ValueError(f"device is 'cpu', 'cuda', 'cuda:0' or the like, got {self.device!r}") from None
         if found is None or found.type != "cuda":
             return found
         if not torch.cuda.is_available():
@@ -133,6 +128,33 @@ class Settings:
         """Whether an engine holds the gradients, or takes them away."""
         return self.shards is not None or self.surroundings.takes_gradients
 
+    def _check_kinds(self) -> None:
+        for name in ("accumulate", "keep_frozen"):
+            if type(getattr(self, name)) is not bool:
+                raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
+        for name in ("loss_fn", "init"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise TypeError(f"{name} is a function, got {getattr(self, name)!r}")
+        if isinstance(self.loss_fn, nn.modules.loss._Loss):
+            kind = type(self.loss_fn).__name__
+            raise TypeError(
+                f"loss_fn is called with the model and the sample, as {kind} is not. Give for example "
+                f"loss_fn=lambda model, x, y: criterion(model(x), y), where criterion is the {kind}"
+            )
+        if self.optimizer is not None and not hasattr(self.optimizer, "param_groups"):
+            raise TypeError(f"optimizer is a torch.optim.Optimizer, got {self.optimizer!r}")
+        if self.shards is not None and not hasattr(self.shards, "tracing"):
+            raise TypeError(f"shards is a memplan.Shards, got {self.shards!r}")
+        if not isinstance(self.surroundings, Surroundings):
+            raise TypeError(f"surroundings is a memplan.Surroundings, got {self.surroundings!r}")
+        if min(self.surroundings.held_bytes, self.surroundings.after_bytes) < 0:
+            raise ValueError(f"surroundings hold no less than 0 bytes, got {self.surroundings!r}")
+        if isinstance(self.costs, Roofline):
+            if min(self.costs.flops_per_s, self.costs.bytes_per_s) <= 0 or self.costs.launch_s < 0:
+                raise ValueError(f"a Roofline does more than 0 flops and bytes a second, got {self.costs!r}")
+        else:
+            one_of("costs", self.costs, ("measure", "estimate"))
+
     def _check_dynamic(self) -> None:
         if isinstance(self.dynamic, str):
             if self.dynamic not in ("auto", "all", "never"):
@@ -141,8 +163,10 @@ class Settings:
             raise TypeError(f"dynamic is 'auto', 'all', 'never' or a dict, got {self.dynamic!r}")
         else:
             for name, ranges in self.dynamic.items():
-                for index, bounds in dict(ranges).items():
-                    if len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
+                if not isinstance(ranges, Mapping):
+                    raise TypeError(f"dynamic={{{name!r}: {{dimension: (least, most)}}}}, got {ranges!r}")
+                for index, bounds in ranges.items():
+                    if not isinstance(bounds, Sequence) or len(bounds) != 2 or not 0 < bounds[0] <= bounds[1]:
                         raise ValueError(f"dynamic={{{name!r}: {{{index}: (least, most)}}}}, got {bounds!r}")
         if self.dynamic not in ("auto", "never") and not self._could_take_any_size:
             raise ValueError(
@@ -167,6 +191,21 @@ class Settings:
         for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
             if given:
                 raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
+
+
+_WORDS = {
+    "grads": ("surface", "edges"),
+    "update": ("step", "backward"),
+    "kernels": ("eager", "fused"),
+    "random": ("eager", "counter"),
+    "on_infeasible": ("advise", "raise", "min"),
+}
+
+
+def one_of(name: str, given: Any, words: Sequence[str]) -> None:
+    """Raise ValueError for an argument that is none of the words that it may be."""
+    if given not in words:
+        raise ValueError(f"{name} must be {', '.join(map(repr, words[:-1]))} or {words[-1]!r}, got {given!r}")
 
 
 def _check_link(link: Link) -> None:

@@ -18,7 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch._dynamo.source import ConstantSource
-from torch._subclasses import fake_impls, fake_tensor
+from torch._subclasses import fake_impls
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _Namespace
 from torch.utils._sympy.printers import PythonPrinter
@@ -217,10 +217,9 @@ _MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the numb
 
 @contextmanager
 def _sizes_left_open() -> Iterator[None]:
-    """A context in which fake kernels, `range` and `len` leave sizes symbols. PyTorch logs none that fails."""
+    """A context in which fake kernels, `range` and `len` leave sizes symbols."""
     known = fake_impls.op_implementations_dict
     with _ONE_AT_A_TIME:
-        was_disabled, fake_tensor.log.disabled = fake_tensor.log.disabled, True
         kernels = {op: known.get(op) for op in _OPEN}
         functions = {name: getattr(builtins, name) for name in _OPEN_BUILTINS}
         known.update(_OPEN)
@@ -228,7 +227,6 @@ def _sizes_left_open() -> Iterator[None]:
         try:
             yield
         finally:
-            fake_tensor.log.disabled = was_disabled
             vars(builtins).update(functions)
             for op, kernel in kernels.items():
                 if kernel is None:

@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd import forward_ad
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
@@ -77,7 +78,7 @@ def trace_with_fakes(step: Callable[..., Any], *args: Any, symbols: Symbols | No
     # In other modes make_fx makes fakes of fakes, with symbols of its own.
     mode: Literal["fake", "real"] = "fake" if symbols is None else "real"
     around = contextlib.nullcontext() if symbols is None else symbols.tracing()
-    with _grouped_products_of_any_dtype(), _without_code(), around:
+    with _grouped_products_of_any_dtype(), _without_code(), _errors_unlogged(), around:
         return make_fx(step, tracing_mode=mode, _allow_non_fake_inputs=True, **_LEAN)(*args)
 
 
@@ -86,6 +87,16 @@ def _without_code() -> Iterator[None]:
     """A context in which no Python code is made for the graph of a trace, which is read and never run."""
     with _use_lazy_graph_module(True):
         yield
+
+
+@contextlib.contextmanager
+def _errors_unlogged() -> Iterator[None]:
+    """A context in which PyTorch logs no fake kernel that fails: it raises, and whoever traces has words for that."""
+    was_disabled, fake_tensor.log.disabled = fake_tensor.log.disabled, True
+    try:
+        yield
+    finally:
+        fake_tensor.log.disabled = was_disabled
 
 
 def someone_traces() -> bool:

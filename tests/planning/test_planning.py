@@ -162,7 +162,7 @@ def test_one_command_forgets_what_is_kept(cost_cache: Path, capsys: pytest.Captu
     assert main(["clear-costs"]) == 0
     assert [file.suffix for file in cost_cache.iterdir()] == [".lock"]
     told = capsys.readouterr().out
-    assert told == f"memplan: 2 files of measured costs and plans removed from {cost_cache}\n"
+    assert told == f"memplan: 3 files of measured costs and plans removed from {cost_cache}\n"
 
 
 def test_costs_of_earlier_versions_are_read(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
