@@ -5,6 +5,7 @@ Of that, tests read measured costs. They search for every front anew, but for th
 """
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -31,6 +32,19 @@ def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
             patch.delenv(name, raising=False)
         torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)  # workers share the cores
         yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traces_not_told_to_pytest() -> Iterator[None]:
+    """PyTorch describes each tensor and the stack at each trace of it as soon as one handler would take that.
+
+    pytest hands its own to all loggers that do not propagate, this one among them.
+    """
+    told = logging.getLogger("torch.__trace")
+    told.handlers.clear()
+    told.propagate = True
+    yield
+    told.propagate = False
 
 
 @pytest.fixture(scope="module", autouse=True)
