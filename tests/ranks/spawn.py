@@ -7,6 +7,7 @@ wrong. Modules listed in `MODULES` have them in their `CELLS`. Run as a program,
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -120,6 +121,8 @@ def _be_a_rank(folder: Path) -> None:
     table: dict[str, Any] = cells()
     with (folder / f"findings-{rank}.jsonl").open("w") as findings, searched_anew():
         for name in wanted:
+            gc.collect()
+            gc.freeze()  # what modules have made when they were imported, as in tests/conftest.py
             start = time.monotonic()
             try:
                 found = table[name].run()
