@@ -27,7 +27,7 @@ from memplan.solvers.orders.flat import Flat, flatten
 from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.rewrites import demand_order
 from tests.support.configs import with_figures
-from tests.support.parameters import examples
+from tests.support.parameters import examples, quickly
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.solver_oracle import all_orders
 
@@ -194,7 +194,10 @@ def test_more_budget_never_lifts_the_bound(problem: Problem) -> None:
     assert bound.time_s(None) == problem.baseline_time_s
 
 
-@pytest.mark.parametrize("name", sorted(instances()))
+QUICK = ("convolutions", "densenet", "gpt2_one_layer", "perceptron", "t5", "unet")
+
+
+@pytest.mark.parametrize("name", quickly(sorted(instances()), *QUICK))
 def test_bound_is_under_every_plan(name: str) -> None:
     """The plans of a real step; the bound alone is taken at full strength."""
     problem = instances()[name]

@@ -114,16 +114,24 @@ def vit() -> tuple[nn.Module, Sample]:
     return ViTForImageClassification(config), sample
 
 
+def _resnet(depths: list[int]) -> tuple[nn.Module, Sample]:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=depths, layer_type="bottleneck")
+    sample = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": _token_ids(2, vocabulary=2)}
+    return ResNetForImageClassification(config), sample
+
+
+@model
+def resnet() -> tuple[nn.Module, Sample]:
+    """Each kind of block once."""
+    return _resnet([1, 1, 1, 1])
+
+
 @model
 def resnet50() -> tuple[nn.Module, Sample]:
     """True depth and block type, a sixteenth of the width, small images."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(
-        embedding_size=16, hidden_sizes=[32, 64, 128, 256], depths=[3, 4, 6, 3], layer_type="bottleneck"
-    )
-    sample = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": _token_ids(2, vocabulary=2)}
-    return ResNetForImageClassification(config), sample
+    return _resnet([3, 4, 6, 3])
 
 
 @model

@@ -27,7 +27,7 @@ from memplan.problem.simulate import simulate
 from memplan.runtime.program.step import WholeStep
 from tests.support.architectures import ARCHITECTURES
 from tests.support.meter import LiveMeter
-from tests.support.parameters import examples
+from tests.support.parameters import examples, quickly
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of
 
 LENGTHS = (64, 48, 17, 33, 10, 64, 5, 47, 3, 2)
@@ -110,7 +110,9 @@ def captures(net: nn.Module) -> int:
 # -- captures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "t5", "handmade", "resnet50"])
+@pytest.mark.parametrize(
+    "name", quickly(("gpt2", "llama", "bert", "t5", "handmade", "resnet50"), "gpt2", "t5", "handmade")
+)
 def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
     net, sample = MODELS[name](0)
     dim = 0 if name in ("handmade", "resnet50") else 1
@@ -137,7 +139,7 @@ def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
     assert len(ladder) > 2
     for rung in ladder:
         assert rung.sized is not None
-        for n in (3, 17, 40, 63, 64):
+        for n in (3, 40, 64):
             numbers = (n,) * len(rung.sized.numbers)
             plan = rung.sized.at(numbers)
             assert f"int64[{batch}, {n}]" in {v.tensor for v in plan.problem.graph.values}
@@ -147,7 +149,7 @@ def test_peaks_at_all_sizes_are_those_of_the_accountant() -> None:
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0.5, PLENTY])
+@pytest.mark.parametrize("budget", quickly((0.5, PLENTY), 0.5))
 def test_gpt2_at_ten_lengths_takes_two_captures(budget: Any) -> None:
     net, sample = MODELS["gpt2"](0)
     net = train_at(net, [with_size(sample, 1, 64, n) for n in LENGTHS], budget)
@@ -167,7 +169,7 @@ def test_short_calls_recompute_nothing_and_long_ones_fit() -> None:
 
 
 def test_batches_with_running_statistics() -> None:
-    net, sample = MODELS["resnet50"](0)
+    net, sample = MODELS["resnet"](0)
     net = train_at(net, [with_size(sample, 0, 2, n) for n in (2, 3, 5, 2, 4, 1)], PLENTY)
     assert captures(net) <= 3
 
@@ -483,13 +485,13 @@ def test_accelerate_looks_for_a_batch_that_fits() -> None:
     memplan.apply(net, x, budget, costs="estimate")
     tried = []
 
-    @memory.find_executable_batch_size(starting_batch_size=400)  # type: ignore[untyped-decorator]
+    @memory.find_executable_batch_size(starting_batch_size=80)  # type: ignore[untyped-decorator]
     def train(batch_size: int) -> None:
         tried.append(batch_size)
         step(net, torch.randn(batch_size, 32))
 
     train()
-    assert tried[0] == 400 > tried[-1] >= 48
+    assert tried[0] == 80 > tried[-1] >= 48
 
 
 def test_choosing_a_schedule_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from tests.support.meter import LiveMeter, profiler_peak, storage_bytes
 from tests.support.zoo import MODELS, Sample, assert_same_bits, call, loss_of, run_steps, tensors_of
 
 IN_EVERY_RUN = ("gpt2", "handmade")  # in bf16; of the others that is slow
-LIKE_ANOTHER = ("llama_eager", "bert", "unet")  # test_architectures has a larger U-Net
+LIKE_ANOTHER = ("llama", "llama_eager", "bert", "resnet50", "unet")  # test_architectures has a larger U-Net
 WITHOUT_LOSS = ("unet", "transformer", "handmade")
 FEW, MANY = (0.0, 0.5), tuple(i / 7 for i in range(8))  # budgets as shares of the way from floor to unplanned peak
 
