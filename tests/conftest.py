@@ -24,6 +24,14 @@ QUICK = with_figures(
 )  # fmt: skip
 
 
+LONGEST = ("tests/ranks/test_distributed.py", "tests/whole/test_any_length.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files come first: each is for one worker, and at the end the others would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fixed_surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, searched_anew():

@@ -31,9 +31,9 @@ def plan_at(count: int, budget: int, **settings: Any) -> memplan.Plan | None:
 
 def test_no_divisor_of_the_effective_batch_is_faster() -> None:
     budget = memplan.plan(network(), rows(400), "min", **SETTINGS).peak_bytes
-    choice = memplan.largest_batch(network(), rows, budget, effective_batch=960, **SETTINGS)
-    assert choice.size * choice.accumulation == 960 and choice.plan.peak_bytes <= budget
-    plans = {n: plan_at(n, budget, accumulate=n < 960) for n in range(1, 961) if 960 % n == 0}
+    choice = memplan.largest_batch(network(), rows, budget, effective_batch=800, **SETTINGS)
+    assert choice.size * choice.accumulation == 800 and choice.plan.peak_bytes <= budget
+    plans = {n: plan_at(n, budget, accumulate=n < 800) for n in range(1, 801) if 800 % n == 0}
     speeds = {n: n / plan.time_s for n, plan in plans.items() if plan is not None}
     assert speeds[choice.size] >= max(speeds.values()) * 0.99
     assert f"{choice.size}, {choice.accumulation} times for each step" in str(choice) and "<- taken" in str(choice)

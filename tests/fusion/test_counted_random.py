@@ -30,13 +30,13 @@ ROOT = Path(__file__).resolve().parents[2]
 class Dropped(nn.Module):
     """Dropout as CPUs run it, and as GPUs do (`native_dropout`), between products."""
 
-    def __init__(self, p: float = 0.2, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, p: float = 0.2, dtype: torch.dtype = torch.float32, turns: int = 3) -> None:
         super().__init__()
         self.inner, self.outer = nn.Linear(16, 64, dtype=dtype), nn.Linear(64, 16, dtype=dtype)
-        self.norm, self.p = nn.LayerNorm(16, dtype=dtype), p
+        self.norm, self.p, self.turns = nn.LayerNorm(16, dtype=dtype), p, turns
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(3):
+        for _ in range(self.turns):
             hidden = nn.functional.dropout(torch.tanh(self.inner(self.norm(x))), self.p, self.training)
             x = x + torch.native_dropout(self.outer(hidden), self.p, True)[0]
         return x.pow(2).mean()
@@ -102,7 +102,7 @@ def test_masks_have_their_share_of_ones_each_its_own_and_follow_the_generator() 
 
 
 def test_gradients_are_those_of_finite_differences() -> None:
-    net, sample = net_and_sample(dtype=torch.float64)
+    net, sample = net_and_sample(dtype=torch.float64, turns=2)
     planned = counted(net, sample, "min")
     weight = planned.inner.weight
 
@@ -131,6 +131,7 @@ def test_a_plan_file_says_so(tmp_path: Path) -> None:
     assert_same_bits(found, run_steps(planned, sample, 2))
 
 
+@pytest.mark.slow
 def test_another_process_has_the_same_bits() -> None:
     script = (
         "from tests.fusion.test_counted_random import counted, net_and_sample\n"

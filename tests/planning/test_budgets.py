@@ -13,6 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.problem.budgets import parsed
+from tests.support.parameters import quickly
 from tests.support.zoo import MODELS
 
 ESTIMATED: dict[str, Any] = {"costs": "estimate", "config": "rockmate"}
@@ -103,7 +104,7 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize(("level", "lines"), [("", 2), ("warning", 0), ("off", 0)])
+@pytest.mark.parametrize(("level", "lines"), quickly([("", 2), ("warning", 0), ("off", 0)], ("", 2), ("warning", 0)))
 def test_what_is_told_by_default(level: str, lines: int) -> None:
     """One line a planned model."""
     environ = {**os.environ, "MEMPLAN_LOG": level}

@@ -16,6 +16,8 @@ from tests.support.zoo import MODELS, assert_same_bits, run_steps
 def test_a_model_of_which_no_more_fits_than_the_promised_floor_is_timed_planned_and_run(name: str) -> None:
     """Its ops are timed too, though all parameters together are larger than the budget."""
     net, sample = MODELS[name](0)
+    assert isinstance(sample, dict)
+    sample = {key: of[:, :32] if isinstance(of, torch.Tensor) else of for key, of in sample.items()}
     plain = copy.deepcopy(net)
     top = memplan.plan(net, sample, memplan.plan(net, sample, 1.0).floor_bytes, host_budget="1GiB")
     assert top.floor_bytes < sum(p.nbytes for p in net.parameters())

@@ -45,7 +45,7 @@ def gpt2() -> tuple[nn.Module, Sample]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=100, n_positions=64, n_embd=64, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None
+        vocab_size=100, n_positions=64, n_embd=64, n_layer=2, n_head=4, bos_token_id=None, eos_token_id=None
     )
     return GPT2LMHeadModel(config), _language_sample()
 
@@ -57,7 +57,7 @@ def _llama(attention: str) -> tuple[nn.Module, Sample]:
         vocab_size=100,
         hidden_size=64,
         intermediate_size=160,
-        num_hidden_layers=3,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
         attn_implementation=attention,
@@ -80,7 +80,7 @@ def bert() -> tuple[nn.Module, Sample]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=100, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128
+        vocab_size=100, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
     )
     return BertForMaskedLM(config), {"input_ids": _token_ids(2, 64), "labels": _token_ids(2, 64)}
 
@@ -108,7 +108,7 @@ def vit() -> tuple[nn.Module, Sample]:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=32, patch_size=4, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=128
+        image_size=32, patch_size=4, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=128
     )
     sample = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": _token_ids(2, vocabulary=2)}
     return ViTForImageClassification(config), sample

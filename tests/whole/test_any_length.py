@@ -510,7 +510,7 @@ def test_choosing_a_schedule_makes_no_plan(monkeypatch: pytest.MonkeyPatch) -> N
         step(net, batch)
 
 
-@pytest.mark.parametrize("first", [64, 40])
+@pytest.mark.parametrize("first", quickly((64, 40), 40))
 def test_a_plan_file_serves_all_sizes(first: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net, sample = MODELS["gpt2"](0)
     memplan.plan(net, sample, 0.6, costs="estimate").save(tmp_path / "plan.json")
