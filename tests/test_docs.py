@@ -75,7 +75,7 @@ def test_the_pages_make_a_site(tmp_path: Path) -> None:
 
 def test_the_complete_script(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    script = README[0].replace("max_steps=8", "max_steps=2")
+    script = README[0].replace("max_steps=8", "max_steps=2").replace("n_layer=4", "n_layer=2")
     child = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
