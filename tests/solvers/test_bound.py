@@ -209,7 +209,11 @@ def test_bound_is_under_every_plan(name: str) -> None:
         assert bound.time_s(point.peak_bytes) <= point.time_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("build", [lambda: llama_like(2), resnet_like, unet_like], ids=["llama", "resnet", "unet"])
+@pytest.mark.parametrize(
+    "build",
+    [lambda: llama_like(2), resnet_like, pytest.param(unet_like, marks=pytest.mark.slow)],
+    ids=["llama", "resnet", "unet"],
+)
 def test_multipliers_come_near_the_optimum(build) -> None:  # type: ignore[no-untyped-def]
     problem = build()
     flat = flatten(problem)
