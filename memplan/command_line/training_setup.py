@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from memplan.command_line.outcomes import Mistake
 
 def with_adapters(model: nn.Module, rank: int) -> nn.Module:
     """The model with low-rank adapters at its linear layers, which alone are trained. Raises Mistake."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of what no plan needs as peft imports it
     try:
         import peft
     except ImportError:
