@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 from memplan.errors import BudgetInfeasible
+from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
+
+_Found = TypeVar("_Found", bound=Plan | PartialPlan)
 
 _TRIES = 8
 _EVEN = ((1024, 64), (128, 16), (32, 4))  # sizes from the first on are multiples of the second
@@ -14,8 +18,8 @@ _CLOSE = 0.9  # a size that fits is as good as one that is larger by less
 
 
 def largest_that_fits(
-    plan_at: Callable[[int], Plan], limit_bytes: int, most: int, floors: dict[int, int] | None = None
-) -> tuple[int, Plan] | None:
+    plan_at: Callable[[int], _Found], limit_bytes: int, most: int, floors: dict[int, int] | None = None
+) -> tuple[int, _Found] | None:
     """The largest size up to `most` at which a plan was found, with the plan. None where none was found.
 
     Smallest peaks grow about linearly with batches, and a little faster with lengths. So each try is where the line

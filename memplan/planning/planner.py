@@ -30,6 +30,7 @@ from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
 from memplan.planning.uncaptured import UncapturedSteps
 from memplan.planning.whole_plans import WholePlans
+from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
@@ -147,10 +148,16 @@ class Planner:
                 raise
             call = self.capturing.call_of(model, forward, sample)
 
-            def plan_with(settings: Settings, call: Call | Sample) -> Plan:
+            def plan_with(settings: Settings, call: Call | Sample) -> Plan | PartialPlan:
                 other = Planner(settings, decides=self.capturing.decides)
                 other.limits.margin = self.limits.margin
-                return other.plan(model, forward, call)
+                try:
+                    return other.plan(model, forward, call)
+                except UnsupportedModel as refusal:
+                    step = other.step(model, forward, call)
+                    if step.plan is None:
+                        raise refusal from None
+                    return step.plan
 
             raise Remedies(self.settings, model, call, error, limit_bytes, plan_with).error() from None
 

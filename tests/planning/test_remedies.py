@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
 from memplan.plans.step_memory import planned_memory
+from tests.planning.test_partial import Branching
 
 pytestmark = pytest.mark.full_search  # else nobody looks for remedies
 
@@ -117,6 +118,16 @@ def test_a_model_that_is_to_be_trained_is_told_as_well(dynamic: str) -> None:
     with pytest.raises(memplan.BudgetInfeasible) as caught:
         memplan.apply(model, sample, just_below_floor(model, sample), **settings)
     assert any("batches of" in remedy.change for remedy in caught.value.remedies)
+
+
+def test_a_step_that_is_planned_in_parts_is_told_which_batch_fits() -> None:
+    model, sample = Branching(), torch.randn(512, 32)
+    with pytest.raises(memplan.BudgetInfeasible, match="planned in parts") as caught:
+        memplan.apply(model, sample, "1MiB", costs="estimate")
+    changes = [re.fullmatch(r"batches of (\d+) of 512, accumulate=True", r.change) for r in caught.value.remedies]
+    rows = next(int(change[1]) for change in changes if change)
+    memplan.apply(model, sample[:rows], "1MiB", costs="estimate", accumulate=True)
+    assert memplan.plan_of(model).peak_bytes <= 1 << 20  # type: ignore[union-attr]
 
 
 def test_raise_looks_for_nothing() -> None:
