@@ -82,8 +82,6 @@ def test_a_cache_that_is_returned_need_not_be() -> None:
     remedy = next(r for r in refused(model, sample, budget).remedies if r.change == "the argument use_cache=False")
     uncached = memplan.plan(model, {**sample, "use_cache": False}, budget, **SETTINGS)
     assert uncached.peak_bytes == remedy.peak_bytes <= budget
-    error = refused(model, {**sample, "use_cache": False}, 10_000)
-    assert "the argument" not in str(error)
 
 
 def test_updates_in_backward_where_gradients_are_the_problem() -> None:
@@ -120,6 +118,7 @@ def test_a_model_that_is_to_be_trained_is_told_as_well(dynamic: str) -> None:
     assert any("batches of" in remedy.change for remedy in caught.value.remedies)
 
 
+@pytest.mark.slow
 def test_a_step_that_is_planned_in_parts_is_told_which_batch_fits() -> None:
     model, sample = Branching(), torch.randn(512, 32)
     with pytest.raises(memplan.BudgetInfeasible, match="planned in parts") as caught:
