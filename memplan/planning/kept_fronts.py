@@ -58,6 +58,9 @@ def _with_least(front: Front, problem: Problem, config: Config, name: str) -> Fr
     try:
         with unsound("schedule"):
             content = unpack(kept(name))
+            if content["order"] == list(found.order):  # mostly, and to account for it takes a while
+                is_used(name)
+                return front
             least = front_of_orders(problem, config, [(str(content["solver"]), content["order"])], front.bound).floor
     except (OSError, InvalidPlanFile):
         least = None
