@@ -244,9 +244,9 @@ class StepGraph:
 
 
 def _lie_alike(a: fx.Node, b: fx.Node) -> bool:
-    """Whether the tensors of two nodes have equal shapes and strides."""
+    """Whether the tensors of two nodes are on one device, with equal shapes and strides."""
     first, second = a.meta["val"], b.meta["val"]
-    return bool(first.shape == second.shape and first.stride() == second.stride())
+    return bool(first.device == second.device and first.shape == second.shape and first.stride() == second.stride())
 
 
 def is_sum_in_place(kernel: Kernel) -> bool:

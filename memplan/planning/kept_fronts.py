@@ -34,7 +34,7 @@ _MOST_BYTES = 64 << 20  # on disk, for fronts and for floors; a front of a thous
 def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) -> Front:
     """The front that is on disk for a problem, else the one that a search finds, which is kept.
 
-    Its smallest peak is no larger than that of any front before it for the same graph.
+    In it is the schedule of the smallest peak that is known for the graph, if it is no larger here than what was found.
     """
     content = problem_to_json(dataclasses.replace(problem, budget_bytes=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
