@@ -15,6 +15,7 @@ import torch
 
 from memplan.config import PRESETS, Config
 from memplan.planning.remedies import Remedies
+from memplan.solvers.bounds import lower_bound
 from tests.support.configs import with_figures
 from tests.support.plannings import plannings, searched_anew
 
@@ -22,8 +23,7 @@ QUICK = with_figures(
     Config(("rotor", "cuts", "blocks")), moments=1, cuts=8, block_cuts=4, options=12, sizes=8, grid=10, descents=3,
     rounds=100, exchanges=10, neighbours=20,
 )  # fmt: skip
-
-
+QUICK_BOUND = {"_SPREAD": (0.5, 0.15), "_MORE_TRIES": 0, "_LAST_WORK": 0}  # a looser one
 LONGEST = ("tests/ranks/test_distributed.py", "tests/whole/test_any_length.py")
 
 
@@ -78,10 +78,12 @@ def plans_made() -> Iterator[Callable[[], int]]:
 
 @pytest.fixture(autouse=True)
 def quick_search(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans from fewer methods, which do not go far: most tests are about what is done with a plan.
+    """Plans from fewer methods, which do not go far, and looser bounds: most tests are about what is done with a plan.
 
     Where nothing fits, nobody looks for remedies either. Tests of the search itself are marked `full_search`.
     """
     if request.node.get_closest_marker("full_search") is None:
         monkeypatch.setitem(PRESETS, "auto", QUICK)
+        for name, value in QUICK_BOUND.items():
+            monkeypatch.setattr(lower_bound, name, value)
         monkeypatch.setattr(Remedies, "error", lambda remedies: remedies.refusal)

@@ -182,6 +182,7 @@ def most_on_host(graph: Graph, schedule: Schedule, left_out: set[int]) -> int:
     return most
 
 
+@pytest.mark.full_search
 def test_pinned_blocks_count_as_what_they_take() -> None:
     """Blocks are rounded up to powers of two, and a host budget holds with that."""
     assert [pinned_bytes(n) for n in (0, 1, 2, 3, 512, 513, (33 << 30) + 1)] == [0, 1, 2, 4, 512, 1024, 64 << 30]

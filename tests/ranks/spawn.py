@@ -110,10 +110,13 @@ def _be_a_rank(folder: Path) -> None:
     import torch
 
     from memplan.config import PRESETS
-    from tests.conftest import QUICK
+    from memplan.solvers.bounds import lower_bound
+    from tests.conftest import QUICK, QUICK_BOUND
     from tests.support.plannings import searched_anew
 
     PRESETS["auto"] = QUICK
+    for figure, value in QUICK_BOUND.items():
+        setattr(lower_bound, figure, value)
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank = torch.distributed.get_rank()

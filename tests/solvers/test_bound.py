@@ -31,6 +31,7 @@ from tests.support.parameters import examples, quickly
 from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
 from tests.support.solver_oracle import all_orders
 
+pytestmark = pytest.mark.full_search  # with bounds as tight as users have
 CALM = settings(
     max_examples=examples(40), deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )

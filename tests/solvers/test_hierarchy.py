@@ -34,6 +34,7 @@ from tests.support.random_graphs import (
     unet_like,
 )
 
+pytestmark = pytest.mark.full_search  # with bounds as tight as users have
 SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, block_cuts=4, options=8, sizes=4)
 CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])  # fmt: skip

@@ -42,6 +42,7 @@ from tests.support.random_graphs import (
 )
 from tests.support.solver_oracle import all_orders, chain_optimum, recount
 
+pytestmark = pytest.mark.full_search  # with bounds as tight as users have
 SMALL = with_figures(coarse_blocks=8, fine_blocks=12, coarse_slots=60, fine_slots=60, cuts=6, block_cuts=4, options=8,
                sizes=6, grid=8, rounds=30, width=4)  # fmt: skip
 CALM = settings(max_examples=examples(60), deadline=None, derandomize=True,
