@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,8 +216,12 @@ class StepKey:
         self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
         self._attributes = dict(self._tables)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
-        self._state = tuple(zip(_state(model), self._state_facts, strict=True))
+        self._places = _state(model)
+        self._state = tuple(zip(self._places, self._state_facts, strict=True))
+        self._seen_ids: list[int] = []
+        self._alike: Callable[..., bool] | None = None
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
+        self._tables_of_hooks = [table for (_, table), _ in self._hooks]
 
     def rebound(self, model: nn.Module) -> StepKey:
         """This key for a copy of the model."""
@@ -295,6 +299,22 @@ class StepKey:
         for name, home, count in self._homes:
             if len(home) != count:
                 return f"parameters or buffers were added to {name or 'the model'}, or removed"
+        return self._state_changed()
+
+    def _state_changed(self) -> str | None:
+        """What differs about parameters and buffers. Those of the last call are checked by PyTorch's own code."""
+        tensors = [home.get(leaf) for _, home, leaf, _, _ in self._places]
+        there, ids = [t for t in tensors if t is not None], list(map(id, tensors))
+        same, self._seen_ids = ids == self._seen_ids, ids
+        if same and self._alike is not None and self._alike(*there):
+            return None
+        self._alike = None
+        problem = self._state_differs()
+        if same and problem is None and self._shards is None and all(t.layout is torch.strided for t in there):
+            self._alike = private.alike(there)
+        return problem
+
+    def _state_differs(self) -> str | None:
         for (name, home, leaf, first_home, first_leaf), facts in self._state:
             tensor = home.get(leaf)
             if facts is None:
@@ -313,6 +333,8 @@ class StepKey:
         return None
 
     def _hooks_changed(self) -> str | None:
+        if not any(self._tables_of_hooks) and not any(self._hook_counts):
+            return None
         for (name, table), count in self._hooks:
             if (len(table) or count) and unplanned_hooks(table, self._shards) != count:
                 return f"hooks were added to module {name}, or removed"

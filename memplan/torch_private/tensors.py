@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -32,6 +34,16 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
         if type(detached).__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
             return detached
         return detached.as_subclass(torch.Tensor)
+
+
+def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A quick check that tensors have the classes, dtypes, devices, sizes, strides and `requires_grad` of these.
+
+    They must be strided. Under another autocast it also says no to what is alike.
+    """
+    sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
+    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    return check
 
 
 def changes_ops(tensor: torch.Tensor) -> bool:

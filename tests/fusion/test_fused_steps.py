@@ -30,18 +30,14 @@ QUICK = ("handmade",)
 NAMES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 
 
-def loss_of_step(net: nn.Module, sample: Sample) -> torch.Tensor:
-    """Of a model planned with `loss_inside`."""
-    found = call(net, sample)
-    return found.loss if loss_inside(sample) is None else found
-
-
 def allocator_peak(net: nn.Module, sample: Sample) -> int:
     """By the allocator's own events: what groups allocate no dispatch mode sees."""
     net.zero_grad()
 
     def step() -> None:
-        loss_of_step(net, sample).backward()
+        found = call(net, sample)  # held, as plans take it to be
+        loss = found.loss if loss_inside(sample) is None else found
+        loss.backward()
 
     return profiler_peak(step, storage_bytes([*net.parameters(), *net.buffers(), *tensors_of([sample])]))
 

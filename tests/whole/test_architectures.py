@@ -22,7 +22,6 @@ from tests.support.zoo import Sample, assert_same_bits, copied, run_steps
 IN_PART = {"wav2vec2": "layers are left out by the value of a random number, and spans are masked by numpy.random"}
 # Planned in part, and what is left unplanned needs more than half.
 INFEASIBLE = {
-    "recurrent_gemma": "forward keeps a tensor that depends on parameters in an attribute; the scan stays unplanned",
     "detr": "the loss matches boxes in NumPy; the rest is planned as one part, whose largest op takes more than half",
 }
 FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}

@@ -169,23 +169,47 @@ class Snapshot:
             )
             for _, table in tables
         ]
+        self._glance: _Glance | None = None
 
     def difference(self, tables: list[tuple[str, Table]]) -> str | None:
         """The first attribute that has changed, in words; None where none has.
 
         tables: in the order of those that the snapshot was made of.
         """
+        if self._glance is not None and self._glance.tables is tables and self._glance.sees_nothing_new():
+            return None
         for (name, table), entry in zip(tables, self._entries, strict=True):
             key = entry.changed_key(table)
             if key is not None:
                 return f"{name}.{key} is {_shown(table.get(key, _ABSENT))}, planned for {_shown(entry.value(key))}"
+        self._glance = _Glance(tables, self._entries)
         return None
 
     def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
         """The snapshot for a copy of the model: with the copy's own objects, and plain values as they were."""
         other = copy.copy(self)
+        other._glance = None
         other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
         return other
+
+
+class _Glance:
+    """A quick look at tables that were just as they should be: nothing in them may be another object since then."""
+
+    def __init__(self, tables: list[tuple[str, Table]], entries: Sequence[_Entry]) -> None:
+        self.tables = tables
+        of_entries = [(entry, table) for (_, table), entry in zip(tables, entries, strict=True)]
+        self._places = [(table.get, key) for entry, table in of_entries for key in entry.simple]
+        self._values = [get(key, _ABSENT) for get, key in self._places]
+        self._absent = [(entry.absent, table) for entry, table in of_entries if entry.absent]
+        self._others = [(entry, table) for entry, table in of_entries if entry.containers or entry.absent is None]
+
+    def sees_nothing_new(self) -> bool:
+        return (
+            all(map(operator.is_, [get(key, _ABSENT) for get, key in self._places], self._values))
+            and all(itertools.starmap(frozenset.isdisjoint, self._absent))
+            and all(entry.other_changed_key(table) is None for entry, table in self._others)
+        )
 
 
 class _Entry:
@@ -198,28 +222,32 @@ class _Entry:
         self._ignored = ignored
         self._of_class = isinstance(table, MappingProxyType)
         kept = {k: v for k, v in table.items() if k not in ignored and (read is None or k in read)}
-        self._containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
-        self._simple = {k: v for k, v in kept.items() if k not in self._containers}
-        self._absent = None if read is None else read - table.keys() - ignored
+        self.containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
+        self.simple = {k: v for k, v in kept.items() if k not in self.containers}
+        self.absent = None if read is None else frozenset(read - table.keys() - ignored)
         self._keys = frozenset(table)
 
     def adapted(self, table: Table) -> _Entry:
         other = copy.copy(self)
-        other._simple = {k: _adapted(v, table.get(k, _ABSENT)) for k, v in self._simple.items()}
-        other._containers = {k: _adapted(v, table.get(k)) for k, v in self._containers.items()}
+        other.simple = {k: _adapted(v, table.get(k, _ABSENT)) for k, v in self.simple.items()}
+        other.containers = {k: _adapted(v, table.get(k)) for k, v in self.containers.items()}
         return other
 
     def changed_key(self, table: Table) -> str | None:
-        found = map(table.get, self._simple, itertools.repeat(_ABSENT))
-        if not all(map(operator.is_, found, self._simple.values())):
-            for key, value in self._simple.items():
+        found = map(table.get, self.simple, itertools.repeat(_ABSENT))
+        if not all(map(operator.is_, found, self.simple.values())):
+            for key, value in self.simple.items():
                 if key not in table or not _same(value, table[key]):
                     return key
-        for key, frozen in self._containers.items():
+        return self.other_changed_key(table)
+
+    def other_changed_key(self, table: Table) -> str | None:
+        """Of containers, and of what has come."""
+        for key, frozen in self.containers.items():
             if key not in table or not _same(frozen, table[key]):
                 return key
-        if self._absent is not None:
-            return None if self._absent.isdisjoint(table) else next(key for key in table if key in self._absent)
+        if self.absent is not None:
+            return None if self.absent.isdisjoint(table) else next(key for key in table if key in self.absent)
         if self._keys == table.keys():
             return None
         return next((key for key in table if key not in self._keys and self._matters(key)), None)
@@ -229,7 +257,7 @@ class _Entry:
         return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
 
     def value(self, key: str) -> Any:
-        return self._simple.get(key, self._containers.get(key, _ABSENT))
+        return self.simple.get(key, self.containers.get(key, _ABSENT))
 
 
 def _frozen(value: Any) -> Any:

@@ -100,12 +100,10 @@ class ParameterStore:
 
     def is_sharded(self, name: str) -> bool:
         """Whether a name is that of a parameter that is empty between uses."""
+        if self.gathers is None:
+            return False
         parameter = self[name]
-        return (
-            self.gathers is not None
-            and isinstance(parameter, nn.Parameter)
-            and self.gathers.shards.shard(parameter) is not None
-        )
+        return isinstance(parameter, nn.Parameter) and self.gathers.shards.shard(parameter) is not None
 
     def begin(self) -> None:
         """Prepare for a planned forward or backward."""
@@ -114,29 +112,33 @@ class ParameterStore:
 
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
         """Put gradients into `.grad` through autograd, in this order, so that every kind of hook runs."""
-        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if self[n].requires_grad]
+        pairs = [(p, g) for p, g in zip(map(self.__getitem__, names), gradients, strict=True) if p.requires_grad]
         if not pairs:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.
-        names, gradients = zip(*reversed(pairs), strict=True)
-        with self._accepting(names):
-            self._hand_over(names, gradients)
+        parameters, gradients = zip(*reversed(pairs), strict=True)
+        with self._accepting(parameters):
+            with torch.enable_grad():
+                leaves = list(map(_leaf, parameters, gradients))
+            private.run_backward(leaves, gradients)
 
-    def _accepting(self, names: Sequence[str]) -> contextlib.AbstractContextManager[None]:
+    def _accepting(self, parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """A context in which parameters have the shapes of their gradients."""
         if self.gathers is None:
             return contextlib.nullcontext()
-        parameters = [p for p in map(self.__getitem__, names) if isinstance(p, nn.Parameter)]
-        return self.gathers.shards.accepting(parameters)
+        return self.gathers.shards.accepting([p for p in parameters if isinstance(p, nn.Parameter)])
 
-    def _hand_over(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        with torch.enable_grad():
-            # A view of the parameter, because autograd copies a gradient that is given for the leaf itself.
-            leaves = [
-                _same_gradient(self[name]) if 1 in gradient.shape else self[name].view_as(self[name])
-                for name, gradient in zip(names, gradients, strict=True)
-            ]
-        private.run_backward(leaves, gradients)
+
+def _leaf(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A view of a parameter, because autograd copies a gradient that is given for the leaf itself."""
+    if 1 in gradient.shape and not _keeps_strides(gradient):
+        return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
+    return parameter.view_as(parameter)
+
+
+def _keeps_strides(tensor: torch.Tensor) -> bool:
+    """Whether a view in its own shape has its strides. In dimensions of size 1 a view has strides of its own."""
+    return private.is_ordinary(tensor) and tensor.view(tensor.shape).stride() == tensor.stride()
 
 
 class _SameGradient(torch.autograd.Function):
@@ -149,10 +151,6 @@ class _SameGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         return gradient.detach()
-
-
-def _same_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @dataclass(frozen=True, slots=True)
