@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._dynamo.guards import TensorGuards
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -39,10 +38,14 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """A quick check that tensors have the classes, dtypes, devices, sizes, strides and `requires_grad` of these.
 
-    They must be strided. Under another autocast it also says no to what is alike.
+    They must be strided. Under another autocast it also says no to what is alike, and always where this PyTorch has no
+    such check.
     """
+    guards: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+    if guards is None:
+        return lambda *now: False
     sizes, strides = [list(t.shape) for t in tensors], [list(t.stride()) for t in tensors]
-    check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check  # type: ignore[arg-type]
+    check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
 
 
