@@ -216,8 +216,7 @@ class StepKey:
         self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
         self._attributes = dict(self._tables)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
-        self._places = _state(model)
-        self._state = tuple(zip(self._places, self._state_facts, strict=True))
+        self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._seen_ids: list[int] = []
         self._alike: Callable[..., bool] | None = None
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
@@ -302,8 +301,8 @@ class StepKey:
         return self._state_changed()
 
     def _state_changed(self) -> str | None:
-        """What differs about parameters and buffers. Those of the last call are checked by PyTorch's own code."""
-        tensors = [home.get(leaf) for _, home, leaf, _, _ in self._places]
+        """What differs about parameters and buffers. The third call with the same ones is checked by PyTorch's code."""
+        tensors = [home.get(leaf) for (_, home, leaf, _, _), _ in self._state]
         there, ids = [t for t in tensors if t is not None], list(map(id, tensors))
         same, self._seen_ids = ids == self._seen_ids, ids
         if same and self._alike is not None and self._alike(*there):

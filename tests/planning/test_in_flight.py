@@ -76,6 +76,7 @@ def test_fill_keeps_the_limit(problem: Problem, in_flight: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full_search
 @CALM
 @given(random_problems(most_ops=4, most_size=4), st.integers(2, 4))
 def test_the_front_is_near_the_best_of_all_short_orders(problem: Problem, in_flight: int) -> None:

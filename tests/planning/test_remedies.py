@@ -82,6 +82,8 @@ def test_a_cache_that_is_returned_need_not_be() -> None:
     remedy = next(r for r in refused(model, sample, budget).remedies if r.change == "the argument use_cache=False")
     uncached = memplan.plan(model, {**sample, "use_cache": False}, budget, **SETTINGS)
     assert uncached.peak_bytes == remedy.peak_bytes <= budget
+    error = refused(model, {**sample, "use_cache": False}, 10_000)
+    assert "the argument" not in str(error)
 
 
 def test_updates_in_backward_where_gradients_are_the_problem() -> None:

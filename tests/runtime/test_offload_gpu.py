@@ -64,10 +64,10 @@ def test_the_plain_forward_finds_parameters_on_the_host(autocast: bool) -> None:
     net, sample = MODELS["gpt2"](0)
     sample = to_device(sample)
     plain = copy.deepcopy(net).cuda().eval()
-    library_bytes = most_library_bytes(torch.device("cuda"))
-    low = memplan.plan(copy.deepcopy(net).cuda(), sample, 1.0).floor_bytes
-    budget = library_bytes + 2 * (low - library_bytes) // 3
-    memplan.apply(net, sample, budget, device="cuda", host_budget="1GiB")
+    with pytest.raises(memplan.BudgetInfeasible) as caught:
+        memplan.apply(net, sample, most_library_bytes(torch.device("cuda")), device="cuda", host_budget="1GiB")
+    assert caught.value.floor_bytes < memplan.plan(copy.deepcopy(net).cuda(), sample, 1.0).floor_bytes
+    memplan.apply(net, sample, caught.value.floor_bytes, device="cuda", host_budget="1GiB")
     assert any(p.is_pinned() for p in net.parameters())
     with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=autocast):
         assert torch.equal(call(net.eval(), sample).logits, call(plain, sample).logits)

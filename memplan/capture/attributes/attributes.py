@@ -205,10 +205,11 @@ class _Glance:
         self._others = [(entry, table) for entry, table in of_entries if entry.containers or entry.absent is None]
 
     def sees_nothing_new(self) -> bool:
+        """False where something may have changed: an equal value that is another object is new, too."""
         return (
             all(map(operator.is_, [get(key, _ABSENT) for get, key in self._places], self._values))
             and all(itertools.starmap(frozenset.isdisjoint, self._absent))
-            and all(entry.other_changed_key(table) is None for entry, table in self._others)
+            and all(entry.key_of_other_content(table) is None for entry, table in self._others)
         )
 
 
@@ -239,10 +240,10 @@ class _Entry:
             for key, value in self.simple.items():
                 if key not in table or not _same(value, table[key]):
                     return key
-        return self.other_changed_key(table)
+        return self.key_of_other_content(table)
 
-    def other_changed_key(self, table: Table) -> str | None:
-        """Of containers, and of what has come."""
+    def key_of_other_content(self, table: Table) -> str | None:
+        """The first container that holds something else, or attribute that was not there and matters."""
         for key, frozen in self.containers.items():
             if key not in table or not _same(frozen, table[key]):
                 return key
