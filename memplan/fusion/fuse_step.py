@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.fusion.compile_groups import GroupCompiler, NotCompiled
 from memplan.fusion.donations import donate
 from memplan.fusion.fused_step import fused_step
 from memplan.fusion.fusible import fusible_ops
-from memplan.fusion.groups import Unit, grouped_units, set_ends, without_dead
+from memplan.fusion.group_program import GroupProgram
+from memplan.fusion.groups import FusedGroup, Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
-from memplan.fusion.step_graph import NotExpandable, StepGraph
+from memplan.fusion.step_graph import NotExpandable, StepGraph, place_of_node
 
 _process_compiler = GroupCompiler()
 
@@ -18,7 +21,8 @@ _process_compiler = GroupCompiler()
 def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool = False) -> Traced:
     """The step over fused groups, with equal bits at any budget and in any schedule.
 
-    An op that would be alone in its group, or of which the group can't be compiled, stays as it is.
+    An op stays as it is where it would be alone in its group and write over nothing, and where its group can't be
+    compiled.
 
     - compiler: has the groups that there are already. None: that of this process.
     - dry: nothing is compiled. Groups are taken to write over all that they may, and can't run.
@@ -30,10 +34,15 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         compiler.check(traced.device)
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
     while True:
-        step, units = _units(traced, extern)
+        step = _step_graph(traced, extern)
+        units = without_dead(step, grouped_units(step))
         rematerialise(step, units)
         set_ends(step, units)
         donate(step, units)
+        alone = _alone(units)
+        if alone:
+            extern |= alone
+            continue
         try:
             kernels = compiler.kernels(units, dry)
         except NotCompiled as error:
@@ -45,15 +54,26 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         return fused_step(step, units, kernels) if any(kernels) else traced
 
 
-def _units(traced: Traced, extern: set[int]) -> tuple[StepGraph, list[Unit]]:
-    """Groups of more than one op each, and the rest. Ops that are left as they are join `extern`."""
+def _step_graph(traced: Traced, extern: set[int]) -> StepGraph:
+    """The step's graph. Ops of which there are no primitives join `extern`."""
     while True:
         try:
-            step = StepGraph(traced, extern)
+            return StepGraph(traced, extern)
         except NotExpandable as error:
             extern.add(error.op)
-            continue
-        units, alone = grouped_units(step)
-        if not alone:
-            return step, without_dead(step, units)
-        extern |= alone
+
+
+def _alone(units: Sequence[Unit]) -> set[int]:
+    """Ops that make up a group by themselves, are in no other, and could run as they are without more memory."""
+    groups = [unit for unit in units if not isinstance(unit, int)]
+    ops_of = [{place_of_node(n).op for n in g.nodes if place_of_node(n).phase == g.phase} for g in groups]
+    joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
+    left = [ops for group, ops in zip(groups, ops_of, strict=True) if len(ops) == 1 and not _gains(group)]
+    return set().union(*left) - joined
+
+
+def _gains(group: FusedGroup) -> bool:
+    """Whether one op had better be a group: it writes over what it reads, or keeps to a seed."""
+    if any(private.keeps_to_seed(node.target) for node in group.nodes):
+        return True
+    return bool(group.over) and GroupProgram.of(group).is_pointwise()

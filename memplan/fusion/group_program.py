@@ -12,10 +12,19 @@ from typing import Any
 import torch
 from torch import fx
 
+import memplan
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.fusion.groups import FusedGroup
 from memplan.fusion.slots import filled, with_slots
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+# Beside what PyTorch tags as pointwise: elements stay where they are.
+_IN_PLACE = frozenset({
+    prims.convert_element_type.default, aten.clone.default, aten.view.default, aten._unsafe_view.default,
+    aten.unsqueeze.default, aten.full.default, aten.scalar_tensor.default,
+})  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,7 @@ class GroupProgram:
         """Equal for programs that are compiled to the same code."""
         identity = (
             self.steps, self.results, self.inputs, self.outputs, sorted(self.over.items()),
-            sorted(self.options.items()), torch.__version__,
+            sorted(self.options.items()), torch.__version__, memplan.__version__,
         )  # fmt: skip
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
 
@@ -89,13 +98,32 @@ class GroupProgram:
         Where that is less than it may, it is compiled again, and keeps what it would have given away for nothing.
         Raises whatever Inductor and the compiler raise, and ValueError where results are not what they should be.
         """
-        call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
+        if self.is_pointwise():
+            call = private.compiled_graph(self._with_copies, self.inputs, (), self.options)
+        else:
+            call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
         over = self._tried(call)
         if not self._may(over):
             raise ValueError("it writes over what others read")
         if len(over) == len(self.over):  # it may have put results elsewhere among the memory that it was given
             return call, over
         return dataclasses.replace(self, over=over).compiled()
+
+    def is_pointwise(self) -> bool:
+        """Whether each element of a result depends on those in its place alone."""
+        functions = [_function_of(name) for name, _ in self.steps]
+        return all(torch.Tag.pointwise in getattr(f, "tags", ()) or f in _IN_PLACE for f in functions)
+
+    def _with_copies(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
+        """The program with copies of results over inputs.
+
+        Pointwise kernels then write there at once. Inductor itself does not where two of its nodes read the input.
+        """
+        made = self(*inputs)
+        for output, given in self.over.items():
+            written = inputs[given].copy_(made[output].view(inputs[given].shape))
+            made[output] = written.view(made[output].shape)
+        return made
 
     def _tried(self, call: private.CompiledCall) -> dict[int, int]:
         """Run it once, which loads its code, and see which outputs lie in the memory of which inputs."""

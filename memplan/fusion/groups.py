@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import networkx as nx
 from torch import fx
 
-from memplan import torch_private as private
 from memplan.fusion.step_graph import (
     StepGraph,
     base_of,
@@ -51,13 +50,9 @@ class FusedGroup:
 Unit = FusedGroup | int  # a group, or an op of the trace that is not fused
 
 
-def grouped_units(step: StepGraph) -> tuple[list[Unit], set[int]]:
-    """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's.
-
-    Also the ops that would be alone in their groups: these had better be left as they are, in place.
-    """
-    grouper = _Grouper(step)
-    return grouper.units(), grouper.alone()
+def grouped_units(step: StepGraph) -> list[Unit]:
+    """Groups and ops that are not fused, in an order in which they can run, as near as can be to the trace's."""
+    return _Grouper(step).units()
 
 
 class _Grouper:
@@ -78,13 +73,6 @@ class _Grouper:
                 self._externs_before[node] = externs
                 externs += node_kind(node) == "extern"
                 self._place(node)
-
-    def alone(self) -> set[int]:
-        """Ops that make up a group by themselves, are in no other, and could run as they are."""
-        groups = [ms for ms in self._members.values() if not any(private.keeps_to_seed(m.target) for m in ms)]
-        ops_of = [{place_of_node(m).op for m in ms if node_kind(m) == "computed"} for ms in groups]
-        joined = {op for ops in ops_of if len(ops) > 1 for op in ops}
-        return {op for ops in ops_of if len(ops) == 1 for op in ops} - joined
 
     def units(self) -> list[Unit]:
         found: list[Unit] = []

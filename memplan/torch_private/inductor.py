@@ -129,8 +129,25 @@ def missing_compiler(device: torch.device) -> str:
 def _traced(function: Callable[..., Any], mode: FakeTensorMode, fakes: Sequence[torch.Tensor]) -> fx.GraphModule:
     from torch._inductor.decomposition import select_decomp_table
 
+    table = {**select_decomp_table(), torch.ops.aten._safe_softmax.default: _safe_softmax}
     with mode, enable_python_dispatcher():  # or scalars that decompositions make were real tensors
-        return make_fx(function, decomposition_table=select_decomp_table())(*fakes)
+        return make_fx(function, decomposition_table=table)(*fakes)
+
+
+def _safe_softmax(scores: torch.Tensor, dim: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Attention's softmax, which is 0 in rows of -inf: these are known by their largest.
+
+    The same numbers as by PyTorch's own decomposition, which reads the scores once more to find such rows, so that
+    Inductor can't write over them.
+    """
+    dtype = dtype or scores.dtype
+    if not scores.numel():
+        return scores.to(dtype)
+    numbers = scores.to(torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype)
+    largest = numbers.amax(dim, keepdim=True)
+    parts = torch.exp(numbers - largest)
+    shares = parts / parts.sum(dim, keepdim=True)
+    return torch.where(largest == -torch.inf, torch.zeros_like(shares), shares).to(dtype)
 
 
 def _fakes(mode: FakeTensorMode, layouts: Sequence[MemoryLayout]) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan import torch_private as private
 from memplan.capture.capture import capture
 from memplan.fusion.compile_groups import GroupCompiler
 from memplan.fusion.fuse_step import fuse_step
@@ -97,6 +98,44 @@ def test_results_lie_as_those_of_eager_where_an_op_comes_to_nothing(caplog: pyte
     fused = fuse_step(capture(net := Cached(), net.forward, torch.randn(4, 16, 32)).traced, GroupCompiler())
     assert any(op.fused and "mul" in op.kind for op in fused.graph.ops)
     assert "can't be compiled" not in caplog.text
+
+
+def test_both_gradients_of_a_gate_are_written_over_what_they_read() -> None:
+    """Two results, each of which reads both inputs that are given away: Inductor by itself takes neither."""
+
+    class Gated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.gate = nn.Linear(32, 96, bias=False), nn.Linear(32, 96, bias=False)
+            self.down = nn.Linear(96, 32)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(nn.functional.silu(self.gate(x)) * self.up(x)).sum()
+
+    fused = fuse_step(capture(net := Gated(), net.forward, torch.randn(64, 32)).traced, GroupCompiler())
+    (group,) = (op for op in fused.graph.ops if op.fused and op.phase == "backward" and "sigmoid" in op.kind)
+    assert [fused.graph.values[v].reuses is not None for v in group.outputs] == [True, True]
+
+
+def test_an_op_by_itself_is_a_group_where_it_is_written_over_what_it_reads() -> None:
+    net, sample = nn.Sequential(nn.Linear(32, 96, bias=False), nn.ReLU(), nn.Linear(96, 32)), torch.randn(64, 32)
+    fused = fuse_step(capture(net, lambda x: net(x.exp()).sum(), sample).traced, GroupCompiler())
+    groups = [op for op in fused.graph.ops if op.fused]
+    assert [op.phase for op in groups] == ["forward", "backward"]
+    assert all(fused.graph.values[v].reuses is not None for op in groups for v in op.outputs)
+    assert any(op.kind == "aten.exp.default" for op in fused.graph.ops)  # the sample is not memplan's to write over
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_softmax_of_rows_that_are_masked_whole(dtype: torch.dtype) -> None:
+    scores = torch.randn(3, 5, 7, dtype=dtype)
+    scores[0, 0], scores[0, 1, :6], scores[1, 2, 3] = -torch.inf, -torch.inf, torch.nan
+    safe_softmax = torch.ops.aten._safe_softmax.default
+    traced = private.functional_trace(lambda x: safe_softmax(x, -1), [private.MemoryLayout.of(scores)])
+    assert safe_softmax not in {node.target for node in traced.graph.nodes}
+    found, expected = traced(scores), safe_softmax(scores, -1)
+    torch.testing.assert_close(found, expected, equal_nan=True)
+    assert not found[0, 0].any() and found[1, 2].isnan().all()
 
 
 @pytest.mark.slow
