@@ -61,10 +61,11 @@ def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves
             choice = found or least
             ways = parts.ways(choice)
     if peak_bytes > limit:
+        beside = f", of which {format_bytes(held_bytes)} are held beside the step itself" if held_bytes else ""
         raise BudgetInfeasible(
             f"planned in parts, the model does not fit {format_bytes(limit)}, so the step would run out of memory. "
-            f"{format_bytes(peak_bytes)} ({peak_bytes} bytes) is the least, of which {format_bytes(held_bytes)} are "
-            "held beside the step itself. Raise the budget, or make the step smaller",
+            f"{format_bytes(peak_bytes)} ({peak_bytes} bytes) is the least{beside}. Raise the budget, or make the step "
+            "smaller",
             peak_bytes,
         )
     return FittedParts(ways, choice, peak_bytes, min(peak_bytes, least.peak_bytes + held_bytes))
