@@ -144,6 +144,8 @@ def _name_of(target: Any) -> str:
 
 
 def _function_of(name: str) -> Any:
+    if name.startswith("prims.inductor"):
+        private.seed_ops()  # they are there once they are loaded
     return operator.getitem if name == "getitem" else operator.attrgetter(name)(torch.ops)
 
 

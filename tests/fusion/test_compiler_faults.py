@@ -115,6 +115,16 @@ def results_elsewhere(path: Path, cache: Path, *more: str) -> Any:
     return torch.load(path, weights_only=False)
 
 
+def test_groups_that_draw_from_seeds_are_compiled_by_other_processes(
+    fresh: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """These load Inductor's generator before they look at its ops."""
+    net, sample = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.5), nn.Tanh(), nn.Linear(64, 16)), torch.randn(32, 16)
+    memplan.apply(net, sample, NO_LIMIT, kernels="fused", random="counter", costs="estimate")
+    assert memplan.plan_of(net).random == "counter"
+    assert "can't be compiled" not in caplog.text
+
+
 @pytest.mark.slow
 def test_two_processes_compile_at_once(tmp_path: Path) -> None:
     with ThreadPoolExecutor(2) as pool:
