@@ -24,7 +24,6 @@ from memplan.capture.attributes.attributes import (
     SetsAttribute,
     SetValue,
     attribute_owners,
-    attribute_tables,
     is_plain,
 )
 from memplan.capture.attributes.kept_memory import KeptMemory
@@ -34,7 +33,9 @@ from memplan.capture.ops.sizes import Varying
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
+from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
+from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
 from memplan.capture.trace.trace import TraceRequest, input_names, trace_step
 from memplan.errors import UnsupportedModel
@@ -56,6 +57,7 @@ class Capture:
     - answers: what forward reads from tensors; of a part, also what backward reads.
     - left: what the first eager forward leaves, and what was there for the capture.
     - tangents: the gradients that arrive, by output, where that is known from a backward.
+    - requiring: positions of arguments that forward lets require grad.
     """
 
     traced: Traced
@@ -69,6 +71,7 @@ class Capture:
     answers: tuple[Answer, ...] = ()
     left: LeftBehind | None = None
     tangents: Mapping[int, GradientLayout] | None = None
+    requiring: tuple[int, ...] = ()
 
     def changed(self, change: Callable[[Traced], Traced]) -> Capture:
         """The capture with a change made to its step, and to that for `out.sum().backward()`."""
@@ -79,7 +82,7 @@ class Capture:
         """Set the attributes, and add the hooks, that the first eager forward would."""
         if self.left is not None:
             self.left.put_once()
-        tables = dict(attribute_tables(model))
+        tables = dict(self.key.tables) if self.settled else {}
         for name, key, value in self.settled:
             tables[name][key] = value  # type: ignore[index]
         for hook in self.hooks:
@@ -115,43 +118,78 @@ def capture(
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given.
     """
-    with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing():
-        refuse_wrappers(model)
-        _refuse_subclasses(model)
-        planned_device = device or model_device(model)
-        if planned_device.type not in ("cpu", "cuda"):
-            raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
-        run = forward if loss_fn is None else functools.partial(loss_fn, model)
-        reader = CallReader(run)
-        call = sample if isinstance(sample, Call) else reader.read_sample(sample)
-        _refuse_odd_arguments(call)
-        _check_devices(call, planned_device, device is not None)
-        _refuse_hooks(model, loss_fn is not None, shards)
-        around = None if tangents is None else PartSurroundings(tangents, whole=True)
-        memory, reads, autocast = KeptMemory(), _reads(model, shards), Autocast.ambient(planned_device.type)
-        with AttributesKept(model, () if shards is None else shards.attributes) as attributes, memory:
-            request = TraceRequest(
-                model, call, run, autocast, planned_device, around=around, shapes=_shapes(model, shards),
-                moves_inputs=device is not None, memory=memory, backward=backward, seen=seen,
-                left=functools.partial(attributes.look, reads), varying=varying, counted=counted,
-            )  # fmt: skip
-            raw, settled = _settled_trace(request, reads, attributes, memory)
-            raw, other = _with_sums(raw, request, reads, memory), None
-            outside = around is None and any(raw.template.tensors[i].dim() for i in raw.tangents)  # of the loss
-            if outside and not varying:
-                of_sum = dataclasses.replace(request, expanded=True)
-                other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
-            attributes.pass_over(reads)
-            key = StepKey(model, call, autocast, None if device is None else planned_device.type, shards, reads)
-        traced = build_traced(raw, call.names, planned_device)
-        _refuse_hidden_writes(traced, memory)
-        if traced.decisions:  # where forward takes another branch it has to run again
-            _refuse_writes_to(traced, "input", "constant")
-        expanded = None if other is None else build_traced(other, call.names, planned_device)
-        key.guard(traced, raw.attribute_reads)
-        answers = raw.answers[: raw.forward_reads]
-        hooks = attributes.added_hooks
-        return Capture(traced, call, reader, key, expanded, settled, hooks, backward, answers, tangents=tangents)
+    made = MadeTensors()
+    once = functools.partial(
+        _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made
+    )
+    with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing(), made.kept_in():
+        try:
+            return once()
+        except StartsToRequireGrad as error:
+            requiring = error.positions
+        return once(requiring)
+
+
+def _capture(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    sample: Sample | Call,
+    loss_fn: Callable[..., Any] | None,
+    device: torch.device | None,
+    tangents: Mapping[int, GradientLayout] | None,
+    shards: Shards | None,
+    backward: Autocast | None,
+    seen: Sequence[Answer] | None,
+    varying: Varying,
+    counted: bool,
+    made: MadeTensors,
+    requiring: tuple[int, ...] = (),
+) -> Capture:
+    """One try of `capture`.
+
+    - made: notes the tensors of its traces.
+    - requiring: positions of arguments that forward lets require grad.
+    """
+    refuse_wrappers(model)
+    _refuse_subclasses(model)
+    planned_device = device or model_device(model)
+    if planned_device.type not in ("cpu", "cuda"):
+        raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
+    run = forward if loss_fn is None else functools.partial(loss_fn, model)
+    reader = CallReader(run)
+    call = sample if isinstance(sample, Call) else reader.read_sample(sample)
+    _refuse_odd_arguments(call)
+    _check_devices(call, planned_device, device is not None)
+    _refuse_hooks(model, loss_fn is not None, shards)
+    around = None if tangents is None else PartSurroundings(tangents, whole=True)
+    memory, reads, autocast = KeptMemory(), _reads(model, shards, run), Autocast.ambient(planned_device.type)
+    ignored = () if shards is None else shards.attributes
+    with AttributesKept(model, ignored, run) as attributes, memory:
+        request = TraceRequest(
+            model, call.requiring_grad(requiring), run, autocast, planned_device, around=around,
+            shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
+            seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
+        )  # fmt: skip
+        raw, settled = _settled_trace(request, reads, attributes, memory)
+        raw, other = _with_sums(raw, request, reads, memory), None
+        outside = around is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
+        if outside and not varying:
+            of_sum = dataclasses.replace(request, expanded=True)
+            other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
+        attributes.pass_over(reads)
+        device_type = None if device is None else planned_device.type
+        key = StepKey(model, call, autocast, device_type, shards, reads, run)
+    traced = build_traced(raw, call.names, planned_device)
+    _refuse_hidden_writes(traced, memory)
+    if traced.decisions:  # where forward takes another branch it has to run again
+        _refuse_writes_to(traced, "input", "constant")
+    expanded = None if other is None else build_traced(other, call.names, planned_device)
+    key.guard(traced, raw.attribute_reads)
+    answers = raw.answers[: raw.forward_reads]
+    return Capture(
+        traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers, tangents=tangents,
+        requiring=requiring,
+    )  # fmt: skip
 
 
 def _settled_trace(
@@ -199,8 +237,8 @@ def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memo
     return with_sums_in_place(raw, again)
 
 
-def _reads(model: nn.Module, shards: Shards | None) -> AttributeReads:
-    owners = attribute_owners(model, () if shards is None else shards.attributes)
+def _reads(model: nn.Module, shards: Shards | None, run: Callable[..., Any]) -> AttributeReads:
+    owners = attribute_owners(model, () if shards is None else shards.attributes, run)
     return AttributeReads([owner for _, owner in owners])
 
 
@@ -244,18 +282,36 @@ def capture_part(
     if private.collects_outputs():
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
-    shapes, reads = _shapes(module, shards), _reads(module, shards)
-    with AttributesKept(module, () if shards is None else shards.attributes) as attributes, KeptMemory() as memory:
+    made = MadeTensors()
+    with made.kept_in():
+        return _captured_part(module, forward, call, around, shards, seen, autocast, made)
+
+
+def _captured_part(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    call: Call,
+    around: PartSurroundings | None,
+    shards: Shards | None,
+    seen: Sequence[Answer] | None,
+    autocast: Autocast,
+    made: MadeTensors,
+) -> Capture:
+    """The captured part. made: notes the tensors of its traces."""
+    device, shapes, reads = model_device(module), _shapes(module, shards), _reads(module, shards, forward)
+    ignored = () if shards is None else shards.attributes
+    with AttributesKept(module, ignored, forward) as attributes, KeptMemory() as memory:
         with contextlib.nullcontext() if shards is None else shards.tracing():
             request = TraceRequest(
-                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen
+                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen,
+                made=made,
             )  # fmt: skip
             raw = _with_sums(_heard(reads, request), request, reads, memory)
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:
             raise UnsupportedModel("forward writes to a tensor that is no buffer")
-        key = StepKey(module, call, autocast, device.type, shards, reads)
+        key = StepKey(module, call, autocast, device.type, shards, reads, forward)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to(traced, "input")
     key.guard(traced, raw.attribute_reads)

@@ -18,7 +18,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes import Snapshot, attribute_tables, is_plain
+from memplan.capture.attributes.attributes import Snapshot, Table, attribute_tables, is_plain
 from memplan.capture.guards import Guards
 from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import Sizes, Varying, varying_between
@@ -182,6 +182,7 @@ class StepKey:
 
     - arguments: the part that is about the call.
     - autocast: the state at capture.
+    - tables: (name, attributes) of whatever the step may read.
     """
 
     def __init__(
@@ -192,16 +193,21 @@ class StepKey:
         device_type: str | None,
         shards: Shards | None,
         reads: AttributeReads,
+        run: Callable[..., Any],
     ) -> None:
-        """Note what a capture depends on. reads: attributes that the step reads or sets, the only ones that matter."""
+        """Note what a capture depends on.
+
+        - reads: attributes that the step reads or sets, the only ones that matter.
+        - run: what the step calls: the model's forward, or a loss function.
+        """
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
-        self._shards = shards
+        self._shards, self._run = shards, run
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
         ignored = () if shards is None else shards.attributes
-        self._snapshots = [Snapshot(attribute_tables(model, ignored), model, reads, ignored)]
+        self._snapshots = [Snapshot(attribute_tables(model, ignored, run), model, reads, ignored)]
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
@@ -213,8 +219,8 @@ class StepKey:
         self._model = model
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
-        self._tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
-        self._attributes = dict(self._tables)
+        self.tables = self._tables_of(model)
+        self._attributes = dict(self.tables)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
         self._seen_ids: list[int] = []
@@ -222,12 +228,15 @@ class StepKey:
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
         self._tables_of_hooks = [table for (_, table), _ in self._hooks]
 
+    def _tables_of(self, model: nn.Module) -> list[tuple[str, Table]]:
+        return attribute_tables(model, () if self._shards is None else self._shards.attributes, self._run)
+
     def rebound(self, model: nn.Module) -> StepKey:
         """This key for a copy of the model."""
         if _structure(model) != self._structure:
             raise PlanMismatch(_OTHER_MODULES)
-        tables = attribute_tables(model, () if self._shards is None else self._shards.attributes)
-        if [name for name, _ in tables] != [name for name, _ in self._tables]:
+        tables = self._tables_of(model)
+        if [name for name, _ in tables] != [name for name, _ in self.tables]:
             raise PlanMismatch("the copy's modules share other objects than the original's")
         other = copy.copy(self)
         other._snapshots = [snapshot.adapted(tables) for snapshot in self._snapshots]
@@ -256,9 +265,9 @@ class StepKey:
 
         False where other objects hang on the model by now.
         """
-        if len(self._tables) != len(other._tables) or not all(
-            name == other_name and (table is other_table or name.startswith("class "))  # of these there are views
-            for (name, table), (other_name, other_table) in zip(self._tables, other._tables)
+        if len(self.tables) != len(other.tables) or not all(
+            name == other_name and (table is other_table or not isinstance(table, dict))  # of these there are views
+            for (name, table), (other_name, other_table) in zip(self.tables, other.tables)
         ):
             return False
         self._snapshots = [*self._snapshots, *other._snapshots]
@@ -292,7 +301,7 @@ class StepKey:
             if children != tuple(module._modules.values()):  # modules are equal only to themselves
                 return f"submodules of {name or 'the model'} were exchanged"
         for snapshot in self._snapshots:
-            problem = snapshot.difference(self._tables)
+            problem = snapshot.difference(self.tables)
             if problem is not None:
                 return problem
         for name, home, count in self._homes:
@@ -438,6 +447,7 @@ def _switches() -> dict[str, Any]:
         "order of sdp backends": private.attention_order(),
         "default dtype": torch.get_default_dtype(),
         "function modes": private.function_modes(),
+        "dispatch modes": private.dispatch_modes(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
 

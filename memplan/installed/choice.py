@@ -421,9 +421,9 @@ class StepChoice:
         """Warn once where one backward through more than this forward adds up gradients in an order unlike eager's."""
         self._tell(self._shared.news(step, self._held.parameters if self._held.exist else ()))
 
-    def tell_of_tracers(self) -> None:
-        """Warn once that the model runs unplanned while it is traced."""
-        self._tell({"tracers": "the model runs unplanned under torch.func, forward-mode differentiation and tracers"})
+    def tell_once(self, subject: str, around: str) -> None:
+        """Warn once that the model runs unplanned under something that is around the call."""
+        self._tell({subject: f"the model runs unplanned under {around}"})
 
     def _tell(self, news: Mapping[str, str]) -> None:
         """Warn of each subject once."""

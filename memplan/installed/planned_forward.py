@@ -111,10 +111,13 @@ class PlannedForward:
         evaluates = self._training and not self.model.training and not on_host
         if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
             return True
-        if not private.someone_traces():
-            return False
-        self.choice.tell_of_tracers()
-        return True
+        if private.someone_traces():
+            self.choice.tell_once("tracers", "torch.func, forward-mode differentiation and tracers")
+            return True
+        if private.exchanges_saved_tensors():
+            self.choice.tell_once("saved tensors", "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)")
+            return True
+        return False
 
     def _run(self, step: PlannedStep, call: Call) -> Any:
         if isinstance(step, WholeStep):

@@ -24,9 +24,10 @@ from memplan.torch_private.fakes import fakes_on as fakes_on
 from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape
 from memplan.torch_private.fakes import stepped_as_real as stepped_as_real
 from memplan.torch_private.fakes import sum_of_weights as sum_of_weights
+from memplan.torch_private.hooks import exchanges_saved_tensors as exchanges_saved_tensors
 from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
 from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
-from memplan.torch_private.hooks import hooks_on_traced as hooks_on_traced
+from memplan.torch_private.hooks import on_traced as on_traced
 from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
 from memplan.torch_private.inductor import CompiledCall as CompiledCall
 from memplan.torch_private.inductor import MemoryLayout as MemoryLayout
@@ -39,6 +40,7 @@ from memplan.torch_private.inductor import seed_ops as seed_ops
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows
+from memplan.torch_private.modes import dispatch_modes as dispatch_modes
 from memplan.torch_private.modes import function_modes as function_modes
 from memplan.torch_private.modes import run_in_mode as run_in_mode
 from memplan.torch_private.modes import with_function_modes as with_function_modes

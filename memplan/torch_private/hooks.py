@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -54,20 +54,25 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def hooks_on_traced(
-    register: Callable[[Callable[..., Any], torch.Tensor, Any], Any], retain: Callable[[torch.Tensor], None]
+def on_traced(
+    methods: Mapping[str, Callable[..., Any]], setters: Mapping[str, Callable[[torch.Tensor, Any], None]]
 ) -> Iterator[None]:
-    """Call `register` and `retain` where `register_hook` and `retain_grad` are called on fake tensors.
-
-    `register` gets the original `register_hook` first.
-    """
-    original = torch.Tensor.register_hook
-
-    def registered(self: torch.Tensor, hook: Any) -> Any:
-        return register(original, self, hook)
-
-    FakeTensor.register_hook, FakeTensor.retain_grad = registered, retain  # type: ignore[method-assign, assignment]
+    """A context in which fake tensors have other methods, and other setters of properties, than torch.Tensor."""
+    getters = {name: getattr(torch.Tensor, name).__get__ for name in setters}
+    exchanged = {**methods, **{name: property(getters[name], setter) for name, setter in setters.items()}}
+    for name, value in exchanged.items():
+        setattr(FakeTensor, name, value)
     try:
         yield
     finally:
-        del FakeTensor.register_hook, FakeTensor.retain_grad
+        for name in exchanged:
+            delattr(FakeTensor, name)
+
+
+_TRANSPARENT = ("torch.utils.checkpoint", "memplan.")  # a plan may run within a checkpoint, or while it is rehearsed
+
+
+def exchanges_saved_tensors() -> bool:
+    """Whether the caller has hooks on what autograd saves, other than those of a checkpoint around the call."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and not str(hooks[0].__module__).startswith(_TRANSPARENT)

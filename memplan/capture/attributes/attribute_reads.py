@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.capture.attributes.named_state import NamedTable
+
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(
     method.__code__
@@ -95,7 +97,7 @@ class AttributeReads:
 
 
 def _tells(owner: Any) -> bool:
-    if isinstance(owner, (type, torch.Tensor)):
+    if isinstance(owner, (type, torch.Tensor, NamedTable)):
         return False
     own = (vars(kind).get("__getattribute__", _getattribute) for kind in type(owner).__mro__ if kind is not object)
     return all(way is _getattribute for way in own)

@@ -1,9 +1,9 @@
 """Python attributes that forward may read or write: what they were, whether they changed, and a way to put them back.
 
 These are the attributes of every submodule, of the objects that these refer to (configs and what hangs on them), of the
-classes of both, and of parameters of subclasses. Plain values and containers are compared by value, everything else
-(functions, tensors, objects) by identity. A plan depends on those that its step reads (`attribute_reads`). Module-level
-globals are not looked at.
+classes of both, and of parameters of subclasses; and globals, closure variables and class attributes that the model's
+code names (`named_state`). Plain values and containers are compared by value, everything else (functions, tensors,
+objects) by identity. A plan depends on those that its step reads (`attribute_reads`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import itertools
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MappingProxyType, MethodType, ModuleType
@@ -26,6 +27,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.named_state import NamedState, NamedTable, slots_of
 from memplan.errors import UnsupportedModel
 
 Table = Mapping[str, Any]
@@ -71,16 +73,20 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def attribute_tables(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Table]]:
+def attribute_tables(model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> list[tuple[str, Table]]:
     """(name, attributes) of all `attribute_owners`."""
-    return [(name, vars(owner)) for name, owner in attribute_owners(model, ignored)]
+    owners = attribute_owners(model, ignored, run)
+    return [(name, owner if isinstance(owner, NamedTable) else vars(owner)) for name, owner in owners]
 
 
-def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tuple[str, Any]]:
+def attribute_owners(model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> list[tuple[str, Any]]:
     """All objects whose attributes forward may read, with unique names.
 
     These are submodules, plain objects behind them, and the classes of both; parameters and buffers of subclasses, and
-    objects that these carry. ignored: attributes of modules behind which nothing is looked for.
+    objects that these carry; tables of what code names, and objects behind those.
+
+    - ignored: attributes of modules behind which nothing is looked for.
+    - run: what the step calls, where it is not the model's forward alone.
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -99,6 +105,12 @@ def attribute_owners(model: nn.Module, ignored: Collection[str] = ()) -> list[tu
             found.append((name, tensor))
             for attribute, value in vars(tensor).items():
                 found += _objects(value, f"{name}.{attribute}", seen, _DEEPEST)
+    for title, table in NamedState(model, run).tables:
+        found.append((title, table))
+        for key, value in table.items():
+            for path, thing in _objects(value, f"{title}: {key}", seen, _DEEPEST):
+                found.append((path, thing))
+                classes.update(dict.fromkeys(type(thing).__mro__))
     found += [
         (f"class {c.__module__}.{c.__qualname__}", c)
         for c in classes
@@ -116,6 +128,16 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         children = [(f"{path}[{k!r}]", v) for k, v in value.items() if type(v) not in _OF_NO_PARTS]
     elif isinstance(value, (list, tuple, deque)):
         children = [(f"{path}[{i}]", v) for i, v in enumerate(value) if type(v) not in _OF_NO_PARTS]
+    elif isinstance(value, ContextVar):
+        table = NamedTable.of_context(value)
+        yield path, table
+        children = [(f"{path}.get()", v) for v in table.values()]
+    elif not isinstance(value, _CODE) and (slots := slots_of(value)):
+        table = NamedTable.of_attributes(value, slots)
+        yield f"{path} (slots)", table
+        if isinstance(getattr(value, "__dict__", None), dict):
+            yield path, value
+        children = [(f"{path}.{k}", v) for k, v in (*table.items(), *getattr(value, "__dict__", {}).items())]
     elif not isinstance(value, _CODE) and isinstance(getattr(value, "__dict__", None), dict):
         yield path, value
         children = [(f"{path}.{k}", v) for k, v in vars(value).items()]
@@ -330,7 +352,7 @@ class LeftBehind:
     - contents: (container, a copy of what is in it).
     """
 
-    values: list[tuple[dict[str, Any], str, Any]]
+    values: list[tuple[MutableMapping[str, Any], str, Any]]
     contents: list[tuple[Any, Any]]
 
     def put(self) -> None:
@@ -371,8 +393,9 @@ class AttributesKept:
     - set_anew: attributes that each run sets, to tensors of its own.
     """
 
-    def __init__(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored)]
+    def __init__(self, model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> None:
+        """Note what is there. ignored, run: as for `attribute_owners`."""
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run)]
         self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
         self._members = [
             (name, kind, getattr(m, kind), dict(getattr(m, kind)))
@@ -463,7 +486,7 @@ class AttributesKept:
         values = [
             (table, key, value)
             for _, table, before in self._tables
-            if isinstance(table, dict)
+            if isinstance(table, MutableMapping)
             for key, value in table.items()
             if key not in self._unchecked and before.get(key, _ABSENT) is not value
         ]
@@ -491,10 +514,12 @@ class AttributesKept:
             if _exchanged(members, before):
                 _restore(members, before)
         for _, table, before in self._tables:
-            if isinstance(table, dict):
+            if isinstance(table, MutableMapping):
                 for key in [k for k in table if k not in before]:
                     del table[key]
-                table.update(before)
+                for key, value in before.items():
+                    if table.get(key, _ABSENT) is not value:
+                        table[key] = value
         for _, container, before in self._containers.values():
             if not _same(before, container):
                 _restore(container, before)

@@ -64,6 +64,11 @@ class Call:
         apart = {id(t): t.detach().to(device or t.device).requires_grad_(t.requires_grad) for t in self.tensors}
         return self.filled([apart[id(t)] for t in self.tensors])
 
+    def requiring_grad(self, positions: Sequence[int]) -> Call:
+        """The call with tensors at these positions that require grad, in the same memory."""
+        tensors = [t.detach().requires_grad_() if i in positions else t for i, t in enumerate(self.tensors)]
+        return self.filled(tensors) if positions else self
+
     def without_tensors(self) -> Call:
         """The call with empty tensors, which a plan may keep without holding a batch."""
         return self.filled([torch.empty(0) for _ in self.tensors])
@@ -125,7 +130,7 @@ class OutputTemplate:
     Tensors are also found inside objects that pytree does not open (a key/value cache): such an object is copied with
     its tensors exchanged.
 
-    - tensors, names: the tensors that were found, and where each stands.
+    - tensors, names: the tensors that were found, until it lets go of them, and where each stands.
     - returned: how many of these the model returned; it left the others elsewhere.
     - out_of_reach: things that hold tensors which can't be exchanged.
     """
@@ -164,6 +169,22 @@ class OutputTemplate:
         self.tensors.append(tensor)
         self.names.append(name)
         return len(self.tensors) - 1
+
+    def let_go(self) -> None:
+        """Let go of the tensors: `fill` needs none of them. What holds others is copied with empty ones."""
+        self._output = self._emptied(self._output)
+        self._attributes = [(owner, key, self._emptied(tree)) for owner, key, tree in self._attributes]
+        self.tensors = []
+
+    def _emptied(self, tree: _Tree) -> _Tree:
+        leaves = []
+        for leaf in tree.leaves:
+            if isinstance(leaf, _Object):
+                empty = tuple(torch.empty(0) for _ in leaf.tensors)
+                memo = self._shared | {id(old): new for old, new in zip(leaf.tensors, empty, strict=True)}
+                leaf = _Object(copy.deepcopy(leaf.template, memo), empty, leaf.indices)
+            leaves.append(leaf)
+        return _Tree(tree.spec, tuple(leaves))
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output with other tensors, one for each of `self.tensors`."""

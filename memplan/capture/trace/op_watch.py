@@ -15,6 +15,7 @@ from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.trace.counted_random import CountedRandom
+from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
@@ -34,14 +35,17 @@ class OpWatch(private.TorchDispatchMode):
     number, and notes it for the guards.
     """
 
-    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory, counted: bool = False) -> None:
+    def __init__(
+        self, notes: TraceNotes, memo: Memo, memory: KeptMemory, made: MadeTensors, counted: bool = False
+    ) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
+        - made: notes the results of ops.
         - counted: masks of dropout are functions of a seed.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
-        self._notes, self._memo, self._memory = notes, memo, memory
+        self._notes, self._memo, self._memory, self._made = notes, memo, memory, made
         self._views: list[torch.Tensor] = []  # of real tensors
         self._random = CountedRandom(self._run) if counted else None
 
@@ -70,6 +74,7 @@ class OpWatch(private.TorchDispatchMode):
         outputs = self._memo.run(
             self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
         )
+        self._made.note(tensors_of(outputs))
         if func is torch.ops.aten.add.Tensor and self._notes.template is not None:
             outputs = self._summed(outputs, *args, **(kwargs or {}))
         if any(result.alias_info is not None for result in func._schema.returns):

@@ -1,7 +1,7 @@
-"""Requests for the gradient of a tensor between parameters and loss: a hook on it, or `retain_grad`.
+"""What a step does to a tensor beside ops: hooks for its gradient, `retain_grad`, `requires_grad_`, `.data = ...`.
 
 A planned step runs what its trace ran. A hook that changes the gradient is part of that. A hook that only looks at the
-gradient, and a gradient that is retained, are not.
+gradient, a gradient that is retained, and memory that is exchanged are not.
 """
 
 from __future__ import annotations
@@ -27,16 +27,35 @@ def only_waits(hook: Any) -> bool:
     return f"{getattr(hook, '__module__', '')}.".startswith(tuple(f"{home}." for home in _ONLY_WAIT))
 
 
-def looking_refused() -> contextlib.AbstractContextManager[None]:
+def watching_tensors(
+    note_requires_grad: Callable[[torch.Tensor, bool], None],
+) -> contextlib.AbstractContextManager[None]:
     """A context in which forward may put hooks on tensors that change gradients.
 
-    Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, and where forward
-    retains a gradient.
+    Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, where forward retains
+    a gradient, and where it exchanges the memory of a tensor. note_requires_grad: called with a tensor before forward
+    says whether it requires grad, and whether an op has read the tensor before.
     """
-    return private.hooks_on_traced(_register, _retain)
+    own: Any = torch.Tensor.requires_grad
+
+    def requires(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+        node = private.tracer_node(tensor)
+        note_requires_grad(tensor, node is None or bool(node.users))
+        own.__set__(tensor, wanted)
+        return tensor
+
+    def set_requires(tensor: torch.Tensor, wanted: bool) -> None:
+        requires(tensor, wanted)
+
+    methods: dict[str, Callable[..., Any]] = {
+        "register_hook": _register,
+        "retain_grad": _retain,
+        "requires_grad_": requires,
+    }
+    return private.on_traced(methods, {"data": _exchange, "requires_grad": set_requires})
 
 
-def _register(register: Callable[..., Any], tensor: torch.Tensor, hook: Any) -> Any:
+def _register(tensor: torch.Tensor, hook: Any) -> Any:
     where = caller_line()
 
     def hooked(gradient: Any) -> Any:
@@ -49,7 +68,15 @@ def _register(register: Callable[..., Any], tensor: torch.Tensor, hook: Any) -> 
             )
         return result
 
+    register: Any = torch.Tensor.register_hook
     return register(tensor, hook if only_waits(hook) else hooked)
+
+
+def _exchange(tensor: torch.Tensor, value: Any) -> None:
+    raise UnsupportedModel(
+        f"the memory of a tensor is exchanged (.data = ...), at {caller_line()}; a planned step would not. Write to it "
+        "in place under torch.no_grad(), or compute another tensor"
+    )
 
 
 def _retain(tensor: torch.Tensor) -> None:

@@ -18,19 +18,21 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
-from memplan.capture.ops.layout import dense_layout, dense_stride, storage_key, strided_parts, strides_that_matter
+from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts, strides_that_matter
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.edges import Edges
+from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
+from memplan.capture.trace.stand_ins import StandIns
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
-from memplan.capture.trace.tensor_hooks import looking_refused
+from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
 
@@ -62,6 +64,7 @@ class TraceRequest:
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
     - counted: masks of dropout are functions of a seed.
+    - made: notes the tensors of the trace, of which none may outlive it.
     """
 
     model: nn.Module
@@ -81,6 +84,7 @@ class TraceRequest:
     left: Callable[[], Sequence[SetValue]] = tuple
     varying: Varying = frozenset()
     counted: bool = False
+    made: MadeTensors = field(default_factory=MadeTensors)
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -126,10 +130,9 @@ class _StepTrace:
             stack.enter_context(generator_kept(request.device))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(as_without_modes())
-            stack.enter_context(looking_refused())
             stack.enter_context(results_forgotten(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
-            watch = OpWatch(self._notes, request.memo, memory, request.counted)
+            watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
             with self._errors_in_words():
                 symbols = None if symbolic is None else symbolic.symbols
                 graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)
@@ -195,6 +198,7 @@ class _StepTrace:
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
         """Outputs, and gradients of parameters and inputs."""
         self._notes.note_placeholders([*self._buffers.values(), *self._inputs])
+        self._request.made.note([*bufs, *tensors])
         leaves: dict[str, torch.Tensor] = {}
         for (name, parameter), stand_in in zip(self._parameters.items(), params, strict=True):
             leaves[name] = stand_in.detach().requires_grad_() if parameter.requires_grad else stand_in.detach()
@@ -203,29 +207,31 @@ class _StepTrace:
             t.detach().requires_grad_() if real.requires_grad else t
             for t, real in zip(tensors, self._inputs, strict=True)
         ]
-        state = {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
-        with private.seeding_refused(seeding_itself), _in_place_of_state(self._request.model, state):
-            template = self._forward(given[: len(self._request.call.tensors)])
+        call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
+        own = given[: len(call.tensors)]
+        arguments = call.with_tensors(own)
+        stand_ins = StandIns(state, dict(zip(call.names, own, strict=True)), arguments)
+        with (
+            private.seeding_refused(seeding_itself),
+            watching_tensors(stand_ins.note_requires_grad),
+            _in_place_of_state(self._request.model, state),
+        ):
+            template = self._forward(*arguments)
+            stand_ins.check("forward")
             self._notes.end_forward(template)
-            return list(template.tensors), self._gradients(template, leaves, given)
+            gradients = self._gradients(template, leaves, given)
+            stand_ins.check("backward")
+            return list(template.tensors), gradients
 
-    def _forward(self, given: Sequence[torch.Tensor]) -> OutputTemplate:
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputTemplate:
         """Run forward. Raises UnsupportedModel where it does something that a planned step would not do."""
         request, notes = self._request, self._notes
-        args, kwargs = request.call.with_tensors(given)
         buffers, leaves = dict(request.model.named_buffers()), dict(request.model.named_parameters())
-        before = {name: storage_key(t) for name, t in (*leaves.items(), *buffers.items())}
         with request.autocast.context():
             output = request.run(*args, **kwargs)
         for name, leaf in request.model.named_parameters():
             if leaf is not leaves.get(name, leaf):
                 raise UnsupportedModel(f"forward exchanges the parameter {name}; a planned step would not")
-        for name, tensor in (*leaves.items(), *buffers.items()):
-            if storage_key(tensor) != before[name]:
-                raise UnsupportedModel(
-                    f"forward exchanges the memory of {name}; a planned step would not. Write to {name} in place "
-                    "under torch.no_grad() instead of setting its .data"
-                )
         template = OutputTemplate(output, shared_objects(request.model))
         for found in request.left():
             template.add_attribute(*found)
@@ -302,6 +308,7 @@ class _StepTrace:
         flat = list(returned.args[0])
         outputs, gradients = flat[: len(notes.requires_grad)], flat[len(notes.requires_grad) :]
         assert notes.boundary in graph_module.graph.nodes
+        notes.template.let_go()
         grad_inputs = [n for n, t in zip(names, self._inputs, strict=True) if t.requires_grad]
         wanted = [*(f"parameter {n}" for n in self._differentiated), *(f"input {n}" for n in grad_inputs)]
         return RawTrace(

@@ -138,6 +138,8 @@ class WholeStep:
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
                 table[key] = None
+        for position in self.capture.requiring:
+            call.tensors[position].requires_grad_()
         outputs = self.runner(call.tensors)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]

@@ -1,0 +1,106 @@
+"""What code names: globals, closure variables and methods that a function may read or write, read from its bytecode.
+
+For example
+
+    def forward(self, x):
+        return helpers.scaled(x, CONFIG.scale) if self.small() else x * factor
+
+names the globals `helpers.scaled` and `CONFIG.scale`, its own method `small`, and the closure variable `factor`.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+from dataclasses import dataclass
+from types import CodeType
+
+Chain = tuple[str, ...]  # a name, and the attributes that are read from what it names: ("CONFIG", "scale")
+
+_GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
+_CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_FROM_DICT_OR_DEREF"})
+_LOCAL = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
+_ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP"})
+
+
+@dataclass(frozen=True, slots=True)
+class CodeFacts:
+    """What a function and the functions inside of it name.
+
+    - globals, closure: with the attributes that are read from each.
+    - imports: modules that the function imports itself, each with a name that it takes from there.
+    - own: attributes of the first argument, which is `self` in a method.
+    - others: attributes of anything else.
+    - stored: globals that it assigns.
+    """
+
+    globals: frozenset[Chain]
+    closure: frozenset[Chain]
+    imports: frozenset[Chain]
+    own: frozenset[str]
+    others: frozenset[str]
+    stored: frozenset[str]
+
+
+@functools.lru_cache(maxsize=4096)
+def facts_of_code(code: CodeType) -> CodeFacts:
+    """What a code object names."""
+    found: dict[str, set[Chain]] = {"globals": set(), "closure": set(), "imports": set()}
+    own, others, stored = set[str](), set[str](), set[str]()
+    first = code.co_varnames[:1] if code.co_argcount else ()
+    kind, chain, imported = "", list[str](), ""
+
+    def end() -> None:
+        nonlocal kind
+        if kind in found:
+            found[kind].add(tuple(chain))
+        elif kind == "own" and chain:
+            own.add(chain[0])
+            others.update(chain[1:])
+        kind = ""
+        chain.clear()
+
+    for instruction in dis.get_instructions(code):
+        name, value = instruction.opname, instruction.argval
+        if name in _BETWEEN:
+            continue
+        if name in _ATTRIBUTE and kind:
+            chain.append(str(value))
+            continue
+        end()
+        if name in _GLOBAL:
+            kind = "globals"
+            chain.append(str(value))
+            if name == "STORE_GLOBAL":
+                stored.add(str(value))
+        elif name in _CLOSURE:
+            kind = "closure"
+            chain.append(str(value))
+        elif name in _LOCAL or name.startswith("LOAD_FAST"):
+            kind = "own" if isinstance(value, str) and (value,) == first else ""
+        elif name in _ATTRIBUTE:
+            others.add(str(value))
+        elif name == "IMPORT_NAME":
+            imported = str(value)
+            found["imports"].add((imported,))
+        elif name == "IMPORT_FROM":
+            found["imports"].add((imported, str(value)))
+    end()
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            facts = facts_of_code(inner)
+            found["globals"] |= facts.globals
+            found["closure"] |= facts.closure
+            own |= {chain[1] for chain in facts.closure if chain[:1] == first and len(chain) > 1}
+            found["imports"] |= facts.imports
+            others |= facts.own | facts.others
+            stored |= facts.stored
+    return CodeFacts(
+        globals=frozenset(found["globals"]),
+        closure=frozenset(found["closure"]),
+        imports=frozenset(found["imports"]),
+        own=frozenset(own),
+        others=frozenset(others),
+        stored=frozenset(stored),
+    )

@@ -1,0 +1,373 @@
+"""Python state outside of a model that its code names: globals, closure variables, attributes of classes.
+
+A trace runs Python once; a planned step does not run it. So what forward and backward write to such state must be
+noticed, and what they read there must be compared before each call, as attributes of modules are. For example
+
+    STEPS, LOSSES = 0, []
+
+    def forward(self, x):
+        global STEPS
+        STEPS += 1
+        LOSSES.append(x.mean())
+        return x * SCALE[STEPS > 10]
+
+names STEPS, LOSSES and SCALE of its file. Names are found in the bytecode of the model's methods, and of the functions,
+methods and classes that these name in turn. Code of PyTorch, of the standard library and of memplan is not looked into.
+Of other installed packages only numbers, flags and tensors count: their containers are caches and registries.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.capture.attributes.code_facts import Chain, CodeFacts, facts_of_code
+
+_LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
+_INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
+_OF_FUNCTIONS = ("forward", "setup_context", "backward")
+_MOST = 256  # values of a container that are looked at for functions
+_ABSENT = object()
+
+
+class NamedTable(MutableMapping[str, Any]):
+    """Some names of a namespace, as they are now. It is what `vars()` is for an object, restricted to these names."""
+
+    def __init__(
+        self,
+        names: Iterable[str],
+        get: Callable[..., Any],
+        put: Callable[[str, Any], object],
+        delete: Callable[[str], object],
+    ) -> None:
+        """Name the namespace. get: gives the value of a name, or its second argument where there is none."""
+        self._names, self._put, self._delete = tuple(sorted(names)), put, delete
+        self.get = get  # type: ignore[method-assign]  # itself, because a step asks for each name before each call
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name, _ABSENT) if name in self._names else _ABSENT
+        if value is _ABSENT:
+            raise KeyError(name)
+        return value
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self._put(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self._delete(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._names if self.get(name, _ABSENT) is not _ABSENT)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    @staticmethod
+    def of_namespace(namespace: dict[str, Any], names: Iterable[str]) -> NamedTable:
+        """Globals of a file."""
+        return NamedTable(names, namespace.get, namespace.__setitem__, namespace.__delitem__)
+
+    @staticmethod
+    def of_attributes(owner: Any, names: Iterable[str]) -> NamedTable:
+        """Attributes of a class, or values in the slots of an object."""
+        return NamedTable(
+            names, functools.partial(getattr, owner), functools.partial(setattr, owner),
+            functools.partial(delattr, owner),
+        )  # fmt: skip
+
+    @staticmethod
+    def of_cells(cells: dict[str, CellType]) -> NamedTable:
+        """Closure variables of a function."""
+
+        def get(name: str, default: Any = None) -> Any:
+            try:
+                return cells[name].cell_contents
+            except ValueError:  # not assigned yet
+                return default
+
+        def put(name: str, value: Any) -> None:
+            cells[name].cell_contents = value
+
+        def delete(name: str) -> None:
+            del cells[name].cell_contents
+
+        return NamedTable(cells, get, put, delete)
+
+    @staticmethod
+    def of_context(variable: ContextVar[Any]) -> NamedTable:
+        """The value of a context variable. It can't be deleted: a context may only be left."""
+        return NamedTable(
+            ["value"], lambda _, default=None: variable.get(default), lambda _, value: variable.set(value),
+            lambda _: variable.set(None),
+        )  # fmt: skip
+
+
+def slots_of(value: Any) -> tuple[str, ...]:
+    """Names of the slots of an object of a class written in Python."""
+    named = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
+    slots = (name for of_kind in named for name in ([of_kind] if isinstance(of_kind, str) else of_kind))
+    return tuple(dict.fromkeys(name for name in slots if not name.startswith("__")))
+
+
+@dataclass(slots=True)
+class _Namespace:
+    """Globals of one file, closure variables of one function, or attributes of one class, as far as code names them."""
+
+    title: str
+    table: Callable[[set[str]], NamedTable]
+    owned: bool  # of the user's own files, not of an installed package
+    names: set[str] = field(default_factory=set)
+
+
+class NamedState:
+    """What the code of a model names.
+
+    - tables: (title, table) of each namespace with names that count.
+    """
+
+    def __init__(self, model: nn.Module, run: Callable[..., Any] | None = None) -> None:
+        """Look for it. run: what the step calls, where it is not the model's forward alone (a loss function)."""
+        self._namespaces: dict[Any, _Namespace] = {}
+        self._seen: set[Any] = set()
+        self._pending: list[FunctionType] = []
+        self._classes: dict[type, None] = {}
+        self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
+        self._others: set[str] = set()
+        for module in model.modules():
+            self._add_class(type(module))
+            for value in vars(module).values():
+                if callable(value) and not isinstance(value, (nn.Module, type)):
+                    self._reach(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
+        self._of_model = set(self._classes)  # whose attributes are looked at anyway
+        self._reach(run)
+        self._follow()
+        self.tables = list(self._tables())
+
+    def _tables(self) -> Iterator[tuple[str, NamedTable]]:
+        titles = set[str]()
+        for namespace in self._namespaces.values():
+            table = namespace.table(namespace.names)
+            names = {name for name, value in table.items() if _counts(value, namespace.owned)}
+            if names:
+                title, number = namespace.title, 1
+                while title in titles:
+                    number += 1
+                    title = f"{namespace.title} ({number})"
+                titles.add(title)
+                yield title, namespace.table(names)
+
+    # -- which code runs --------------------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        """Follow what is named until nothing is new."""
+        while True:
+            while self._pending:
+                self._look_into(self._pending.pop())
+            for kind in tuple(self._classes):
+                for name in self._others & vars(kind).keys():
+                    if not hasattr(torch.Tensor, name):  # mostly a tensor's: x.log()
+                        self._reach(vars(kind)[name])
+            if not self._pending:
+                return
+
+    def _add_class(self, kind: type) -> None:
+        for base in kind.__mro__:
+            if base in self._classes or _is_of_library(base):
+                continue
+            self._classes[base] = None
+            for value in vars(base).values():
+                function = _function(value)
+                if isinstance(function, FunctionType):
+                    self._homes.setdefault(function.__code__, []).append(base)
+            run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else _METHODS
+            for name in run:
+                if name in vars(base) and not (name == "__init__" and issubclass(base, nn.Module)):
+                    self._reach(vars(base)[name])
+            if issubclass(base, torch.autograd.Function):
+                self._name_attributes(base, set(vars(base)))
+
+    def _reach(self, thing: Any) -> None:
+        """Follow what is called: a function in any wrapping, an object, a class."""
+        while True:
+            if isinstance(thing, functools.partial):
+                for given in (*thing.args, *thing.keywords.values()):
+                    if isinstance(given, FunctionType):
+                        self._reach(given)
+                thing = thing.func
+            elif isinstance(thing, (MethodType, staticmethod, classmethod)):
+                thing = thing.__func__
+            elif isinstance(thing, property):
+                thing = thing.fget
+            elif isinstance(thing, functools.cached_property):
+                thing = thing.func
+            elif isinstance(thing, functools._lru_cache_wrapper):
+                thing = thing.__wrapped__
+            else:
+                break
+        if isinstance(thing, FunctionType):
+            key = thing.__code__, id(thing.__globals__), tuple(map(id, thing.__closure__ or ()))
+            if key not in self._seen and not _is_of_library(thing):
+                self._seen.add(key)
+                self._pending.append(thing)
+        elif isinstance(thing, type):
+            self._add_class(thing)
+        elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
+            if not _is_of_library(type(thing)):
+                self._add_class(type(thing))
+
+    def _look_into(self, function: FunctionType) -> None:
+        facts = facts_of_code(function.__code__)
+        self._others |= facts.others
+        self._follow_own(function, facts)
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+        cells.pop("__class__", None)
+        if cells:
+            self._name_cells(function, cells)
+        for name, *attributes in facts.closure:
+            if name in cells:
+                self._name_value(_content(cells[name]), attributes)
+        for chain in facts.globals:
+            if chain[0] in function.__globals__:  # else it is a builtin
+                self._name_global(function.__globals__, chain)
+        for path, *names in facts.imports:
+            module = sys.modules.get(path)
+            for name in names:
+                if module is not None and not _is_of_library(module):
+                    self._name_global(vars(module), (name,))
+
+    def _follow_own(self, function: FunctionType, facts: CodeFacts) -> None:
+        """Follow methods and class attributes that a method names by its first argument."""
+        for home in tuple(self._homes.get(function.__code__, ())):
+            for other in tuple(self._classes):
+                if issubclass(other, home) or issubclass(home, other):
+                    for name in facts.own & vars(other).keys():
+                        self._reach(vars(other)[name])
+
+    # -- what it names ----------------------------------------------------------------------------------------------
+
+    def _name_global(self, namespace: dict[str, Any], chain: Chain) -> None:
+        name, *attributes = chain
+        title = str(namespace.get("__name__", "?"))
+        self._name(
+            id(namespace), f"globals of {title}", functools.partial(NamedTable.of_namespace, namespace),
+            not _is_installed(title), name,
+        )  # fmt: skip
+        self._name_value(namespace.get(name), attributes)
+
+    def _name_cells(self, function: FunctionType, cells: dict[str, CellType]) -> None:
+        owned = not _is_installed(function.__module__)
+        for name in cells:
+            self._name(
+                tuple(map(id, cells.values())), f"closure of {function.__qualname__}",
+                lambda names: NamedTable.of_cells({n: cells[n] for n in names}), owned, name,
+            )  # fmt: skip
+            self._reach_code(_content(cells[name]))
+
+    def _name_attributes(self, kind: type, names: set[str]) -> None:
+        for name in names:
+            home = next(base for base in kind.__mro__ if name in vars(base))
+            self._name(
+                home, f"class {home.__module__}.{home.__qualname__} as code names it",
+                functools.partial(NamedTable.of_attributes, home), not _is_installed(home.__module__), name,
+            )  # fmt: skip
+
+    def _name(self, key: Any, title: str, table: Callable[[set[str]], NamedTable], owned: bool, name: str) -> None:
+        if not (name.startswith("__") and name.endswith("__")):
+            self._namespaces.setdefault(key, _Namespace(title, table, owned)).names.add(name)
+
+    def _name_value(self, value: Any, attributes: list[str]) -> None:
+        """Follow what a name stands for, and the attributes that are read from it."""
+        if isinstance(value, ModuleType):
+            if attributes and not _is_of_library(value):
+                self._name_global(vars(value), tuple(attributes))
+            return
+        if isinstance(value, type):
+            if not _is_of_library(value):
+                self._add_class(value)
+                if attributes and value not in self._of_model:
+                    self._name_attributes(value, {attributes[0]} & {n for k in value.__mro__ for n in vars(k)})
+            return
+        self._reach_code(value)
+
+    def _reach_code(self, value: Any, depth: int = 3) -> None:
+        """Follow functions, objects, and those in containers: `ACTIVATIONS[name](x)`."""
+        if isinstance(value, (dict, list, tuple)):
+            for inner in list(value.values() if isinstance(value, dict) else value)[:_MOST] if depth else ():
+                self._reach_code(inner, depth - 1)
+        elif callable(value) or not _is_of_library(type(value)):
+            self._reach(value)
+
+
+def backward_reads(function: type[torch.autograd.Function]) -> str | None:
+    """State that the backward of an autograd function reads, in words; None where it reads none that changes.
+
+    It may be another by the time that backward runs than when forward did: an auxiliary loss's scale, for example, is
+    set in between by some training loops.
+    """
+    if _is_of_library(function):
+        return None
+    found = NamedState(nn.Identity(), vars(function).get("backward"))
+    for title, table in found.tables:
+        for name, value in table.items():
+            constant = isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and title.startswith(
+                "globals"
+            )
+            if not constant or _is_assigned(title, name):
+                return f"{name} ({title})"
+    return None
+
+
+def _is_assigned(title: str, name: str) -> bool:
+    """Whether a function of the file assigns this global."""
+    functions = (f for f in vars(sys.modules.get(title[11:], sys)).values() if isinstance(f, FunctionType))
+    return any(name in facts_of_code(f.__code__).stored for f in functions)
+
+
+def _counts(value: Any, owned: bool) -> bool:
+    """Whether a change of a value may change what code does. Functions, classes and modules are taken to stay."""
+    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType, staticmethod, classmethod, property)):
+        return False
+    if owned:
+        return not (
+            callable(value) and not isinstance(value, (torch.Tensor, nn.Module)) and not hasattr(value, "__dict__")
+        )
+    return isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None)))
+
+
+def _function(value: Any) -> Any:
+    """The function of a static or class method; anything else as it is."""
+    return value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _module_name(thing: Any) -> str:
+    return str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None) or "")
+
+
+def _is_of_library(thing: Any) -> bool:
+    """Whether code is of PyTorch, the standard library or memplan, or no Python code."""
+    top = _module_name(thing).partition(".")[0]
+    return not top or (top in _LIBRARIES and top != "__main__")
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_installed(module: str) -> bool:
+    """Whether a module is of an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None) or ""
+    return file.startswith(_INSTALLED)

@@ -1,0 +1,117 @@
+"""Tensors of a trace that outlive it: somebody holds them, and would find no tensor there after a planned step.
+
+Forward may hand tensors over by other ways than its results: it appends them to a list of an installed package, or puts
+them into an object that no attribute leads to. When a trace is over and its own references are gone, every tensor of
+the trace that is still there has escaped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from types import CellType, FrameType, ModuleType
+from typing import Any
+
+import torch
+
+from memplan import torch_private as private
+from memplan.errors import UnsupportedModel
+
+
+class MadeTensors:
+    """The tensors that one or several traces of a step have made. It keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def note(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Note results of an op, or what stands for the model's tensors."""
+        self._made += (weakref.ref(t) for t in tensors if isinstance(t, private.FakeTensor))
+
+    @contextlib.contextmanager
+    def kept_in(self) -> Iterator[None]:
+        """A context for traces, of which no tensor may outlive it.
+
+        Where one does, it is taken away from whoever holds it, and UnsupportedModel is raised. Nothing that a trace
+        consists of may be referred to at the end.
+        """
+        try:
+            yield
+        except UnsupportedModel as error:
+            cause: BaseException | None = error
+            while cause is not None:  # their frames hold what the trace consists of
+                cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
+            self._take_back()
+            raise
+        found = self._take_back()
+        if found is not None:
+            raise UnsupportedModel(
+                f"forward or backward leaves tensors of shape {found}, which a planned step would not. Return them "
+                "from forward, or put them into attributes of modules"
+            )
+
+    def _take_back(self) -> str | None:
+        """Take tensors that are still there away from whoever holds them. Gives their shapes and holders, in words.
+
+        What was made while Python's collector was off is in its youngest generation, so only that is collected.
+        """
+        if not self._there():
+            return None
+        gc.collect(0)
+        escaped = self._there()
+        if not escaped:
+            return None
+        ids = {id(tensor) for tensor in escaped}
+        known = {id(escaped), id(sys._getframe())}
+        holders = [h for h in gc.get_referrers(*escaped) if id(h) not in known and not isinstance(h, FrameType)]
+        if not holders:  # autocast's cache has them, in a context of the caller
+            return None
+        words = sorted({_in_words(holder) for holder in holders})
+        for holder in holders:
+            _take_from(holder, ids)
+        return f"{', '.join(sorted({str(tuple(t.shape)) for t in escaped})[:3])} in {', '.join(words[:3])}"
+
+    def _there(self) -> list[torch.Tensor]:
+        found = {id(t): t for ref in self._made if (t := ref()) is not None}
+        return list(found.values())
+
+
+def _in_words(holder: Any) -> str:
+    """A name for what holds a tensor: "BAG of module megablocks.moe", or its type."""
+    for name, module in tuple(sys.modules.items()):
+        if isinstance(module, ModuleType):
+            for key, value in tuple(vars(module).items()):
+                if value is holder or (isinstance(holder, dict) and _attributes(value) is holder):
+                    return f"{key} of module {name}"
+    return f"a {type(holder).__name__}"
+
+
+def _attributes(value: Any) -> Any:
+    try:
+        return object.__getattribute__(value, "__dict__")  # past those of lazy modules and deprecated names
+    except AttributeError:
+        return None
+
+
+def _take_from(holder: Any, ids: set[int]) -> None:
+    """Take tensors out of a container, a closure variable, or the slots of an object."""
+    if isinstance(holder, (list, deque)):
+        kept = [v for v in holder if id(v) not in ids]
+        holder.clear()
+        holder.extend(kept)
+    elif isinstance(holder, MutableMapping):
+        for key in [k for k, v in holder.items() if id(v) in ids]:
+            del holder[key]
+    elif isinstance(holder, set):
+        holder -= {v for v in holder if id(v) in ids}
+    elif isinstance(holder, CellType):
+        del holder.cell_contents
+    else:
+        for kind in type(holder).__mro__:
+            for name in (slots,) if isinstance(slots := vars(kind).get("__slots__", ()), str) else slots:
+                if id(getattr(holder, name, None)) in ids:
+                    delattr(holder, name)

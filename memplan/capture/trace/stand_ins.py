@@ -1,0 +1,88 @@
+"""What a step must leave as it is, or a plan would lose it: gradients in `.grad`, containers that were passed in, ...
+
+A trace runs forward and backward on stand-ins of the model's and the call's tensors. What ops do to these is in the
+trace. What Python does to them beside ops is not:
+
+    batch["aux"] = loss          # an argument that is a container
+    loss.backward()              # within forward: gradients land in .grad
+    x.requires_grad_()           # an argument becomes a leaf of the graph
+    self.weight.data = other     # memory is exchanged
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from memplan.capture.ops.layout import storage_key
+from memplan.errors import UnsupportedModel
+
+
+class StartsToRequireGrad(UnsupportedModel):
+    """Forward lets arguments require grad before any op reads them. It can be traced with such arguments.
+
+    - positions: of these arguments, among the call's tensors.
+    """
+
+    def __init__(self, names: Sequence[str], positions: Sequence[int]) -> None:
+        super().__init__(f"forward calls requires_grad_() on {', '.join(names)}; a planned step would not")
+        self.positions = tuple(positions)
+
+
+class StandIns:
+    """The stand-ins of one trace: of parameters and buffers by name, and of the tensors of the call, by name too."""
+
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        given: Mapping[str, torch.Tensor],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
+    ) -> None:
+        self._state, self._given, self._arguments = state, given, arguments
+        self._tensors = {**state, **{f"argument {name}": tensor for name, tensor in given.items()}}
+        self._before = {name: (storage_key(t), t.requires_grad, set(vars(t))) for name, t in self._tensors.items()}
+        self._leaves, self._spec = pytree.tree_flatten(arguments)
+        self._fresh: set[int] = set()  # arguments that came to require grad before an op read them
+
+    def note_requires_grad(self, tensor: torch.Tensor, used: bool) -> None:
+        """Note that `requires_grad` of a tensor is set. used: an op has read the tensor before."""
+        if not used:
+            self._fresh.add(id(tensor))
+
+    def check(self, phase: str) -> None:
+        """Raise UnsupportedModel where forward or backward did something that a planned step would not do.
+
+        phase: "forward" or "backward", for the words.
+        """
+        started = []
+        for name, tensor in self._tensors.items():
+            storage, required, attributes = self._before[name]
+            if storage_key(tensor) != storage:
+                raise UnsupportedModel(
+                    f"{phase} exchanges the memory of {name}; a planned step would not. Write to {name} in place "
+                    "under torch.no_grad() instead of setting its .data"
+                )
+            if tensor.is_leaf and tensor.grad is not None:
+                raise UnsupportedModel(
+                    f"{phase} puts a gradient into {name}.grad itself (a call of backward() in it, or an assignment); "
+                    "a planned step would not"
+                )
+            if tensor.is_leaf and tensor.requires_grad != required:
+                if required or id(tensor) not in self._fresh or name in self._state:
+                    raise UnsupportedModel(f"{phase} changes whether {name} requires grad; a planned step would not")
+                started.append(name)
+            new = sorted(vars(tensor).keys() - attributes)
+            if new:
+                raise UnsupportedModel(f"{phase} sets the attribute {new[0]} of {name}; a planned step would not")
+        leaves, spec = pytree.tree_flatten(self._arguments)
+        if spec != self._spec or not all(map(operator.is_, leaves, self._leaves)):
+            raise UnsupportedModel(
+                f"{phase} changes a container among its arguments; a planned step would not. Return what it puts there"
+            )
+        if started:
+            names = [f"argument {name}" for name in self._given]
+            raise StartsToRequireGrad(started, [names.index(name) for name in started])
