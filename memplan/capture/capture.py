@@ -122,7 +122,12 @@ def capture(
     once = functools.partial(
         _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made
     )
-    with without_collections(), contextlib.nullcontext() if shards is None else shards.tracing(), made.kept_in():
+    with (
+        without_collections(),
+        contextlib.nullcontext() if shards is None else shards.tracing(),
+        private.outside_of_tracing(),  # dispatch modes of the caller see planned ops when these run
+        made.kept_in(),
+    ):
         try:
             return once()
         except StartsToRequireGrad as error:
@@ -283,7 +288,7 @@ def capture_part(
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
     made = MadeTensors()
-    with made.kept_in():
+    with private.outside_of_tracing(), made.kept_in():
         return _captured_part(module, forward, call, around, shards, seen, autocast, made)
 
 

@@ -447,7 +447,6 @@ def _switches() -> dict[str, Any]:
         "order of sdp backends": private.attention_order(),
         "default dtype": torch.get_default_dtype(),
         "function modes": private.function_modes(),
-        "dispatch modes": private.dispatch_modes(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
 

@@ -40,7 +40,6 @@ from memplan.torch_private.inductor import seed_ops as seed_ops
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows
-from memplan.torch_private.modes import dispatch_modes as dispatch_modes
 from memplan.torch_private.modes import function_modes as function_modes
 from memplan.torch_private.modes import run_in_mode as run_in_mode
 from memplan.torch_private.modes import with_function_modes as with_function_modes

@@ -14,7 +14,6 @@ from torch._C import DispatchKey, DispatchKeySet, _get_function_stack_at, _len_t
 from torch.overrides import _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _P = ParamSpec("_P")
 
@@ -66,15 +65,6 @@ def function_modes() -> tuple[str, ...]:
     """Names of the TorchFunctionModes that are on. A default device does not count: devices are in the trace."""
     kinds = [type(_get_function_stack_at(i)) for i in range(_len_torch_function_stack())]
     return tuple(kind.__qualname__ for kind in kinds if kind is not DeviceContext)
-
-
-def dispatch_modes() -> tuple[str, ...]:
-    """Names of the TorchDispatchModes that are on. memplan's own, which measure, and those of a trace do not count."""
-    kinds = [type(mode) for mode in _get_current_dispatch_mode_stack()]
-    return tuple(
-        kind.__qualname__ for kind in kinds
-        if not kind.__module__.startswith(("memplan.", "torch.fx.", "torch._subclasses."))
-    )  # fmt: skip
 
 
 _PUT_ASIDE = threading.local()

@@ -36,6 +36,7 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
+_GLOBALS = "globals of "
 _MOST = 256  # values of a container that are looked at for functions
 _ABSENT = object()
 
@@ -145,7 +146,8 @@ class NamedState:
         self._others: set[str] = set()
         for module in model.modules():
             self._add_class(type(module))
-            for value in vars(module).values():
+            tables = [t for k, t in vars(module).items() if k.endswith("_hooks") and isinstance(t, dict)]
+            for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
                 if callable(value) and not isinstance(value, (nn.Module, type)):
                     self._reach(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
         self._of_model = set(self._classes)  # whose attributes are looked at anyway
@@ -259,7 +261,7 @@ class NamedState:
         name, *attributes = chain
         title = str(namespace.get("__name__", "?"))
         self._name(
-            id(namespace), f"globals of {title}", functools.partial(NamedTable.of_namespace, namespace),
+            id(namespace), f"{_GLOBALS}{title}", functools.partial(NamedTable.of_namespace, namespace),
             not _is_installed(title), name,
         )  # fmt: skip
         self._name_value(namespace.get(name), attributes)
@@ -274,7 +276,7 @@ class NamedState:
             self._reach_code(_content(cells[name]))
 
     def _name_attributes(self, kind: type, names: set[str]) -> None:
-        for name in names:
+        for name in names - vars(torch.autograd.Function).keys():
             home = next(base for base in kind.__mro__ if name in vars(base))
             self._name(
                 home, f"class {home.__module__}.{home.__qualname__} as code names it",
@@ -308,28 +310,31 @@ class NamedState:
             self._reach(value)
 
 
-def backward_reads(function: type[torch.autograd.Function]) -> str | None:
-    """State that the backward of an autograd function reads, in words; None where it reads none that changes.
+def backward_depends_on(node: Any) -> str | None:
+    """Python state that the backward of a user's autograd function depends on, in words; None where there is none.
 
-    It may be another by the time that backward runs than when forward did: an auxiliary loss's scale, for example, is
-    set in between by some training loops.
+    It may be another when backward runs than when forward did: some training loops set the scale of an auxiliary loss
+    in between. A number among the globals of a file that no function there assigns is taken to stay.
+
+    node: of the autograd graph, which is the context of the function, too.
     """
+    function = type(node)._forward_cls
     if _is_of_library(function):
         return None
-    found = NamedState(nn.Identity(), vars(function).get("backward"))
-    for title, table in found.tables:
+    for name, value in vars(node).items():
+        if not isinstance(value, (torch.Tensor, nn.Module, type)) and not _is_of_library(type(value)):
+            return f"the {type(value).__name__} that it has as ctx.{name}"
+    for title, table in NamedState(nn.Identity(), vars(function).get("backward")).tables:
         for name, value in table.items():
-            constant = isinstance(value, (bool, int, float, str, type(None), torch.dtype)) and title.startswith(
-                "globals"
-            )
-            if not constant or _is_assigned(title, name):
+            plain = isinstance(value, (bool, int, float, str, type(None), torch.dtype))
+            if not (plain and title.startswith(_GLOBALS)) or _is_assigned(title.removeprefix(_GLOBALS), name):
                 return f"{name} ({title})"
     return None
 
 
-def _is_assigned(title: str, name: str) -> bool:
-    """Whether a function of the file assigns this global."""
-    functions = (f for f in vars(sys.modules.get(title[11:], sys)).values() if isinstance(f, FunctionType))
+def _is_assigned(module: str, name: str) -> bool:
+    """Whether a function of a file assigns this global."""
+    functions = (f for f in vars(sys.modules.get(module, sys)).values() if isinstance(f, FunctionType))
     return any(name in facts_of_code(f.__code__).stored for f in functions)
 
 

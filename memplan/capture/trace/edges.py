@@ -17,7 +17,10 @@ Edge = tuple[Any, int]  # a node of the autograd graph, and which of its gradien
 
 
 class Edges:
-    """The graph behind some tensors. It keeps the graph's nodes alive."""
+    """The graph behind some tensors. It keeps the graph's nodes alive.
+
+    - functions: nodes of autograd functions that are written in Python.
+    """
 
     def __init__(self, starts: Iterable[torch.Tensor]) -> None:
         self._into: dict[Edge, list[Edge]] = {}
@@ -32,6 +35,7 @@ class Edges:
                 if target not in seen:
                     seen.add(target)
                     pending.append(target)
+        self.functions: list[Any] = [node for node in seen if hasattr(type(node), "_forward_cls")]
 
     def to(self, tensor: torch.Tensor) -> list[Edge]:
         """(node, which of its gradients) for each gradient that is added up for `tensor`, in that order."""

@@ -47,33 +47,31 @@ class MadeTensors:
                 cause.__traceback__, cause = None, cause.__cause__ or cause.__context__
             self._take_back()
             raise
-        found = self._take_back()
-        if found is not None:
+        holders = self._take_back()
+        if holders:
             raise UnsupportedModel(
-                f"forward or backward leaves tensors of shape {found}, which a planned step would not. Return them "
-                "from forward, or put them into attributes of modules"
+                f"forward or backward leaves tensors in {', '.join(map(_in_words, holders[:3]))}, which a planned step "
+                "would not. Return them from forward, or put them into attributes of modules"
             )
 
-    def _take_back(self) -> str | None:
-        """Take tensors that are still there away from whoever holds them. Gives their shapes and holders, in words.
+    def _take_back(self) -> list[Any]:
+        """Take tensors that are still there away from whoever holds them. Gives the holders.
 
-        What was made while Python's collector was off is in its youngest generation, so only that is collected.
+        What was made while Python's collector was off is in its youngest generation, so only that is collected. A
+        tensor without a holder is in autocast's cache, in a context of the caller.
         """
         if not self._there():
-            return None
+            return []
         gc.collect(0)
         escaped = self._there()
         if not escaped:
-            return None
+            return []
         ids = {id(tensor) for tensor in escaped}
         known = {id(escaped), id(sys._getframe())}
         holders = [h for h in gc.get_referrers(*escaped) if id(h) not in known and not isinstance(h, FrameType)]
-        if not holders:  # autocast's cache has them, in a context of the caller
-            return None
-        words = sorted({_in_words(holder) for holder in holders})
         for holder in holders:
             _take_from(holder, ids)
-        return f"{', '.join(sorted({str(tuple(t.shape)) for t in escaped})[:3])} in {', '.join(words[:3])}"
+        return holders
 
     def _there(self) -> list[torch.Tensor]:
         found = {id(t): t for ref in self._made if (t := ref()) is not None}

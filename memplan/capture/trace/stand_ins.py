@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import UnsupportedModel
 
@@ -48,10 +49,12 @@ class StandIns:
         self._leaves, self._spec = pytree.tree_flatten(arguments)
         self._fresh: set[int] = set()  # arguments that came to require grad before an op read them
 
-    def note_requires_grad(self, tensor: torch.Tensor, used: bool) -> None:
-        """Note that `requires_grad` of a tensor is set. used: an op has read the tensor before."""
-        if not used:
-            self._fresh.add(id(tensor))
+    def note_requires_grad(self, tensor: torch.Tensor) -> None:
+        """Note that `requires_grad` of a tensor is about to be set."""
+        if any(tensor is given for given in self._given.values()):
+            node = private.tracer_node(tensor)
+            if node is not None and not node.users:
+                self._fresh.add(id(tensor))
 
     def check(self, phase: str) -> None:
         """Raise UnsupportedModel where forward or backward did something that a planned step would not do.

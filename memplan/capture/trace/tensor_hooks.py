@@ -28,19 +28,18 @@ def only_waits(hook: Any) -> bool:
 
 
 def watching_tensors(
-    note_requires_grad: Callable[[torch.Tensor, bool], None],
+    note_requires_grad: Callable[[torch.Tensor], None],
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which forward may put hooks on tensors that change gradients.
 
     Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, where forward retains
     a gradient, and where it exchanges the memory of a tensor. note_requires_grad: called with a tensor before forward
-    says whether it requires grad, and whether an op has read the tensor before.
+    says whether it requires grad.
     """
     own: Any = torch.Tensor.requires_grad
 
     def requires(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
-        node = private.tracer_node(tensor)
-        note_requires_grad(tensor, node is None or bool(node.users))
+        note_requires_grad(tensor)
         own.__set__(tensor, wanted)
         return tensor
 

@@ -18,6 +18,7 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
+from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts, strides_that_matter
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
@@ -257,6 +258,7 @@ class _StepTrace:
         edges = Edges(starts)
         notes.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
         notes.inner = _inner(template, edges)
+        _refuse_state_of_backward(edges)
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
             if around is None or around.whole:
@@ -335,6 +337,17 @@ class _StepTrace:
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
         )
+
+
+def _refuse_state_of_backward(edges: Edges) -> None:
+    """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
+    for node in edges.functions:
+        state = backward_depends_on(node)
+        if state is not None:
+            raise UnsupportedModel(
+                f"the backward of the autograd function {type(node).__name__} depends on {state}, which may change "
+                "between forward and backward; a planned step would not notice. Pass it to the function as an argument"
+            )
 
 
 def input_names(call: Call, around: PartSurroundings | None) -> tuple[str, ...]:
