@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -101,6 +101,7 @@ def capture(
     seen: Sequence[Answer] | None = None,
     varying: Varying = frozenset(),
     counted: bool = False,
+    unsteady: Collection[str] = (),
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
@@ -114,6 +115,8 @@ def capture(
     - varying: sizes of the sample that other calls have others of. The step then serves all for which what it depends
       on holds, as its `Sizes` say.
     - counted: masks of dropout are functions of a seed, which fused groups compute.
+    - unsteady: values that change from step to step, as `StepKey.other_value` names them. The step must not depend on
+      them.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given.
@@ -129,10 +132,12 @@ def capture(
         made.kept_in(),
     ):
         try:
-            return once()
+            captured = once()
         except StartsToRequireGrad as error:
             requiring = error.positions
-        return once(requiring)
+            captured = once(requiring)
+        _refuse_unsteady(captured.key, unsteady)
+        return captured
 
 
 def _capture(
@@ -267,12 +272,13 @@ def capture_part(
     around: PartSurroundings | None = None,
     shards: Shards | None = None,
     seen: Sequence[Answer] | None = None,
+    unsteady: Collection[str] = (),
 ) -> Capture:
     """Capture one call of a submodule, as a part of a larger step.
 
     - around: what is known of that step. With None, the capture only shows whether the call can be captured at all.
     - shards: whatever has sharded the parameters, and gathers them around the call.
-    - seen: as for `capture`.
+    - seen, unsteady: as for `capture`.
 
     Arguments must require grad where they do in the step. Raises UnsupportedModel; it is an OpenBranch as for
     `capture`.
@@ -289,7 +295,9 @@ def capture_part(
     autocast = Autocast.ambient(device.type)
     made = MadeTensors()
     with private.outside_of_tracing(), made.kept_in():
-        return _captured_part(module, forward, call, around, shards, seen, autocast, made)
+        captured = _captured_part(module, forward, call, around, shards, seen, autocast, made)
+        _refuse_unsteady(captured.key, unsteady)
+        return captured
 
 
 def _captured_part(
@@ -332,6 +340,12 @@ def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
                 f"forward writes to a tensor of shape {tuple(tensor.shape)} that is no buffer, under another name than "
                 "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer"
             )
+
+
+def _refuse_unsteady(key: StepKey, unsteady: Collection[str]) -> None:
+    value = key.depends_on(unsteady) if unsteady else None
+    if value is not None:
+        raise UnsupportedModel(f"forward depends on a value that changes from step to step: {value}")
 
 
 def _refuse_writes_to(traced: Traced, *roles: Role) -> None:

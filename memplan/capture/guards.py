@@ -11,6 +11,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
 from memplan.capture.ops.sizes import expressions_in, put
+from memplan.capture.trace.raw_trace import line_of_place
 
 
 class Guards:
@@ -61,8 +62,18 @@ class Guards:
             copied = graph.call_function(torch.ops.aten.clone.default, (placeholder,))
         placeholder.replace_all_uses_with(copied, lambda user: user is not copied)
 
-    def changed(self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]) -> str | None:
-        """What forward would read now and did not read at capture, in words; None where nothing differs."""
+    @property
+    def lines(self) -> list[str]:
+        """The lines that read numbers."""
+        return [line_of_place(guard.where) for guard in self._guards]
+
+    def changed(
+        self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]
+    ) -> tuple[str, str] | None:
+        """(the line that reads it, what it says in words) of a number that forward would now read another of.
+
+        None where nothing differs.
+        """
         if self._program is None:
             return None
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
@@ -72,5 +83,6 @@ class Guards:
         for guard, result in zip(self._guards, results, strict=True):
             value = result.item()
             if value != guard.value:
-                return f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
+                text = f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
+                return line_of_place(guard.where), text
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import Sizes, Varying, varying_between
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import AttributeRead, Autocast
+from memplan.capture.trace.raw_trace import AttributeRead, Autocast, line_of_place
 from memplan.errors import PlanMismatch
 
 
@@ -33,9 +33,18 @@ def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
     return tensor.stride() if tensor.layout is torch.strided else ()
 
 
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor. Of a nested one, sizes that differ by row are -1, and its rows count in powers of two."""
+    if not tensor.is_nested:
+        return tensor.shape
+    rows = tensor.values().shape[0] if tensor.layout is torch.jagged else tensor.numel()
+    sizes = (tensor.size(i) if tensor.layout is torch.jagged else -1 for i in range(tensor.dim()))
+    return (*(n if isinstance(n, int) else -1 for n in sizes), 1 << (rows - 1).bit_length())
+
+
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    shape: torch.Size
+    shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -46,7 +55,7 @@ class _Tensor:
     @staticmethod
     def of(tensor: torch.Tensor, sharded: bool = False) -> _Tensor:
         return _Tensor(
-            tensor.shape, _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, sharded
+            _shape(tensor), _stride(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.layout, sharded
         )  # fmt: skip
 
     def __str__(self) -> str:
@@ -57,21 +66,34 @@ class _Tensor:
 class ArgumentsKey:
     """The arguments of a call, except the data in its tensors, to be compared with those of later calls."""
 
-    def __init__(self, call: Call, device_type: str | None, traced: bool = True) -> None:
+    def __init__(
+        self, call: Call, device_type: str | None, traced: bool = True, unsteady: Collection[str] = ()
+    ) -> None:
         """Note the arguments of a call.
 
-        device_type: where all tensors of later calls will be; None: each where it is in this call. traced: the call was
-        traced, so values of objects among its arguments matter too.
+        - device_type: where all tensors of later calls will be; None: each where it is in this call.
+        - traced: the call was traced, so values of objects among its arguments matter too.
+        - unsteady: names of arguments whose values do not matter, where the call was not traced.
         """
         self._call = call.without_tensors()
         self._traced = traced
-        self._others = tuple(leaf if traced or is_plain(leaf) else type(leaf) for leaf in self._call.leaves)
+        self._others = tuple(
+            leaf if isinstance(leaf, torch.Tensor) or traced or (is_plain(leaf) and _argument(path) not in unsteady)
+            else type(leaf)
+            for path, leaf in zip(self._call.paths, self._call.leaves, strict=True)
+        )  # fmt: skip
         if not traced:
             self._call = dataclasses.replace(self._call, arguments={}, variadic=(), leaves=())
         self._device_type = device_type
         self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
         self._aliases = _aliases(call.tensors)
         self._sizes: Sizes | None = None
+
+    @property
+    def plain(self) -> list[str]:
+        """Names of the arguments that are no tensors."""
+        pairs = zip(self._call.paths, self._call.leaves, strict=True)
+        return [_argument(path) for path, leaf in pairs if not isinstance(leaf, torch.Tensor)]
 
     def generalise(self, sizes: Sizes) -> None:
         """Let other calls pass whose sizes keep the conditions of the step."""
@@ -96,7 +118,7 @@ class ArgumentsKey:
             )
         others = self._others_differ(call)
         if others is not None:
-            return others
+            return others[1]
         tensors = call.tensors
         for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
             if not self._is_like(tensor, expected):
@@ -109,27 +131,37 @@ class ArgumentsKey:
                 return broken
             layouts = self._sizes.layouts(numbers)
         for name, tensor, expected, (shape, stride) in zip(call.names, tensors, self._tensors, layouts, strict=True):
-            if tensor.shape != shape or _stride(tensor) != stride:
+            if _shape(tensor) != shape or _stride(tensor) != stride:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
         if _aliases(tensors) != self._aliases:
             return "other arguments share memory than in the sample"
         return None
 
-    def _others_differ(self, call: Call) -> str | None:
-        """What differs among arguments that are no tensors, in words."""
+    def other_value(self, call: Call) -> str | None:
+        """The name of an argument that is no tensor, and by which alone the call differs in kind from this one."""
+        if call.spec != self._call.spec or call.paths != self._call.paths:
+            return None
+        other = self._others_differ(call)
+        return None if other is None else other[0]
+
+    def _others_differ(self, call: Call) -> tuple[str, str] | None:
+        """(name, words) of the first argument that differs among those that are no tensors."""
         for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
             if not self._traced and type(now) is then:
                 continue
             if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
-                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
-            if not isinstance(now, torch.Tensor) and not _same(now, then):
-                return f"argument {path} is {now!r}, planned for {then!r}"
+                text = f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            elif not isinstance(now, torch.Tensor) and not _same(now, then):
+                text = f"argument {path} is {now!r}, planned for {then!r}"
+            else:
+                continue
+            return _argument(path), text
         return None
 
     def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:
         """Whether a tensor is like the expected one, but for sizes and strides."""
         return (
-            tensor.dim() == len(expected.shape)
+            len(_shape(tensor)) == len(expected.shape)
             and tensor.dtype == expected.dtype
             and tensor.device.type == (self._device_type or expected.device.type)
             and tensor.requires_grad == expected.requires_grad
@@ -147,6 +179,11 @@ class ArgumentsKey:
 
 
 _OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"
+
+
+def _argument(path: str) -> str:
+    """The name of an argument among all values that a step depends on."""
+    return f"argument {path}"
 
 
 class ModesKey:
@@ -288,10 +325,37 @@ class StepKey:
             or self._model_changed()
             or (self._hooks_changed() if hooks else None)
             or self._environment_changed()
-            or self._data_changed(call)
+            or (None if (problem := self._data_changed(call)) is None else problem[1])
         )
 
+    def other_value(self, call: Call) -> str | None:
+        """The one value that keeps the step from serving a call: a number that forward reads, an attribute, a flag.
+
+        It is the line that reads a number from data, or a name. None where the step serves the call, and where
+        something else keeps it from that: a shape, a mode.
+        """
+        value = self.arguments.other_value(call)
+        if value is not None or self.arguments.mismatch(call) is not None:
+            return value
+        if (problem := self._attribute_changed()) is not None:
+            return problem[0]
+        if self._model_changed() or self._hooks_changed() or self._environment_changed():
+            return None
+        return None if (problem := self._data_changed(call)) is None else problem[0]
+
+    def depends_on(self, values: Collection[str]) -> str | None:
+        """The first of these values, as `other_value` names them, on which the step depends; None for none."""
+        guards = self._guards.lines if self._guards is not None else ()
+        reads = (line_of_place(read.where) for read in self._attribute_reads)
+        known = {*guards, *reads, *(name for snapshot in self._snapshots for name in snapshot.names)}
+        known.update(self.arguments.plain)
+        return next((value for value in sorted(values) if value in known), None)
+
     # -- the model --------------------------------------------------------------------------------------------------
+
+    def _attribute_changed(self) -> tuple[str, str] | None:
+        found = (snapshot.difference(self.tables) for snapshot in self._snapshots)
+        return next((problem for problem in found if problem is not None), None)
 
     def _model_changed(self) -> str | None:
         for (name, module), training, children in zip(self._modules, self._training, self._children, strict=True):
@@ -300,10 +364,9 @@ class StepKey:
                 return f"module {name or '(the model itself)'} is in {mode} mode"
             if children != tuple(module._modules.values()):  # modules are equal only to themselves
                 return f"submodules of {name or 'the model'} were exchanged"
-        for snapshot in self._snapshots:
-            problem = snapshot.difference(self.tables)
-            if problem is not None:
-                return problem
+        problem = self._attribute_changed()
+        if problem is not None:
+            return problem[1]
         for name, home, count in self._homes:
             if len(home) != count:
                 return f"parameters or buffers were added to {name or 'the model'}, or removed"
@@ -357,11 +420,13 @@ class StepKey:
                 return f"{name} is {value}, planned for {self._switches[name]}"
         return None
 
-    def _data_changed(self, call: Call) -> str | None:
+    def _data_changed(self, call: Call) -> tuple[str, str] | None:
+        """(line, words) of a number that forward would now read another of."""
         for read in self._attribute_reads:
             value = getattr(self._model.get_submodule(read.module), read.key).item()
             if value != read.value:
-                return f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
+                text = f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
+                return line_of_place(read.where), text
         return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -136,17 +136,18 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
 
 
 def find_sites(
-    model: nn.Module, run: Callable[[], Any], reason: str, decides: bool = False
+    model: nn.Module, run: Callable[[], Any], reason: str, decides: bool = False, unsteady: Collection[str] = ()
 ) -> tuple[dict[nn.Module, Site], dict[nn.Module, Site]]:
     """The units, and the blocks, among the submodules that `run` calls.
 
     - run: runs the model, under grad mode. The caller has to put back what it changes in the model.
     - reason: why the model can't be captured.
     - decides: units may branch on what they compute, and are captured with the branches that they take here.
+    - unsteady: values that no unit may depend on.
 
     A block is as large as possible with no more than half of the units in it.
     """
-    search = _PartSearch(model, reason, decides)
+    search = _PartSearch(model, reason, decides, unsteady)
     with nothing_saved():
         search.run(run)
     return search.sites(), search.blocks()
@@ -205,13 +206,13 @@ class DataFollowed(private.TorchDispatchMode):
 
 
 class _PartSearch:
-    def __init__(self, model: nn.Module, reason: str, decides: bool) -> None:
+    def __init__(self, model: nn.Module, reason: str, decides: bool, unsteady: Collection[str]) -> None:
         self._names = {module: name for name, module in model.named_modules()}
         self._own = {module: vars(module).get("forward") for module in self._names}
         self._generators = own_generators(model)
         self._root = model
         self._reasons = [reason]
-        self._decides = decides
+        self._decides, self._unsteady = decides, unsteady
         self._looking = True
         self._verdicts: dict[
             Any, UnsupportedModel | tuple[Answer, ...]
@@ -301,7 +302,9 @@ class _PartSearch:
         if signature not in self._verdicts:
             with private.outside_of_tracing(), forwards_exchanged(self._own), private.without_saved_tensor_hooks():
                 try:
-                    self._verdicts[signature] = capture_part(module, original, call, seen=seen).answers
+                    self._verdicts[signature] = capture_part(
+                        module, original, call, seen=seen, unsteady=self._unsteady
+                    ).answers
                 except CompiledCode:
                     raise
                 except UnsupportedModel as error:  # which would keep its frames alive

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -28,6 +29,7 @@ OnMismatch = Literal["replan", "raise"]
 
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
 _MANY_KINDS = 12  # as many are worth a warning
+_MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, an attribute, a flag
 _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
 
 
@@ -67,6 +69,7 @@ class StepChoice:
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
+        self._moved: Counter[str] = Counter()  # values that have changed between two calls, and how often
         self._declined: list[tuple[PlannedStep, str]] = []  # steps that this call has left by another branch, and where
 
     @property
@@ -234,6 +237,8 @@ class StepChoice:
         else:
             known, reason = self.steps, f"{reasons[0] if reasons else self.unfit or 'this is the first call'}"
         log.info("planning, because %s", reason)
+        if known and not self.is_fixed:
+            self._look_for_unsteady(call)
         self._tell_of_passing(call, known)
         kinds_before = len(set(map(_kind, self.steps)))
         if kinds_before == _MANY_KINDS:
@@ -257,6 +262,22 @@ class StepChoice:
                     raise
                 raise error.saying(f". {longest}") from None
             return self.add(step, time.monotonic() - began_s)
+
+    def _look_for_unsteady(self, call: Call) -> None:
+        """Count by which value alone a call differs from the step that ran last.
+
+        Once one has made several plans, no plan depends on it any more: what reads it runs unplanned.
+        """
+        last = next((step for step in self.steps if isinstance(step, WholeStep)), None)
+        value = None if last is None else last.key.other_value(call)
+        if value is None or value in self.planner.capturing.unsteady:
+            return
+        self._moved[value] += 1
+        if self._moved[value] < _MOST_VALUES:
+            return
+        self.planner.capturing.depend_no_more_on(value)
+        self.steps[:] = [s for s in self.steps if not isinstance(s, WholeStep) or not s.key.depends_on({value})]
+        log.warning("a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, value)
 
     def _new_step(
         self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]

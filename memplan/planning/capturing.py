@@ -32,17 +32,23 @@ _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than on
 class Capturing:
     """Captures the steps of one model.
 
-    decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is then
-    captured with the branches that it took and the caches that it left.
+    - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
+      then captured with the branches that it took and the caches that it left.
+    - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
     def __init__(self, settings: Settings, placement: Placement, decides: bool) -> None:
         self._settings, self._placement, self.decides = settings, placement, decides
         self._refused = 0  # captures for all sizes that failed, one after the other
+        self.unsteady: frozenset[str] = frozenset()
 
     def stop_deciding(self) -> None:
         """Capture from now on without running forward to see its branches: it takes too many ways."""
         self.decides = False
+
+    def depend_no_more_on(self, value: str) -> None:
+        """Capture from now on only what does not depend on this value."""
+        self.unsteady |= {value}
 
     @private.without_saved_tensor_hooks()
     def capture(
@@ -96,7 +102,7 @@ class Capturing:
         settings = self._settings
         trace = functools.partial(
             capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
-            backward, varying=varying, counted=settings.random == "counter",
+            backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
         )  # fmt: skip
         runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
 

@@ -237,7 +237,8 @@ class Planner:
                 found = None if sized else self._unsearched(model, captured, known, share is not None)
         if refusal is not None:
             in_group = share is not None
-            return self._uncaptured.step(model, forward, sample, known, refusal, in_group, self.capturing.decides)
+            decides, unsteady = self.capturing.decides, self.capturing.unsteady
+            return self._uncaptured.step(model, forward, sample, known, refusal, in_group, decides, unsteady)
         if found is not None:
             return found
         if sized:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ class UncapturedSteps:
         error: UnsupportedModel,
         in_group: bool,
         decides: bool,
+        unsteady: Collection[str],
     ) -> PlannedStep:
         """A step for a call that can't be captured: unplanned where that is known to fit, else planned in parts.
 
@@ -57,6 +58,7 @@ class UncapturedSteps:
         - error: why the call can't be captured; raised where it can't be planned in parts either.
         - in_group: other ranks rely on what the step runs.
         - decides: forward is run on the sample.
+        - unsteady: values that no plan may depend on.
         """
         device = self._device(model, error)
         self._refuse(model, error)
@@ -68,8 +70,8 @@ class UncapturedSteps:
                 "such calls run unplanned, at %s of %s: %s",
                 format_bytes(peak_bytes), format_bytes(budget_bytes), error,
             )  # fmt: skip
-            return EagerStep.of(model, forward, call, device.type)
-        step = self._partial(model, forward, call, device, error, decides)
+            return EagerStep.of(model, forward, call, device.type, unsteady)
+        step = self._partial(model, forward, call, device, error, decides, unsteady)
         step.strict = in_group
         return step
 
@@ -117,6 +119,7 @@ class UncapturedSteps:
         device: torch.device,
         error: UnsupportedModel,
         decides: bool,
+        unsteady: Collection[str],
     ) -> PartialStep:
         """A step of which only parts are planned."""
 
@@ -137,6 +140,7 @@ class UncapturedSteps:
             costs="measure" if self._settings.costs == "measure" else "estimate",
             solve=self._front,
             decides=decides,
+            unsteady=unsteady,
             device=device,
             beside=beside,
             fuse=fuse_step if self._settings.kernels == "fused" else None,
@@ -153,7 +157,7 @@ class UncapturedSteps:
             "planned in %d parts, because %s. %d of them recompute%s",
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
-        return PartialStep.of(planned.plan, planned.ways, model, forward, call)
+        return PartialStep.of(planned.plan, planned.ways, model, forward, call, unsteady)
 
     def _front(self, problem: Problem) -> Front:
         """The best schedules of a part."""

@@ -191,10 +191,16 @@ class Snapshot:
             )
             for _, table in tables
         ]
+        self._titles = [title for title, _ in tables]
         self._glance: _Glance | None = None
 
-    def difference(self, tables: list[tuple[str, Table]]) -> str | None:
-        """The first attribute that has changed, in words; None where none has.
+    @property
+    def names(self) -> set[str]:
+        """Names of all attributes that it compares."""
+        return {f"{title}.{key}" for title, e in zip(self._titles, self._entries) for key in (*e.simple, *e.containers)}
+
+    def difference(self, tables: list[tuple[str, Table]]) -> tuple[str, str] | None:
+        """(name, words) of the first attribute that has changed; None where none has.
 
         tables: in the order of those that the snapshot was made of.
         """
@@ -203,7 +209,8 @@ class Snapshot:
         for (name, table), entry in zip(tables, self._entries, strict=True):
             key = entry.changed_key(table)
             if key is not None:
-                return f"{name}.{key} is {_shown(table.get(key, _ABSENT))}, planned for {_shown(entry.value(key))}"
+                text = f"{name}.{key} is {_shown(table.get(key, _ABSENT))}, planned for {_shown(entry.value(key))}"
+                return f"{name}.{key}", text
         self._glance = _Glance(tables, self._entries)
         return None
 

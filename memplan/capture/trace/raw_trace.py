@@ -57,6 +57,11 @@ class GradientLayout(Protocol):
     def dtype(self) -> torch.dtype: ...
 
 
+def line_of_place(where: str) -> str:
+    """The source line of a place in forward: "block.0 at net.py:3: x = ..." and "at net.py:3: x = ..." have one."""
+    return where.partition("at ")[2]
+
+
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What forward read from tensor data, and where: (file, line) of each call that led there."""

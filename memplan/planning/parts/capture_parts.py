@@ -31,7 +31,7 @@ def found_sites(request: PartsRequest) -> tuple[Sites, Sites]:
     try:
         with nothing_kept(request.model, call), torch.enable_grad():
             run = functools.partial(request.forward, *call.variadic, **call.arguments)
-            return find_sites(request.model, run, reason, request.decides)
+            return find_sites(request.model, run, reason, request.decides, request.unsteady)
     except MemplanError:
         raise
     except Exception as error:  # the plain forward does not run either

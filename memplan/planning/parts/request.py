@@ -79,6 +79,7 @@ class PartsRequest:
     - solve: how parts are planned.
     - decides: parts may branch on what they compute; where a call takes another branch than on the sample, it is
       recomputed as a whole.
+    - unsteady: values that change from step to step; no part may depend on them.
     - device: where parts run; None: where those that can be captured do.
     - beside: gives what is held beside the step on a device; asked once a first step has run.
     - around: what else takes part in the step.
@@ -95,6 +96,7 @@ class PartsRequest:
     costs: str = "measure"
     solve: Callable[[Problem], Front] = solve_front
     decides: bool = False
+    unsteady: Collection[str] = ()
     device: torch.device | None = None
     beside: Callable[[torch.device | None], BesideParts] = lambda device: BesideParts()
     around: AroundParts = AroundParts()
