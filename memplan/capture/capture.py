@@ -42,6 +42,10 @@ from memplan.errors import UnsupportedModel
 from memplan.problem.data import Role
 
 
+class UnplannableArgument(UnsupportedModel):
+    """An argument with which a step can't be planned in parts either."""
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """A captured step of one model.
@@ -407,6 +411,12 @@ def refuse_without_data(call: Call, device: torch.device) -> None:
 
 def _refuse_odd_arguments(call: Call) -> None:
     """Refuse objects as arguments: their attributes would be read at capture and never again."""
+    for name, tensor in zip(call.names, call.tensors, strict=True):
+        if tensor.is_nested and tensor.layout is torch.strided:
+            raise UnplannableArgument(
+                f"argument {name} is a nested tensor of the strided layout, which has no sizes. Make it with "
+                "layout=torch.jagged"
+            )
     for name, thing in call.others:
         if not is_plain(thing) and not isinstance(thing, Enum):
             raise UnsupportedModel(

@@ -158,8 +158,12 @@ def nothing_saved() -> contextlib.AbstractContextManager[object]:
     return saved_tensors_hooks(lambda tensor: None, _never_unpacked)
 
 
+class BackwardWithin(UnsupportedModel):
+    """Forward runs a backward pass itself, so it can't be looked at without what that reads."""
+
+
 def _never_unpacked(packed: Any) -> torch.Tensor:
-    raise AssertionError("nothing was saved for a backward pass")
+    raise BackwardWithin("forward runs a backward pass itself")
 
 
 class NotedReads(private.TorchDispatchMode):

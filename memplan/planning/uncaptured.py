@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import nn
 
-from memplan.capture.capture import model_device, refuse_wrappers
+from memplan.capture.capture import UnplannableArgument, model_device, refuse_wrappers
+from memplan.capture.probe import BackwardWithin
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.trace import CompiledCode
 from memplan.costs.libraries import most_library_bytes
-from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
+from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
 from memplan.planning.at_hand import unplanned_bytes
@@ -23,6 +25,7 @@ from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.problem.data import Buffers, Problem
 from memplan.runtime.parts.partial_step import PartialStep
+from memplan.runtime.parts.rehearsal import measured_peak
 from memplan.runtime.program.step import EagerStep, PlannedStep
 from memplan.solvers import Front, solve_front
 from memplan.units import format_bytes
@@ -72,7 +75,8 @@ class UncapturedSteps:
             )  # fmt: skip
             return EagerStep.of(model, forward, call, device.type, unsteady)
         step = self._partial(model, forward, call, device, error, decides, unsteady)
-        step.strict = in_group
+        if isinstance(step, PartialStep):
+            step.strict = in_group
         return step
 
     def _refuse(self, model: nn.Module, error: UnsupportedModel) -> None:
@@ -95,7 +99,7 @@ class UncapturedSteps:
 
     def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
         """Where the model runs. Raises the error where nothing of it can run there in parts."""
-        if isinstance(error, (NothingToTrain, CompiledCode)):
+        if isinstance(error, (NothingToTrain, CompiledCode, UnplannableArgument)):
             raise error
         if self._settings.update == "backward":
             raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error
@@ -120,8 +124,8 @@ class UncapturedSteps:
         error: UnsupportedModel,
         decides: bool,
         unsteady: Collection[str],
-    ) -> PartialStep:
-        """A step of which only parts are planned."""
+    ) -> PlannedStep:
+        """A step of which only parts are planned, or none where forward runs a backward pass itself."""
 
         def beside(_: torch.device | None) -> BesideParts:
             around = self._settings.surroundings
@@ -147,6 +151,9 @@ class UncapturedSteps:
         )
         try:
             planned = plan_parts(request)
+        except BackwardWithin:
+            self._measure_unplanned(model, forward, call, error, beside(device).held_bytes)
+            return EagerStep.of(model, forward, call, device.type, unsteady)
         except MemplanError:
             raise
         except Exception as failure:  # the model itself fails on the sample
@@ -158,6 +165,26 @@ class UncapturedSteps:
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
         return PartialStep.of(planned.plan, planned.ways, model, forward, call, unsteady)
+
+    def _measure_unplanned(
+        self, model: nn.Module, forward: Forward, call: Call, error: UnsupportedModel, held_bytes: int
+    ) -> None:
+        """Raise BudgetInfeasible where the step as it is does not fit the budget, by a run of it on the sample.
+
+        held_bytes: on the device beside what the step itself makes.
+        """
+        run = functools.partial(forward, *call.variadic, **call.arguments)
+        peak_bytes = measured_peak(model, call, run) + held_bytes
+        limit_bytes = self._limits.settle(peak_bytes, held_bytes, peak_bytes)
+        if peak_bytes > limit_bytes:
+            raise BudgetInfeasible(
+                f"such calls can only run unplanned, at {format_bytes(peak_bytes)} ({peak_bytes} bytes), and that does "
+                f"not fit {format_bytes(limit_bytes)}: {error}",
+                peak_bytes,
+            )
+        log.warning(
+            "such calls run unplanned, at %s of %s: %s", format_bytes(peak_bytes), format_bytes(limit_bytes), error
+        )
 
     def _front(self, problem: Problem) -> Front:
         """The best schedules of a part."""

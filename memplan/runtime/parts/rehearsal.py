@@ -24,7 +24,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.capture.attributes.kept_memory import has_memory
 from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.probe import DataFollowed, NotedReads, UnitCall, forwards_exchanged, nothing_saved
+from memplan.capture.probe import BackwardWithin, DataFollowed, NotedReads, UnitCall, forwards_exchanged, nothing_saved
 from memplan.capture.trace.call import Call, CallReader, Forward, OutputTemplate
 from memplan.capture.trace.edges import Edge, Edges
 from memplan.capture.trace.raw_trace import Answer
@@ -177,6 +177,8 @@ def one_forward(
         with around or contextlib.nullcontext(), data, NotedReads() as reads:
             try:
                 run(*call.variadic, **call.arguments)
+            except BackwardWithin:
+                raise
             except Exception as error:
                 raise ForwardFails(error) from error
         left = attributes.left()
