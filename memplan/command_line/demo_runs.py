@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import memplan
+from memplan.torch_private import MemoryRecord
 
 BATCH, LENGTH, STEPS = 8, 128, 8
 Batch = dict[str, torch.Tensor]
@@ -85,12 +85,11 @@ def _text() -> str:
 def _measured_peak(step: Callable[[], float], resident_bytes: int) -> tuple[int, float]:
     """Peak bytes of a step, by the allocator's record, and what the step returns."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+    with MemoryRecord() as record:
         loss = step()
-    events = [e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"]
     held_bytes = most_bytes = resident_bytes
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        held_bytes += event.nbytes()
+    for event in record.events:
+        held_bytes += event.nbytes() if event.name() == "[memory]" else 0
         most_bytes = max(most_bytes, held_bytes)
     return most_bytes, loss
 

@@ -5,6 +5,10 @@ buffers and inputs are read where the op reads them, and never written; the gene
 disk by device, thread count and torch version. Real results are compared with traced ones, so a fake kernel that is
 wrong about a shape, a dtype or a size is found before anything is planned on it.
 
+Some ops fail on made-up data: pivots start at 1, lengths add up, a matrix has an inverse. Such an op runs once more on
+what forward computes from parameters, buffers and inputs; incoming gradients stay made up. If the op fails again, its
+time is estimated, and its result is compared in the first run of the program.
+
 Ops are timed with cold caches, because most of what an op of a step reads was made long before. An op that was
 recomputed a moment ago leaves its results in caches, which these times do not know of. The fastest run counts, because
 page faults come in bursts and slow down others.
@@ -19,7 +23,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -28,11 +32,12 @@ from torch.utils.flop_counter import flop_registry
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
+from memplan.capture.ops.dataflow import computed, nodes_behind, written_nodes
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
-from memplan.costs.known_costs import KnownCosts, agree
-from memplan.errors import BudgetInfeasible, UnsupportedModel
-from memplan.logs import show_count
+from memplan.costs.known_costs import KnownCosts, OpFacts, agree
+from memplan.errors import BudgetInfeasible
+from memplan.logs import log, show_count
 from memplan.problem.data import Costs, Roofline
 from memplan.units import format_bytes
 
@@ -44,6 +49,9 @@ _MARK = "memplan op "
 
 # (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
 StateOf = Callable[[str, str, int], torch.Tensor | None]
+
+_Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_T = TypeVar("_T")
 
 
 def measure(
@@ -61,8 +69,10 @@ def measure(
     - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
       not.
 
+    An op that can't be run by itself is estimated: the source of the costs is then "measured in part".
+
     Raises BudgetInfeasible where the device has no room for an op, OtherResults where real results differ from traced
-    ones, UnsupportedModel where they could not be traced.
+    ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
@@ -87,11 +97,15 @@ def measure(
             of_all = zip(missing, first_s, scratch, strict=True)
             times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
         for index, times_s, scratch_bytes in zip(missing, times, scratch, strict=True):
-            known.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
+            if index not in bench.failed:
+                known.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
         if not quick:
             known.save()
-    facts = [known.facts[op.key] for op in traced.graph.ops]
-    return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), "measured")
+    unknown = not all(op.key in known.facts for op in traced.graph.ops)
+    estimated = estimate(traced).time_s if unknown else [0.0] * len(traced.graph.ops)
+    facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
+    source = "measured in part" if unknown else "measured"
+    return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), source)
 
 
 def _cache_bytes(traced: Traced) -> int:
@@ -104,7 +118,10 @@ def _cache_bytes(traced: Traced) -> int:
 
 
 class _Bench:
-    """Runs single ops of a trace on made-up data."""
+    """Runs single ops of a trace on made-up data.
+
+    - failed: ops that could not be run, by index.
+    """
 
     def __init__(self, traced: Traced, resident: StateOf, budget_bytes: int | None = None) -> None:
         self.traced, self.resident, self.budget_bytes = traced, resident, budget_bytes
@@ -114,10 +131,13 @@ class _Bench:
         self._spare: list[torch.Tensor] = []  # of those, what the next op has not taken yet
         self._other: dict[str, Facts] = {}  # results that are not those of the trace
         self._told = ""  # what is said of the first of them
+        self._not_made_up: set[int] = set()  # ops that failed on made-up data
+        self.failed: set[int] = set()
 
     def times_s(self, index: int, first_s: float, scratch_bytes: int) -> list[float]:
         """Seconds of some runs with cold caches. first_s: of the first run, which counts for ops that take long."""
-        target = self.traced.kernels[index].target
+        if index in self.failed:
+            return []
         args, kwargs = self._arguments(index)
         something_else = torch.empty(
             self._room_bytes(index, scratch_bytes), dtype=torch.uint8, device=self.traced.device
@@ -125,7 +145,12 @@ class _Bench:
         times = [first_s] if first_s > _LONG_S else []
         while len(times) < _FEWEST_RUNS or (len(times) < _MOST_RUNS and (sum(times) < _ENOUGH_S or not agree(times))):
             something_else.fill_(1)
-            times.append(_timed(target, args, kwargs, self.traced.device))
+            try:
+                times.append(_timed(self.traced.kernels[index].target, *_seen_anew(args, kwargs), self.traced.device))
+            except Exception as error:  # an op in place may fail on what it has left
+                if private.is_out_of_memory(error):
+                    raise
+                return times or [first_s or estimate(self.traced).time_s[index]]
         return times
 
     def _room_bytes(self, index: int, scratch_bytes: int) -> int:
@@ -156,38 +181,52 @@ class _Bench:
         values = self.traced.graph.values
         return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
-    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
-        """The result of a run and its seconds. The result was compared with the traced one."""
-        target = self.traced.kernels[index].target
+    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+        """Run an op, and compare its result with the traced one. Gives the seconds."""
+        seen = _seen_anew(args, kwargs)
         start = time.perf_counter()
-        try:
-            with torch.profiler.record_function(f"{_MARK}{index}"):
-                result = target(*args, **kwargs)
-        except Exception as error:
-            if self._other:  # then the arguments may be none that there ever are
-                raise OtherResults(self._told, self._other) from error
-            raise
+        with torch.profiler.record_function(f"{_MARK}{index}"):
+            result = self.traced.kernels[index].target(*seen[0], **seen[1])
         time_s = time.perf_counter() - start
         self._compare(index, result, (*args, *kwargs.values()))
-        return result, time_s
+        return time_s
+
+    def _tried(self, index: int, run: Callable[[int], _T], otherwise: _T) -> _T:
+        """What a run of an op gives, on made-up data or else on computed data; `otherwise` where it fails on both."""
+        try:
+            return run(index)
+        except Exception as error:
+            again = index in self._not_made_up
+            if isinstance(error, OtherResults) or (private.is_out_of_memory(error) and not again):
+                raise
+            if again:
+                op, said = self.traced.graph.ops[index], str(error).partition("\n")[0]
+                log.info("%s in %s is estimated, for it can't be timed: %s", op.kind, op.layer or "the model", said)
+                self.failed.add(index)
+                return otherwise
+        self._not_made_up.add(index)
+        return self._tried(index, run, otherwise)
 
     def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Peaks from the profiler's memory events, all ops in one session (starting the first one costs a second)."""
-        times, cpu = [], [torch.profiler.ProfilerActivity.CPU]
-        with (
-            private.quiet_profiler(),
-            torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profiler,
-        ):
+        """Peaks from the profiler's memory events, all ops in one session."""
+        times = []
+
+        def time_s(index: int) -> float:
+            return self._first_run(index, *self._arguments(index))
+
+        with private.MemoryRecord() as record:
             for done, index in enumerate(indices):
-                times.append(self._first_run(index, *self._arguments(index))[1])
+                times.append(self._tried(index, time_s, 0.0))
                 show_count("timing ops", done + 1, len(indices))
-        events = sorted(profiler.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-        memory = [(e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"]
-        marks = {e.name(): (e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name().startswith(_MARK)}
+        memory = [(e.start_ns(), e.nbytes()) for e in record.events if e.name() == "[memory]"]
+        marks = {
+            e.name(): (e.start_ns(), e.start_ns() + e.duration_ns())
+            for e in record.events if e.name().startswith(_MARK)
+        }  # fmt: skip
         starts = [at for at, _ in memory]
         peaks = []
         for index in indices:
-            begin, end = marks[f"{_MARK}{index}"]
+            begin, end = marks.get(f"{_MARK}{index}", (0, 0))  # none where no arguments could be made
             changes = [size for _, size in memory[bisect_left(starts, begin) : bisect_right(starts, end)]]
             peaks.append(max(accumulate(changes), default=0))
         return peaks, times
@@ -198,7 +237,8 @@ class _Bench:
         In the first one, libraries take workspaces, which they keep, and look for the fastest algorithm.
         """
         peaks, device = [], self.traced.device
-        for done, index in enumerate(indices):
+
+        def peak_bytes(index: int) -> int:
             args, kwargs = self._arguments(index)
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
@@ -206,11 +246,14 @@ class _Bench:
             torch.cuda.reset_peak_memory_stats(device)
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
-            peaks.append(torch.cuda.max_memory_allocated(device) - before)
+            return torch.cuda.max_memory_allocated(device) - before
+
+        for done, index in enumerate(indices):
+            peaks.append(self._tried(index, peak_bytes, 0))
             show_count("timing ops", done + 1, len(indices))
         return peaks, [0.0] * len(indices)  # launches return before kernels end
 
-    def _arguments(self, index: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, index: int) -> _Arguments:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]
         written = {self.traced.graph.values[v].reuses for v in op.outputs} | {e.old for e in op.effects}
         wanted = {_count_and_dtype(n.meta["val"]) for n in kernel.reads}
@@ -218,7 +261,24 @@ class _Bench:
         storages: dict[int, torch.Tensor] = {}
         real = {node: self._tensor(node, value in written, storages) for node, value in kernel.reads.items()}
         self._spare = []
+        if index in self._not_made_up:
+            found = self._computed(kernel)
+            real |= {node: t.clone() if kernel.reads[node] in written else t for node, t in found.items()}
         return _substituted(kernel.args, real), dict(zip(kernel.kwargs, _substituted(kernel.kwargs.values(), real)))
+
+    def _computed(self, kernel: Kernel) -> dict[fx.Node, torch.Tensor]:
+        """What a kernel reads of parameters, buffers, inputs and what forward computes from them."""
+        nodes, storages = list(kernel.node.graph.nodes), dict[int, torch.Tensor]()
+        forward = {k.node for k in self.traced.kernels[: self.traced.graph.boundary]}  # some are fused, and not in here
+        last = max((i for i, node in enumerate(nodes) if node in forward), default=-1)
+        known = set(nodes[: last + 1])
+        for node in nodes:  # backward looks at what forward has computed
+            if self.traced.parents.get(node) in known and not written_nodes(node):
+                known.add(node)
+        known.add(kernel.node)
+        behind = nodes_behind(kernel.node, [node for node in nodes if node in known])[:-1]
+        wanted = [node for node in kernel.reads if node in behind]
+        return computed(behind, wanted, lambda source: self._tensor(source, False, storages))
 
     def _tensor(self, node: fx.Node, is_written: bool, storages: dict[int, torch.Tensor]) -> torch.Tensor:
         fake = node.meta["val"]
@@ -260,7 +320,7 @@ class _Bench:
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         own = {storage_key(t) for t in pytree.tree_leaves(arguments) if isinstance(t, torch.Tensor)}
         last = [m.index for m in kernel.made if m.index is not None and m.value not in self._read]
-        real, traced = facts_of(result), facts_of(kernel.node.meta["val"])
+        real, traced = facts_of(result), facts_of(kernel.node.meta.get("val"))
         results = result if isinstance(result, (list, tuple)) else [result]
         in_place = [isinstance(t, torch.Tensor) and storage_key(t) in own for t in results]
         if len(real) == len(traced) and all(
@@ -274,7 +334,7 @@ class _Bench:
         )
         own_op = not isinstance(kernel.node.target, torch._ops.OpOverload) or kernel.target is not kernel.node.target
         if own_op or any(in_place) or not can_be_noted(traced, real):
-            raise UnsupportedModel(message)
+            raise OtherResults(message, {})
         self._other[call_of(kernel.node)] = real
         self._told = self._told or message
 
@@ -294,6 +354,12 @@ def _alike(real: ResultFacts | None, traced: ResultFacts | None, in_place: bool,
 
 def _shown(facts: Facts) -> list[tuple[Any, ...]]:
     return [tuple(t[:4]) for t in facts if t is not None]
+
+
+def _seen_anew(args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
+    """The arguments as tensor objects of their own: ops such as `squeeze_` change those that they are given."""
+    seen: _Arguments = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+    return seen
 
 
 def _substituted(arguments: Iterable[Any], real: dict[fx.Node, torch.Tensor]) -> tuple[Any, ...]:

@@ -59,7 +59,7 @@ class Comparison:
             format_bytes(measured_bytes), "" if on_cuda else " without kernel scratch", format_bytes(predicted_bytes),
             time_s, plan.time_s,
         )  # fmt: skip
-        costs_say_s = plan.problem.costs.source == "measured" and plan.time_s
+        costs_say_s = plan.problem.costs.source != "estimated" and plan.time_s
         if costs_say_s > _SLOW * time_s and costs_say_s > time_s + _MUCH_S:
             doubt(self._step.capture.traced)
             log.warning(

@@ -209,7 +209,7 @@ class Recovery:
     def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
         """Keep a margin from now on where a step held more than predicted."""
         margin, limits, problem = min(0.25, excess), self._choice.planner.limits, step.plan.problem
-        if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source == "measured":
+        if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source != "estimated":
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             limits.learn(self._choice.model, step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:

@@ -205,7 +205,7 @@ class Remedies:
 
     def _remedy(self, change: str, plan: Plan | PartialPlan, note: str, times: float = 1.0) -> Remedy:
         """times: how often such a step runs for the work of one that does not fit."""
-        measured = isinstance(plan, PartialPlan) or plan.problem.costs.source == "measured"
+        measured = isinstance(plan, PartialPlan) or plan.problem.costs.source != "estimated"
         like = measured == (self._settings.costs == "measure")  # else seconds are not those of the unplanned step
         baseline_s = (like and self.refusal.baseline_time_s) or plan.baseline_time_s * times
         return Remedy(change, plan.peak_bytes, plan.time_s * times / baseline_s - 1 if baseline_s else 0.0, note)

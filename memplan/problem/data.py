@@ -180,7 +180,8 @@ class Costs:
 
     - time_s[i]: seconds of op i.
     - scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
-    - source: where the figures come from, "measured" or "estimated".
+    - source: where the figures come from: "measured", "measured in part" (some ops can't be run by themselves) or
+      "estimated".
     """
 
     time_s: tuple[float, ...]

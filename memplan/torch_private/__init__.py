@@ -8,11 +8,11 @@ from memplan.torch_private.autograd import backward_in_progress as backward_in_p
 from memplan.torch_private.autograd import backward_keeps_graph as backward_keeps_graph
 from memplan.torch_private.autograd import engine_reaches as engine_reaches
 from memplan.torch_private.autograd import run_backward as run_backward
+from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order
 from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
 from memplan.torch_private.devices import float32_precisions as float32_precisions
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
-from memplan.torch_private.devices import quiet_profiler as quiet_profiler
 from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of
@@ -58,6 +58,7 @@ from memplan.torch_private.symbols import text_of_node as text_of_node
 from memplan.torch_private.symbols import varies as varies
 from memplan.torch_private.tensors import alike as alike
 from memplan.torch_private.tensors import changes_ops as changes_ops
+from memplan.torch_private.tensors import is_allocated as is_allocated
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_sharded as is_sharded
 from memplan.torch_private.tensors import is_transformed as is_transformed

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import sys
+import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,19 +15,56 @@ from torch.amp.grad_scaler import _MultiDeviceReplicator
 
 from memplan.errors import MemplanError
 
+_STANDARD_ERROR = threading.Lock()  # held while it goes elsewhere
+
+
+class MemoryRecord:
+    """A context in which PyTorch's profiler records what this thread runs, and each allocation on a CPU.
+
+    - events: all of them in order, once the context is left. Allocations are called "[memory]".
+
+    `torch.profiler.profile` would import a compiler first, which takes a second.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self._profiler = torch.autograd.profiler.profile(use_kineto=True, profile_memory=True)
+
+    def __enter__(self) -> MemoryRecord:
+        with _without_profiler_lines():
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        with _without_profiler_lines():
+            self._profiler.__exit__(*error)
+        results = self._profiler.kineto_results
+        self.events = [] if results is None else sorted(results.events(), key=lambda event: event.start_ns())
+
 
 @contextlib.contextmanager
-def quiet_profiler() -> Iterator[None]:
-    """A context that hides the start and stop lines that the profiler's C++ part writes to standard error."""
-    sys.stderr.flush()
-    kept, sink = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(sink, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(sink)
+def _without_profiler_lines() -> Iterator[None]:
+    """A context that hides the start and stop lines that the profiler's C++ part writes to standard error.
+
+    Whatever else is written there in the meantime comes out at the end.
+    """
+    with _STANDARD_ERROR, contextlib.ExitStack() as stack:
+        try:
+            kept = os.dup(2)
+        except OSError:  # there is none
+            yield
+            return
+        stack.callback(os.close, kept)
+        written = stack.enter_context(tempfile.TemporaryFile())
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            written.seek(0)
+            for line in written:
+                if not line.startswith(b"USDT:"):
+                    os.write(2, line)
 
 
 _PRECISIONS = tuple((backend, op) for backend in ("cuda", "mkldnn") for op in ("all", "matmul", "conv", "rnn"))

@@ -16,6 +16,12 @@ def is_transformed(tensor: torch.Tensor) -> bool:
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def is_allocated(tensor: torch.Tensor) -> bool:
+    """Whether an allocator gave a tensor its storage. That of the zeros of forward mode is nowhere, as on "meta"."""
+    strided = tensor.layout is torch.strided and not is_transformed(tensor)
+    return strided and not (tensor.is_meta or tensor._is_zerotensor())
+
+
 _ORDINARY = {torch.Tensor, torch.nn.Parameter, torch.nn.Buffer}
 
 _ORDINARY_FUNCTIONS = (torch.Tensor.__torch_function__.__func__, torch._C._disabled_torch_function_impl)  # type: ignore[attr-defined]

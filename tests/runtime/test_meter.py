@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from memplan.runtime.watch import meter as own
 from tests.support import zoo
 from tests.support.meter import LiveMeter, gloo_lets_go, profiler_peak, storage_bytes
 
@@ -69,6 +70,25 @@ def test_a_storage_that_grows_is_counted_at_its_new_size() -> None:
         assert meter.live_bytes == 2 * KIB
     del a
     assert meter.live_bytes == 0
+
+
+@pytest.mark.parametrize("kind", [LiveMeter, own.LiveMeter])
+def test_zeros_of_forward_mode_have_no_memory(kind: type[LiveMeter]) -> None:
+    with kind() as meter:
+        zeros = torch._efficientzerotensor((256,))
+        assert zeros.view(16, 16).untyped_storage().nbytes() == KIB
+        assert meter.live_bytes == 0
+        others = zeros.clone()
+        assert meter.live_bytes == KIB
+    del others
+
+
+def test_of_what_an_allocator_gave_no_memory_nothing_counts() -> None:
+    with own.LiveMeter() as meter:
+        meta = torch.zeros(256, device="meta")
+        sparse = torch.eye(16).to_sparse()
+        assert meter.live_bytes == 16 * (2 * 8 + 4)  # indices and values
+    del meta, sparse
 
 
 def test_backward_is_seen_and_a_gradient_counts_once() -> None:

@@ -49,7 +49,7 @@ class LiveMeter(TorchDispatchMode):
     def register(self, tensors: Any) -> None:
         """Count tensors (in any nesting of containers) that exist already."""
         for tensor in tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor):
+            if isinstance(tensor, torch.Tensor) and not tensor._is_zerotensor():  # those have no memory
                 self._see(tensor.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 

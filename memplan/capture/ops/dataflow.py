@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -84,20 +84,38 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 def evaluate(
     closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
 ) -> torch.Tensor:
-    """Run a closure on real tensors. Inputs that the closure writes to are copied first."""
+    """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes."""
+
+    def source(node: fx.Node) -> torch.Tensor:
+        if node.op == "placeholder":
+            return sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
+        return getattr(constants, str(node.target))  # type: ignore[no-any-return]
+
+    value = computed(closure, [wanted], source)[wanted]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def computed(
+    closure: Sequence[fx.Node], wanted: Collection[fx.Node], source: Callable[[fx.Node], torch.Tensor]
+) -> dict[fx.Node, Any]:
+    """What a closure computes on real tensors, of the nodes that are wanted.
+
+    - source: gives the tensor of a placeholder or a constant. Those that the closure writes to are copied first.
+    """
     written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    last = {argument: node for node in closure for argument in node.all_input_nodes}
     results: dict[fx.Node, Any] = {}
     with private.outside_of_tracing(), torch.no_grad():
         for node in closure:
-            if node.op == "placeholder":
-                real = sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
+            if node.op in ("placeholder", "get_attr"):
+                real = source(node)
                 results[node] = real.clone() if storage_of(node) in written else real
-            elif node.op == "get_attr":
-                results[node] = getattr(constants, str(node.target))
             else:
                 args = fx.map_arg(node.args, results.__getitem__)
                 kwargs = fx.map_arg(node.kwargs, results.__getitem__)
                 results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    value = results[wanted]
-    assert isinstance(value, torch.Tensor)
-    return value
+            for argument in node.all_input_nodes:
+                if last[argument] is node and argument not in wanted:
+                    del results[argument]
+    return {node: results[node] for node in wanted}

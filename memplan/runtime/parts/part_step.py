@@ -127,7 +127,7 @@ class PartStep:
         """The step for the module that was captured."""
         step = PartStep(plan, module, capture, program, capture.key, further, again)
         step._use(PartRunner.of(module, capture, program, gathers))
-        if plan.problem.costs.source == "estimated":
+        if plan.problem.costs.source != "measured":  # some ops have not run here
             step.runner.check_first_runs()
         return step
 

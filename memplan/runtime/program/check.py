@@ -32,14 +32,14 @@ class _Checked(fx.Interpreter):
         result = super().run_node(n)
         if TRACED in n.meta:
             traced = n.meta[TRACED]
-            expected = _looks(facts_of(traced.meta["val"]), traced)
+            expected = _looks(facts_of(traced.meta.get("val")), traced)
             found = [look if known else None for look, known in zip(_looks(facts_of(result), traced), expected)]
             if found != expected:
                 message = (
                     f"{n.name} ({n.target}) gives {found} (dtype, shape, strides), where the trace has {expected}: "
                     "PyTorch's fake kernel for it is wrong, and the plan is too"
                 )
-                if not can_be_noted(facts_of(traced.meta["val"]), facts_of(result)):
+                if not can_be_noted(facts_of(traced.meta.get("val")), facts_of(result)):
                     raise UnsupportedModel(message)
                 error = OtherResults(
                     f"{message}. Plan again; what it gives is noted", {call_of(traced): facts_of(result)}
@@ -80,7 +80,7 @@ def _looks(facts: Facts, traced: fx.Node) -> list[tuple[torch.dtype, tuple[int, 
 
 def is_read(node: fx.Node, place: int) -> bool:
     """Whether an op of the trace reads this one of the node's results."""
-    if isinstance(node.meta["val"], torch.Tensor):
+    if isinstance(node.meta.get("val"), torch.Tensor):
         return any(user.op != "output" for user in node.users)
     return any(
         user.op != "output" for one in node.users if one.target is operator.getitem and one.args[1] == place

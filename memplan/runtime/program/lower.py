@@ -361,7 +361,7 @@ class _Lowering:
 
     def _check(self, node: fx.Node, run: fx.Node) -> None:
         """Compare the results of a run that vary with the traced ones."""
-        sizes, several = self.traced.sizes, isinstance(node.meta["val"], (list, tuple))
+        sizes, several = self.traced.sizes, isinstance(node.meta.get("val"), (list, tuple))
         for place, size in enumerate(() if sizes is None else sizes.results.get(node.name, ())):
             if size is None:
                 continue

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from memplan.capture.ops.layout import allocated_bytes
-from memplan.torch_private import TorchDispatchMode, run_in_mode
+from memplan.capture.ops.layout import allocated_bytes, strided_parts
+from memplan.torch_private import TorchDispatchMode, is_allocated, run_in_mode
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
 
@@ -20,7 +20,8 @@ class LiveMeter(TorchDispatchMode):
 
     A storage counts once, however many tensors share it. What lives before the step (parameters, buffers, inputs) is
     handed to `register` first. On a CPU the backward pass runs on the calling thread, so it is counted too. Kernel
-    scratch and tensors that are made without the dispatcher (a saved generator state) are not counted.
+    scratch and tensors that are made without the dispatcher (a saved generator state) are not counted, nor tensors
+    that have a size but no memory. Of sparse tensors, the indices and the values count.
 
     - live_bytes: held now.
     - peak_bytes: the most held since the meter was made, or since `reset_peak`.
@@ -37,8 +38,9 @@ class LiveMeter(TorchDispatchMode):
     def register(self, tensors: Any) -> None:
         """Count tensors that exist already, in any nesting of containers."""
         for tensor in pytree.tree_leaves(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                self._see(tensor.untyped_storage())
+            for part in strided_parts(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if is_allocated(part):
+                    self._see(part.untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def reset_peak(self) -> int:
