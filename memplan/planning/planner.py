@@ -135,7 +135,11 @@ class Planner:
                     error.note()
             if share is not None:  # others would not go along with a second try
                 return self._step(model, forward, sample, known, share)
-            return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+            try:
+                return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+            except OtherResults as error:
+                refusal = error.with_traceback(None)  # or its frames would keep the capture
+            return self._uncaptured.step(model, forward, sample, known, refusal, False, self.capturing.decides)
 
     @contextlib.contextmanager
     def _advice(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Iterator[None]:
@@ -346,7 +350,7 @@ class Planner:
                 plans = self._at_hand.at_other_sizes(self._problems.problem(model, captured), plan)
                 plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
-            if plan.problem.costs.source == "measured":  # the plan may know of results that nobody has seen here yet
+            if plan.problem.costs.source != "estimated":  # the plan may know of results that nobody has seen here yet
                 with contextlib.suppress(ValueError):  # ops of a model on the meta device can't run
                     self._problems.costs(model, captured, quick=True)
             advice = "Make a plan for this one"

@@ -67,6 +67,54 @@ def test_what_nobody_can_trace_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         memplan.plan(*permuted("elu"), 1.0)
 
 
+def test_a_model_that_nobody_can_trace_is_planned_in_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(op_watch, "with_noted_results", lambda func, args, kwargs, outputs: outputs)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), permuted("elu")[0])
+    plain, sample = copy.deepcopy(net), torch.randn(2, 4, 5, 6)[:, :, 0]
+    memplan.apply(net, sample, 1.0)
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    assert "because aten.elu" in caplog.text
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+class Bags(nn.Module):
+    """Its calls are traced without the defaults at their ends."""
+
+    def __init__(self, weighted: bool, **options: Any) -> None:
+        super().__init__()
+        self.bags, self.top = nn.EmbeddingBag(20, 6, **options), nn.Linear(6, 4)
+        self.weights = nn.Parameter(torch.linspace(0, 1, 24)) if weighted else None
+        self.top.to(self.bags.weight.dtype)
+
+    def forward(self, ids: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        weights = None if self.weights is None else self.weights.to(self.bags.weight.dtype)
+        return self.top(self.bags(ids, offsets, per_sample_weights=weights))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "weighted"])
+def test_embedding_bags(mode: str, include_last_offset: bool, padding_idx: int | None, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weighted = mode == "weighted"
+    net = Bags(
+        weighted, mode="sum" if weighted else mode, include_last_offset=include_last_offset,
+        padding_idx=padding_idx, dtype=dtype,
+    )  # fmt: skip
+    assert_planned_as_plain(net, (torch.randint(0, 20, (24,)), torch.arange(0, 24 + include_last_offset, 4)))
+
+
+def test_a_call_is_the_same_however_it_is_spelt() -> None:
+    x, op = torch.ones(3), torch.ops.aten.cumsum.default
+    call = real_results._call(op, (x, 0), {})
+    assert call == real_results._call(op, (x,), {"dim": 0}) == real_results._call(op, (x, 0), {"dtype": None})
+    assert call != real_results._call(op, (x, 0), {"dtype": torch.float64})
+
+
 def test_a_plan_from_a_process_that_knew_is_taken_over(tmp_path: Path) -> None:
     net, sample = permuted("elu")
     memplan.plan(net, sample, 1.0).save(tmp_path / "plan.json")

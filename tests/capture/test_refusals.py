@@ -187,6 +187,19 @@ class DataShape(Net):
         return out[out.nonzero(as_tuple=True)].mean()  # the shape
 
 
+class WritesIntoAnEmptyTensor(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra = torch.empty(0)
+        torch.mul(x.detach(), 2.0, out=extra)  # the memory
+        return super().forward(x) + extra.mean()
+
+
+class Resizes(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        extra = torch.empty(0).resize_(x.shape).zero_()  # the memory
+        return super().forward(x) + (extra + x).mean()
+
+
 class CountOfNonzero(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * x.nonzero().shape[0]
@@ -377,6 +390,8 @@ class CheckpointsItself(Net):
     [
         (DataBranch, ["depends on", "test_refusals.py", "out.sum() > 0"]),
         (DataShape, ["depends on data", "test_refusals.py", "nonzero"]),
+        (WritesIntoAnEmptyTensor, ["aten.mul.out changes the size", "test_refusals.py", "the memory"]),
+        (Resizes, ["aten.resize_.default changes the size", "test_refusals.py", "the memory"]),
         (CountOfNonzero, ["depends on data", "test_refusals.py", "nonzero"]),
         (Selected, ["depends on data", "test_refusals.py", "x[x > 0]"]),
         (SeedsItself, ["generator"]),

@@ -28,10 +28,12 @@ from tests.capture.test_refusals import (
     OwnGenerator,
     PythonRandom,
     RandomBranch,
+    Resizes,
     SeedsItself,
     Selected,
     SparseEmbedding,
     UsesNumpy,
+    WritesIntoAnEmptyTensor,
 )
 from tests.support.parameters import quickly
 from tests.support.small import Net, net_and_sample
@@ -40,11 +42,11 @@ from tests.support.zoo import assert_same_bits, copied
 KINDS = [
     AppendsToAList, CheckpointsItself, CountOfNonzero, Counter, CountsInADict, DataBranch, DataShape, DrawsAndBranches,
     Foreign, KeepsATensor, KeepsATensorInADict, NoGrad, NumpyRandom, OwnGenerator, PythonRandom, RandomBranch,
-    SeedsItself, Selected, SparseEmbedding, UsesNumpy,
+    Resizes, SeedsItself, Selected, SparseEmbedding, UsesNumpy, WritesIntoAnEmptyTensor,
 ]  # fmt: skip
 QUICK = (  # one of those that are alike
     AppendsToAList, CheckpointsItself, DataBranch, DataShape, DrawsAndBranches, Foreign, KeepsATensor, NoGrad,
-    NumpyRandom, OwnGenerator, SeedsItself, SparseEmbedding,
+    NumpyRandom, OwnGenerator, SeedsItself, SparseEmbedding, WritesIntoAnEmptyTensor,
 )  # fmt: skip
 
 

@@ -112,7 +112,7 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     - On any device: strides of the ops in `_ITERATED`. A gradient of batch norm's input that was not asked for is None.
     - On a CPU: strides of the ops in `_LAYOUTS`, and bytes of those in `_ELEMENTS`. Over a low-precision input with
       float32 parameters, dtypes of the statistics of batch, layer and group norm, and of the gradient of group norm's
-      input.
+      input. An embedding bag in bfloat16 that sums as in float32 leaves out which bag each index is of.
     - On CUDA, which fake kernels are made for: devices of the ops in `_ON_HOST`, and the size of the memory that
       cuDNN's batch norm saves for its backward.
     """
@@ -128,7 +128,25 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func in _ELEMENTS:
         elements = _ELEMENTS[func](*args)
         return private.with_layout(outputs, elements=elements) if elements > outputs.numel() else outputs
+    if func is aten._embedding_bag.default and _sums_at_once(*args):
+        return (outputs[0], private.with_layout(outputs[1], size=(0,), stride=(1,)), *outputs[2:])
     return _with_strides(func, args, _with_dtypes(func, args, outputs))
+
+
+def _sums_at_once(
+    weight: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    by_frequency: bool = False,
+    mode: int = 0,
+    sparse: bool = False,
+    scale: torch.Tensor | None = None,
+    include_last: bool = False,
+    padding_index: int = -1,
+) -> bool:
+    """Whether an embedding bag sums bfloat16 by the kernel of which the fake one thinks that float32 alone has it."""
+    rows = weight.dtype is torch.bfloat16 and weight.stride(1) == 1 and (scale is None or scale.stride(0) == 1)
+    return rows and mode == 0 and padding_index < 0
 
 
 def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:

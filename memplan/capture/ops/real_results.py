@@ -53,7 +53,10 @@ def facts_of(result: Any) -> Facts:
 
 
 class OtherResults(UnsupportedModel):
-    """Ops gave other results than were traced. found: what they gave, by signature of the call."""
+    """Ops gave other results than were traced.
+
+    - found: what they gave, by signature of the call; nothing where a trace could not have that.
+    """
 
     def __init__(self, message: str, found: Mapping[str, Facts]) -> None:
         super().__init__(message)
@@ -70,7 +73,12 @@ def call_of(node: fx.Node) -> str:
 
 
 def _call(target: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
-    return signature(target, args, {name: value for name, value in kwargs.items() if value is not None})
+    """The signature of a call, however it is spelt: with or without defaults, by position or by name."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return signature(target, args, kwargs)
+    given = {**dict(zip((a.name for a in schema.arguments), args)), **kwargs}
+    return signature(target, [given.get(a.name, a.default_value) for a in schema.arguments], {})
 
 
 def can_be_noted(traced: Facts, real: Facts) -> bool:
@@ -110,7 +118,10 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
 
 
 def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way."""
+    """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way.
+
+    Raises OtherResults where it finds nothing new.
+    """
 
     @wraps(plan)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:

@@ -111,7 +111,15 @@ class OpWatch(private.TorchDispatchMode):
                 )
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
+        written = [t for t in written_by(func, args, kwargs) if isinstance(t, private.FakeTensor)]
+        before = [t.untyped_storage().nbytes() for t in written]
         outputs = func(*args, **kwargs)
+        if before != [t.untyped_storage().nbytes() for t in written]:
+            raise UnsupportedModel(
+                f"{func} changes the size of a tensor's memory, in module {self._notes.module}, at {caller_line()}; in "
+                "a plan each tensor keeps its size. Make the tensor in its final shape, without resize_() and set_(), "
+                "also where it is given as out="
+            )
         if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
             raise UnsupportedModel(
                 f"the shape of a result depends on data: {func} in module "
