@@ -23,7 +23,7 @@ class MemoryRecord:
 
     - events: all of them in order, once the context is left. Allocations are called "[memory]".
 
-    `torch.profiler.profile` would import a compiler first, which takes a second.
+    PyTorch has one profiler for each process: one that runs already ends.
     """
 
     def __init__(self) -> None:
