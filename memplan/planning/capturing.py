@@ -119,7 +119,8 @@ class Capturing:
         except SetsAttribute as error:
             if not runs:
                 raise
-            captured = _with_caches(model, self._one_forward(model, forward, sample), traced, error)
+            run = self._run(model, forward)
+            captured = _with_caches(model, run, self._one_forward(model, forward, sample), traced, error)
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         return captured if settings.update == "step" else self._with_updates(model, captured)
@@ -154,7 +155,9 @@ class Capturing:
             return one_forward(model, run, call.detached(device), fetched)
 
 
-def _with_caches(model: nn.Module, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute) -> Capture:
+def _with_caches(
+    model: nn.Module, run: Forward, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
+) -> Capture:
     """The step as it is once a first forward has left its caches.
 
     Raises the refusal where that forward leaves more, and later runs do not set it anew.
@@ -162,7 +165,7 @@ def _with_caches(model: nn.Module, first: OneForward, traced: Callable[[], Captu
     left, caches = first.left, first.caches
     if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
         raise refusal
-    with AttributesKept(model):
+    with AttributesKept(model, run=run):
         caches.put()
         captured = traced()
         anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}

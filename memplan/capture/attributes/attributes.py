@@ -133,7 +133,7 @@ def _objects(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tupl
         yield path, table
         children = [(f"{path}.get()", v) for v in table.values()]
     elif not isinstance(value, _CODE) and (slots := slots_of(value)):
-        table = NamedTable.of_attributes(value, slots)
+        table = NamedTable.of_slots(value, slots)
         yield f"{path} (slots)", table
         if isinstance(getattr(value, "__dict__", None), dict):
             yield path, value
@@ -403,6 +403,8 @@ class AttributesKept:
     def __init__(self, model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> None:
         """Note what is there. ignored, run: as for `attribute_owners`."""
         self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run)]
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__ != "builtins"}
+        self._classes = [(kind, dict(vars(kind))) for kind in kinds if not kind.__module__.startswith("torch.")]
         self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
         self._members = [
             (name, kind, getattr(m, kind), dict(getattr(m, kind)))
@@ -527,6 +529,12 @@ class AttributesKept:
                 for key, value in before.items():
                     if table.get(key, _ABSENT) is not value:
                         table[key] = value
+        for kind, before in self._classes:
+            for key in [k for k in vars(kind) if k not in before and not k.startswith(("__", "_abc_"))]:
+                delattr(kind, key)
+            for key, value in before.items():
+                if vars(kind).get(key, _ABSENT) is not value and not key.startswith(("__", "_abc_")):
+                    setattr(kind, key, value)
         for _, container, before in self._containers.values():
             if not _same(before, container):
                 _restore(container, before)

@@ -36,6 +36,10 @@ _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
 _METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
+_CODE = (
+    type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property,
+    functools.cached_property, functools.partial,
+)  # fmt: skip
 _GLOBALS = "globals of "
 _MOST = 256  # values of a container that are looked at for functions
 _ABSENT = object()
@@ -79,8 +83,15 @@ class NamedTable(MutableMapping[str, Any]):
         return NamedTable(names, namespace.get, namespace.__setitem__, namespace.__delitem__)
 
     @staticmethod
-    def of_attributes(owner: Any, names: Iterable[str]) -> NamedTable:
-        """Attributes of a class, or values in the slots of an object."""
+    def of_class(kind: type, names: Iterable[str]) -> NamedTable:
+        """Attributes that a class itself has."""
+        return NamedTable(
+            names, vars(kind).get, functools.partial(setattr, kind), functools.partial(delattr, kind)
+        )  # fmt: skip
+
+    @staticmethod
+    def of_slots(owner: Any, names: Iterable[str]) -> NamedTable:
+        """Values in the slots of an object."""
         return NamedTable(
             names, functools.partial(getattr, owner), functools.partial(setattr, owner),
             functools.partial(delattr, owner),
@@ -280,7 +291,7 @@ class NamedState:
             home = next(base for base in kind.__mro__ if name in vars(base))
             self._name(
                 home, f"class {home.__module__}.{home.__qualname__} as code names it",
-                functools.partial(NamedTable.of_attributes, home), not _is_installed(home.__module__), name,
+                functools.partial(NamedTable.of_class, home), not _is_installed(home.__module__), name,
             )  # fmt: skip
 
     def _name(self, key: Any, title: str, table: Callable[[set[str]], NamedTable], owned: bool, name: str) -> None:
@@ -340,7 +351,7 @@ def _is_assigned(module: str, name: str) -> bool:
 
 def _counts(value: Any, owned: bool) -> bool:
     """Whether a change of a value may change what code does. Functions, classes and modules are taken to stay."""
-    if isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType, staticmethod, classmethod, property)):
+    if isinstance(value, _CODE):
         return False
     if owned:
         return not (

@@ -87,7 +87,11 @@ class Passage:
 
 @contextlib.contextmanager
 def nothing_kept(
-    model: nn.Module, call: Call, takes_gradients: bool = False, written: Sequence[torch.Tensor] | None = None
+    model: nn.Module,
+    call: Call,
+    takes_gradients: bool = False,
+    written: Sequence[torch.Tensor] | None = None,
+    run: Callable[..., Any] | None = None,
 ) -> Iterator[WritesUndone]:
     """Put back what steps change: gradients, buffers, Python attributes, generators, tensors that forward writes to.
 
@@ -96,10 +100,11 @@ def nothing_kept(
 
     - takes_gradients: gradients of parameters are freed as they come, as where a hook takes them.
     - written: what forward writes to, known from an earlier run. With None, ops are watched for it, which takes time.
+    - run: what is called, where it is not the model's forward alone.
     """
     writes = WritesUndone(model, call, written or ())
     leaves = [*model.parameters(), *(t for t in call.tensors if t.is_leaf)]
-    gradients = [(leaf, leaf.grad) for leaf in leaves]
+    gradients = [(leaf, leaf.grad, leaf.requires_grad) for leaf in leaves]
     homes = [(m._buffers, dict(m._buffers)) for m in model.modules()]
     stand_ins = {b: b.detach().clone() for b in dict.fromkeys(model.buffers())}  # the buffers are not touched at all
     devices = sorted({t.device for t in leaves if t.device.type == "cuda"}, key=str)
@@ -122,7 +127,7 @@ def nothing_kept(
                 if parameter.requires_grad:
                     taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
         watching: contextlib.AbstractContextManager[object] = writes if written is None else contextlib.nullcontext()
-        with torch.random.fork_rng(devices=devices), AttributesKept(model), watching:
+        with torch.random.fork_rng(devices=devices), AttributesKept(model, run=run), watching:
             yield writes
     finally:
         torch.clear_autocast_cache()
@@ -138,8 +143,8 @@ def nothing_kept(
         for home, before in homes:
             home.clear()
             home.update(before)
-        for leaf, gradient in gradients:
-            leaf.grad = gradient
+        for leaf, gradient, required in gradients:
+            leaf.requires_grad_(required).grad = gradient
 
 
 def _let_go(parameter: torch.Tensor) -> None:
@@ -171,7 +176,7 @@ def one_forward(
 
     Raises ForwardFails where forward raises.
     """
-    with nothing_kept(model, call), nothing_saved(), AttributesKept(model) as attributes:
+    with nothing_kept(model, call, run=run), nothing_saved(), AttributesKept(model, run=run) as attributes:
         data = DataFollowed([*model.parameters(), *call.tensors])
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
         with around or contextlib.nullcontext(), data, NotedReads() as reads:
