@@ -103,8 +103,8 @@ class _StageForward:
         if self._trains() and isinstance(x, tuple) and sum(t.is_floating_point() for t in x) > 1:
             raise ValueError(
                 f"stage {self._engine.stage_id} hands {sum(t.is_floating_point() for t in x)} floating-point tensors "
-                "on, and DeepSpeed runs one backward after the other for them (retain_graph=True), which a planned "
-                "step can't. Let the layers hand on one, with what else is wanted packed into it"
+                "on, and DeepSpeed runs one backward after the other for them (retain_graph=True), each of which would "
+                "run forward again. Let the layers hand on one, with what else is wanted packed into it"
             )
         return x
 

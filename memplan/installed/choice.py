@@ -30,6 +30,10 @@ OnMismatch = Literal["replan", "raise"]
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
 _MANY_KINDS = 12  # as many are worth a warning
 _MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, an attribute, a flag
+_AGAIN = (
+    "a further backward through a planned forward (retain_graph=True) keeps no more memory, but runs forward again. "
+    "Add losses up and call backward once if that time matters"
+)
 _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
 
 
@@ -438,9 +442,14 @@ class StepChoice:
             return
         self._tell(news_of_flight(step, step.peak_bytes(call), self.steps, self.planner.limits.budget_bytes))
 
-    def tell_of_shared_backward(self, step: WholeStep) -> None:
-        """Warn once where one backward through more than this forward adds up gradients in an order unlike eager's."""
-        self._tell(self._shared.news(step, self._held.parameters if self._held.exist else ()))
+    def tell_of_backward(self, step: WholeStep, again: bool) -> None:
+        """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
+
+        again: it is a further backward through the same forward.
+        """
+        if again:
+            self._tell({"again": _AGAIN})
+        self._tell(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))
 
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""

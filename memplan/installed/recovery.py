@@ -40,8 +40,8 @@ class Recovery:
 
     def attend(self, step: WholeStep) -> None:
         """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
-        shared = functools.partial(self._choice.tell_of_shared_backward, step)
-        step.runner.attend(functools.partial(self._rescue, step), shared, keeps_buffers=self.on_oom == "replan")
+        tell = functools.partial(self._choice.tell_of_backward, step)
+        step.runner.attend(functools.partial(self._rescue, step), tell, keeps_buffers=self.on_oom == "replan")
         if self._comparison is None and not step.provisional:
             self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
 
@@ -53,6 +53,7 @@ class Recovery:
         self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
+        assert state.start is not None
         call = step.capture.call.filled(state.start.inputs)
         with step.key.autocast.context(), torch.enable_grad():
             changed = step.key.mismatch(call)
@@ -69,7 +70,7 @@ class Recovery:
         self._choice.in_place_of(step, other)
         if other.forward_ops(call) != step.forward_ops(call):
             raise problem
-        state.saved.clear()
+        state.spend()
         try:
             return other.runner.repeat(state, tangents)
         except OtherResults as error:  # a first run too

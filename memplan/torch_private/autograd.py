@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
 
@@ -37,3 +39,8 @@ def also_arrives_otherwise(parameter: torch.Tensor) -> bool:
 def backward_keeps_graph() -> bool:
     """Whether the backward pass in progress was asked to keep the graph (`retain_graph`, `create_graph`)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def versions_kept(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+    """A context whose writes to these tensors autograd does not see. In the end they must hold what they held."""
+    return _unsafe_preserve_version_counter(tuple(tensors))

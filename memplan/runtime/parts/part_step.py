@@ -65,7 +65,7 @@ class PartRunner(Runner):
             outputs=outputs,
             device=traced.device,
             draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
-            written=Written(),
+            written=Written.of(traced),
             decisions=tuple(decision.output for decision in traced.decisions),
         )
 
@@ -185,7 +185,7 @@ class PartStep:
 
     def _by_another(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:
         runner = next((r for r in self.runners if r.takes(tangents, None)), None) or self._made_for(tangents, problem)
-        state.saved.clear()
+        state.spend()
         gradients = runner.repeat(state, tangents)
         self._use(runner)
         return gradients

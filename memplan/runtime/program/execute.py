@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -56,6 +56,39 @@ class Written:
     buffers: tuple[str, ...] = ()
     for_good: bool = False
     matters: bool = False
+
+    @staticmethod
+    def of(traced: Traced) -> Written:
+        """What the forward of a trace writes to."""
+        graph, names = traced.graph, list[str]()
+        for_good, versions = bool(traced.reassigned), set[int]()
+        successors: dict[int | None, list[int]] = {}
+        for index, value in enumerate(graph.values):
+            successors.setdefault(value.reuses, []).append(index)
+        for index, value in enumerate(graph.values):
+            if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
+                sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
+                for_good |= any(s.kind in ("input", "constant") for s in sources)
+                names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
+                versions |= later
+        readers = [
+            op
+            for op in graph.ops[: graph.boundary]
+            if versions & set(op.inputs)
+            and not versions.issuperset(op.outputs)
+            and versions.isdisjoint(effect.new for effect in op.effects)
+        ]
+        return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
+
+
+def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
+    """A value and those that later take over its memory.
+
+    successors: for each value, those that take over its memory next.
+    """
+    yield value
+    for later in successors.get(value, ()):
+        yield from _versions(successors, later)
 
 
 class ParameterStore:
@@ -255,7 +288,7 @@ class InFlight:
     - saved: what the forward program hands to the backward program.
     - watched: inputs and outputs, as they were when forward ended.
     - parameters: parameters and buffers, as they were when forward ended.
-    - start: what it takes to run this forward once more.
+    - start: what it takes to run this forward once more; None where that is not kept.
     - program: which ran it.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
@@ -263,12 +296,13 @@ class InFlight:
     - surfacing: backward is handing gradients over right now.
     - autocast: under which backward runs; None: without autocast.
     - returned: the outputs, where their use before backward has to be checked.
+    - spent: what was saved is gone, so a backward has to run forward again.
     """
 
     saved: list[Any]
     watched: list[_Watched]
     parameters: list[_Watched]
-    start: _Start
+    start: _Start | None
     program: Program
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
@@ -276,6 +310,12 @@ class InFlight:
     surfacing: bool = False
     autocast: Autocast | None = None
     returned: Returned | None = None
+    spent: bool = False
+
+    def spend(self) -> None:
+        """Let go of what is saved."""
+        self.saved.clear()
+        self.spent = True
 
     @property
     def saved_bytes(self) -> int:
@@ -340,7 +380,7 @@ class Runner:
         self.store = store
         self.trainable = trainable
         self._rescue: Rescue | None = None
-        self._before_backward: Callable[[], None] | None = None
+        self._before_backward: Callable[[bool], None] | None = None
         self.watch: Observer | None = None
         self.arrived: dict[int, TangentLayout] | None = None  # with which the latest backward started
         self.unchecked: set[fx.GraphModule] = set()
@@ -351,19 +391,19 @@ class Runner:
         self.anchor = torch.empty(0, requires_grad=True, device=device)
         self.autocasts = {autocast}  # under which backward has these ops
         self._backwards = backwards
-        of_backward = (named for _, backward in backwards for named in backward.named_buffers())
-        self._constants = {name: tensor for name, tensor in of_backward if not tensor.is_meta}
+        self._constants = _constants(backward for _, backward in backwards)
+        self._all_constants = self._constants | _constants([program.forward])
         self._layouts = backwards[0][0]
         self._outputs = outputs
         self._decisions = decisions
 
     def attend(
-        self, rescue: Rescue, before_backward: Callable[[], None] = lambda: None, keeps_buffers: bool = False
+        self, rescue: Rescue, before_backward: Callable[[bool], None] | None = None, keeps_buffers: bool = False
     ) -> None:
         """Give the step a helper, from now on.
 
         - rescue: gives gradients where this program can't.
-        - before_backward: called when a backward begins.
+        - before_backward: called when a backward begins, with whether it is a further one through the same forward.
         - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
         """
         self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
@@ -373,10 +413,10 @@ class Runner:
         """Whether a rescue gives gradients where this program can't."""
         return self._rescue is not None
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, state: InFlight) -> None:
         """Call what is to be called when a backward begins."""
         if self._before_backward is not None:
-            self._before_backward()
+            self._before_backward(state.spent)
 
     def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Gradients from this program, or from the rescue where this program can't give them."""
@@ -443,6 +483,7 @@ class Runner:
         if start is not None:
             start.read.extend(_Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
             start.read.extend(named[name] for name in read)
+            start.read.extend(_Watched.of(f"constant {name}", tensor) for name, tensor in self._all_constants.items())
         state = [named[name] for name in program.backward_state]
         decided = [outputs[i] for i in self._decisions]
         waiting = InFlight(saved, watched, state, start, program, numbers, decided)
@@ -466,15 +507,21 @@ class Runner:
         return () if self._sizes is None else self._sizes.numbers(inputs)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
-        """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others."""
+        """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others.
+
+        Runs forward again where what it saved is gone. Raises RuntimeError where it can't.
+        """
         run = self._backward_for(tangents, state.autocast, state.numbers)
+        if state.spent:
+            self._check_repeats(state)
+            return self.repeat(state, tangents)
         run = run if state.program is self.program else state.program.backward
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
-        state.saved.clear()
+        state.spend()
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
             with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
@@ -515,21 +562,45 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.surfacing or self.written.for_good or (self.written.matters and not state.start.buffers):
+        if state.start is None or state.surfacing or self._loses_what_it_reads(state.start):
             return False
         return all(watched.is_same(self.store) for watched in state.start.read)
+
+    def _loses_what_it_reads(self, start: _Start) -> bool:
+        return self.written.for_good or (self.written.matters and not start.buffers)
+
+    def _check_repeats(self, state: InFlight) -> None:
+        """Raise RuntimeError, with the reason, where the forward of `state` can't run again for a further backward."""
+        if self.repeats(state):
+            return
+        if state.start is None:
+            why = "its parameters are there only around its own passes"
+        elif self.written.for_good:
+            why = "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
+        elif self._loses_what_it_reads(state.start):
+            why = f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
+        else:
+            changed = (watched.what for watched in state.start.read if not watched.is_same(self.store))
+            why = f"{next(changed, 'what it read')} has been modified by an inplace operation, or exchanged, since then"
+        raise RuntimeError(
+            "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs the "
+            f"forward again for that, but this one can't, because {why}. Add losses up and call backward once"
+        )
 
     def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run the forward of `state` again, which another program ran first, and then its backward.
 
         Buffers and the generator are left as they are. Gradients that were handed over are not handed over again.
         """
-        present = _Start((), held_rng(self.device), {n: self.store[n].detach().clone() for n in self.written.buffers})
-        self._go_back(state.start)
-        try:
-            again = self.forward(state.start.inputs)[1]
-        finally:
-            self._go_back(present)
+        assert state.start is not None
+        buffers = {name: self.store[name] for name in self.written.buffers}
+        present = _Start((), held_rng(self.device), {n: b.detach().clone() for n, b in buffers.items()})
+        with private.versions_kept(buffers.values()):  # other forwards that wait may have read them
+            self._go_back(state.start)
+            try:
+                again = self.forward(state.start.inputs)[1]
+            finally:
+                self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
         return self.backward(again, tangents)
 
@@ -630,16 +701,22 @@ class _StepFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         runner, state = ctx.runner, ctx.state
-        if torch.is_grad_enabled() or private.backward_keeps_graph():
+        keeps_graph = private.backward_keeps_graph()
+        if torch.is_grad_enabled():
             raise RuntimeError(
-                "memplan: a planned step frees what it saved as backward goes, so retain_graph=True, create_graph=True "
-                "and double backward are not supported. Add losses up and call backward once, or call "
-                "memplan.remove(model) to train without a plan"
+                "memplan: gradients of a planned step can't be differentiated again (create_graph=True, double "
+                "backward). Plan with a loss_fn= that calls torch.autograd.grad(..., create_graph=True) itself, which "
+                "gives the bits of eager, or call memplan.remove(model) to train without a plan"
             )
         if state is None:
             raise RuntimeError(
                 "memplan: trying to backward through a planned step a second time; what it saved has been freed. "
-                "Add losses up and call backward once, or run the forward again"
+                "Say retain_graph=True to the backward before, or add losses up and call backward once"
+            )
+        if keeps_graph and runner.store.updates is not None:
+            raise RuntimeError(
+                "memplan: update='backward' updates the parameters as backward goes, so no second backward can follow "
+                "(retain_graph=True). Add losses up and call backward once, or plan without update='backward'"
             )
         if runner.program.grads == "surface" and not private.engine_reaches(ctx.next_functions[0][0]):
             raise RuntimeError(
@@ -647,11 +724,18 @@ class _StepFunction(torch.autograd.Function):
                 'every gradient into .grad. Plan with grads="edges", or call loss.backward()'
             )
         runner.check_unchanged(state)
-        runner.begin_backward()
-        ctx.state, state.autocast = None, Autocast.of_backward(runner.device.type)
+        runner.begin_backward(state)
+        ctx.state, state.autocast = state if keeps_graph else None, Autocast.of_backward(runner.device.type)
+        state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
         return (None, None, None, *(gradients.get(key) for key in wanted))
+
+
+def _constants(programs: Iterable[fx.GraphModule]) -> dict[str, torch.Tensor]:
+    """The constants of programs by name, without those of which only the layout is read."""
+    named = (named for program in programs for named in program.named_buffers())
+    return {name: tensor for name, tensor in named if not tensor.is_meta}
 
 
 def _apart(tensor: torch.Tensor) -> torch.Tensor:

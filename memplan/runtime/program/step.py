@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
-from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
 from memplan.capture.ops.sizes import Numbers
@@ -202,40 +201,9 @@ def _runner(
         outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
-        written=_written(traced),
+        written=Written.of(traced),
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
         checked=functools.cache(lambda: lower(schedule, traced, programs[0].grads, checks=True)),
     )
-
-
-def _written(traced: Traced) -> Written:
-    """What forward writes to, of that which is there before it."""
-    graph, names = traced.graph, list[str]()
-    for_good, versions = bool(traced.reassigned), set[int]()
-    successors: dict[int | None, list[int]] = {}
-    for index, value in enumerate(graph.values):
-        successors.setdefault(value.reuses, []).append(index)
-    for index, value in enumerate(graph.values):
-        if value.resident and value.reuses is None and (later := set(_versions(successors, index))) != {index}:
-            sources = [traced.residents[n] for n in traced.roots.get(index, ()) if n in traced.residents]
-            for_good |= any(s.kind in ("input", "constant") for s in sources)
-            names += [s.name for s in sources if s.kind in ("buffer", "parameter")]
-            versions |= later
-    readers = [
-        op
-        for op in graph.ops[: graph.boundary]
-        if versions & set(op.inputs) and not versions & {*op.outputs, *(effect.new for effect in op.effects)}
-    ]
-    return Written(tuple(dict.fromkeys(names)), for_good, bool(readers or for_good))
-
-
-def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Iterator[int]:
-    """A value and those that later take over its memory.
-
-    successors: for each value, those that take over its memory next.
-    """
-    yield value
-    for later in successors.get(value, ()):
-        yield from _versions(successors, later)

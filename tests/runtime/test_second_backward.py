@@ -1,0 +1,255 @@
+"""`retain_graph=True`: a further backward through a planned forward has the bits of eager's."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import memplan
+from tests.support.small import Net, grads_of, nothing_changes
+from tests.support.zoo import assert_same_bits, copied, run_steps
+
+Losses = Callable[[nn.Module, torch.Tensor], Any]
+
+
+class Trunk(Net):
+    """Two heads on one trunk, which has ops in place, dropout, and batch norm."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = torch.relu_(self.norm(self.inner(x)))
+        hidden = torch.tanh(self.middle(self.drop(hidden)))
+        return self.outer(hidden), hidden.square().mean(1)
+
+
+class Loss(Net):
+    """The loss of one head."""
+
+
+class InParts(Trunk):
+    """Counts its calls in Python, so it can't be captured whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.first, self.second = nn.Sequential(self.inner, self.norm, nn.ReLU(True)), nn.Sequential(self.middle)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        hidden = torch.tanh(self.second(self.drop(self.first(x))))
+        return self.outer(hidden), hidden.square().mean(1)
+
+
+def three_times(net: nn.Module, x: torch.Tensor) -> Any:
+    """The third time frees the graph. Random numbers that are drawn in between stay as they are."""
+    (loss, *_) = out if isinstance(out := net(x), tuple) else (out,)
+    loss = loss.pow(2).mean()
+    loss.backward(retain_graph=True)
+    first, drawn = copied(grads_of(net)), torch.rand(3)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return first, drawn, loss.detach()
+
+
+def output_by_output(net: nn.Module, x: torch.Tensor) -> Any:
+    main, side = net(x)
+    main.pow(2).mean().backward(retain_graph=True)
+    first = copied(grads_of(net))
+    side.sum().backward()
+    return first
+
+
+def both_then_each(net: nn.Module, x: torch.Tensor) -> None:
+    main, side = net(x)
+    (main.sum() + side.pow(2).mean()).backward(retain_graph=True)
+    main.pow(2).mean().backward(retain_graph=True)
+    side[:2].sum().backward()
+
+
+def weighted(net: nn.Module, x: torch.Tensor) -> Any:
+    """A weight that depends on gradients of the last layer, as in training of VQGAN."""
+    main, _ = net(x)
+    one, two = main.pow(2).mean(), main.exp().mean()
+    (a,) = torch.autograd.grad(one, net.outer.weight, retain_graph=True)
+    (b,) = torch.autograd.grad(two, net.outer.weight, retain_graph=True)
+    (one + (a.norm() / b.norm()) * two).backward()
+    return a, b
+
+
+def trained(net: nn.Module, losses: Losses, x: torch.Tensor) -> Any:
+    """What two steps give, and leave."""
+    torch.manual_seed(3)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    seen = []
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none=True)
+        x.grad = None
+        seen.append((losses(net, x), copied(grads_of(net)), copied(x.grad)))
+        optimizer.step()
+    return seen, copied(dict(net.named_buffers())), torch.get_rng_state()
+
+
+def compare(kind: type[nn.Module], losses: Losses, x: torch.Tensor | None = None, **options: Any) -> nn.Module:
+    """Train a model plainly and planned, compare, and give the planned one."""
+    torch.manual_seed(0)
+    plain = kind().train()
+    x = torch.randn(16, 8, requires_grad=True) if x is None else x
+    planned = memplan.apply(copy.deepcopy(plain), x, **{"budget": "min", "costs": "estimate", **options})
+    assert_same_bits(trained(plain, losses, x), trained(planned, losses, x))
+    return planned
+
+
+@pytest.mark.parametrize("grads", ["surface", "edges"])
+@pytest.mark.parametrize(
+    ("kind", "losses"),
+    [(Loss, three_times), (Trunk, three_times), (Trunk, output_by_output), (Trunk, both_then_each)],
+)
+def test_a_further_backward_has_eager_bits(kind: type[nn.Module], losses: Losses, grads: str) -> None:
+    compare(kind, losses, grads=grads)
+
+
+@pytest.mark.parametrize("losses", [three_times, output_by_output, both_then_each])
+@pytest.mark.parametrize("budget", ["1GiB", "min"])
+def test_in_parts(losses: Losses, budget: str) -> None:
+    planned = compare(InParts, losses, budget=budget)
+    assert isinstance(memplan.plan_of(planned), memplan.PartialPlan)
+
+
+def test_gradients_that_are_asked_for_before_backward() -> None:
+    compare(Trunk, weighted, grads="edges")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"budget": 0.9, "accumulate": True}, id="accumulate"),
+        pytest.param({"budget": 0.6, "host_budget": "1MiB"}, id="offload", marks=pytest.mark.slow),
+        pytest.param({"on_oom": "replan"}, id="replan"),
+    ],
+)
+def test_with_options(options: dict[str, Any]) -> None:
+    compare(Loss, three_times, **options)
+
+
+def test_under_autocast() -> None:
+    def losses(net: nn.Module, x: torch.Tensor) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            main, side = net(x)
+        main.float().pow(2).mean().backward(retain_graph=True)
+        side.sum().backward()
+
+    compare(Trunk, losses, budget=1.0)
+
+
+def test_two_forwards_wait_for_several_backwards() -> None:
+    """Buffers that the first forward writes are those of the second one by then."""
+
+    def losses(net: nn.Module, x: torch.Tensor) -> None:
+        one, two = net(x), net(x.flip(0))
+        one.backward(retain_graph=True)
+        two.backward(retain_graph=True)
+        one.backward()
+        two.backward()
+
+    compare(Loss, losses, budget="1GiB")
+
+
+def test_another_batch_size() -> None:
+    planned = compare(Loss, three_times, budget="1GiB")
+    plain = copy.deepcopy(planned)
+    memplan.remove(plain)
+    x = torch.randn(24, 8, requires_grad=True)
+    assert_same_bits(trained(plain, three_times, x), trained(planned, three_times, x))
+
+
+class Spectral(nn.Module):
+    """Reads buffers that it writes to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = parametrizations.spectral_norm(nn.Linear(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x)).pow(2).mean()
+
+
+def test_buffers_that_forward_reads_and_writes() -> None:
+    compare(Spectral, three_times, on_oom="replan")
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    planned = memplan.apply(Spectral(), x, "min", costs="estimate")
+    planned(x).backward()  # so that nothing runs for the first time
+    planned.zero_grad()
+    loss = planned(x)
+    loss.backward(retain_graph=True)
+    with nothing_changes(planned, x), pytest.raises(RuntimeError, match=r"reads what it writes to .*on_oom='replan'"):
+        loss.backward()
+
+
+def test_what_forward_read_has_changed() -> None:
+    class Shifted(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.ones(8))  # which only forward reads
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.features(x) + self.shift).pow(2).mean()
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 8)
+    planned = memplan.apply(Shifted(), x, "min", costs="estimate")
+    loss = planned(x)
+    loss.backward(retain_graph=True)
+    planned.shift.add_(1)
+    with pytest.raises(RuntimeError, match=r"shift has been modified by an inplace operation"):
+        loss.backward()
+
+
+def test_updates_in_backward_are_refused() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(16, 8)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    memplan.apply(net, x, "min", costs="estimate", optimizer=optimizer, update="backward")
+    loss = net(x)
+    with nothing_changes(net, x), pytest.raises(RuntimeError, match=r"update='backward'.*retain_graph"):
+        loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def test_all_is_freed_after_the_last_backward(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net, x = memplan.apply(Net(), torch.randn(16, 8), "min", costs="estimate"), torch.randn(16, 8)
+    with caplog.at_level(logging.WARNING, "memplan"):
+        loss = net(x)
+        held = weakref.ref(x)
+        del x
+        loss.backward(retain_graph=True)
+        assert held() is not None
+        loss.backward(retain_graph=True)
+        loss.backward()
+    gc.collect()
+    assert held() is None
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+    told = [r.getMessage() for r in caplog.records if "retain_graph" in r.getMessage()]
+    assert len(told) == 1
+    assert "runs forward again" in told[0]
+
+
+def test_a_plain_backward_saves_nothing_for_others() -> None:
+    torch.manual_seed(0)
+    net, x = Net(), torch.randn(16, 8)
+    planned = memplan.apply(copy.deepcopy(net), x, "min", costs="estimate")
+    assert_same_bits(run_steps(net, x), run_steps(planned, x))
+    loss = planned(x)
+    state = loss.grad_fn.state
+    loss.backward(retain_graph=True)
+    assert state.saved == [], "a backward that keeps the graph frees as it goes, too"
