@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan.capture.capture import capture
@@ -467,6 +468,103 @@ def test_other_gradients_take_no_more_memory(loss: str) -> None:
     assert meter.peak_bytes <= plan.peak_bytes + slack_bytes
 
 
+class Wide(nn.Module):
+    """A block that saves much more than it takes: worth a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.drop, self.down = (
+            nn.BatchNorm1d(16),
+            nn.Linear(16, 64),
+            nn.Dropout(0.2),
+            nn.Linear(64, 16),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.drop(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Remembering(Wide):
+    """Reads a buffer that it writes to, so it can't run twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.scale.mul_(0.9)
+        return super().forward(x * self.scale)
+
+
+class Blocks(nn.Module):
+    """Counts its calls in Python, so its blocks are planned by themselves."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Wide, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.calls, self.checkpointed = nn.ModuleList(block() for _ in range(6)), 0, checkpointed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x.pow(2).mean()
+
+
+def test_captured_parts_can_do_with_what_checkpoints_hold() -> None:
+    net, plain = twins(Blocks)
+    sample = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+    least = least_of(net, sample)
+    assert least <= 1.1 * live_peak(Blocks(checkpointed=True), sample)
+    step = planned_in_parts(net, sample, least)
+    assert {(row.kind, row.way) for row in step.plan.units} >= {("captured", "recompute")}
+    assert_exact(net, plain, sample, step)
+
+
+def test_a_part_that_would_show_a_second_run_does_not_run_twice() -> None:
+    net, plain = twins(lambda: Blocks(Remembering))
+    sample = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+    step = planned_in_parts(net, sample, least_of(net, sample))
+    assert "recompute" not in {row.way for row in step.plan.units}
+    assert_exact(net, plain, sample, step)
+
+
+def test_a_buffer_that_changes_after_its_part_has_run_keeps_it_from_running_twice() -> None:
+    class Scaling(Blocks):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(x)
+            for block in self.blocks:
+                block.moved.add_(1)
+            return loss
+
+    class Scaled(Wide):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("moved", torch.ones(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + self.moved
+
+    net, plain = twins(lambda: Scaling(Scaled))
+    sample = torch.randn(256, 16, generator=torch.Generator().manual_seed(2))
+    assert_exact(net, plain, sample, planned_in_parts(net, sample, least_of(net, sample)))
+
+
+def test_batch_statistics_are_counted_once_where_forward_runs_again() -> None:
+    """For gradients of another layout, and for a second backward."""
+    net, sample = WithoutLoss(), torch.randn(64, 8)
+    net.end.append(nn.BatchNorm1d(5))
+    plain = copy.deepcopy(net)
+    memplan.apply(net, sample, "min")
+    for each in (net, plain):
+        torch.manual_seed(3)
+        for name in LOSS:
+            loss = LOSS[name](each(sample))
+            loss.backward(retain_graph=True)
+            loss.backward()
+    assert_same_bits(dict(plain.state_dict()), dict(net.state_dict()))
+    assert_same_bits([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
+
+
 class OwnGenerator(nn.Module):
     """Draws from a generator of its own, which a second run of its forward would find further on."""
 
@@ -560,6 +658,25 @@ def test_the_least_has_the_last_word_where_runs_hold_more_than_was_worked_out(mo
     step = planned_in_parts(net, sample, limit)
     assert step.plan.peak_bytes == least
     assert_exact(net, plain, sample, step)
+
+
+@pytest.mark.parametrize("more_bytes", [1000, 1 << 20])
+def test_min_is_what_the_least_is_measured_to_hold(more_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where each run holds more than was worked out: then at most what the unplanned step holds."""
+    net, plain = twins(Blocks)
+    sample = torch.randn(64, 16, generator=torch.Generator().manual_seed(2))
+    measured, runs = fit_parts.measured_peak, list[int]()
+
+    def more(*arguments: Any) -> int:
+        runs.append(measured(*arguments) + more_bytes)
+        return runs[-1]
+
+    monkeypatch.setattr(fit_parts, "measured_peak", more)
+    memplan.apply(net, sample, "min")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.PartialPlan)
+    assert plan.peak_bytes == plan.budget_bytes == plan.floor_bytes == min(runs)
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
 
 
 def test_the_optimizers_step_is_in_the_peak() -> None:

@@ -19,48 +19,64 @@ _ROUNDS = 5  # of choosing and measuring
 
 @dataclass(frozen=True, slots=True)
 class FittedParts:
-    """A choice that fits the budget.
+    """A choice that was run.
 
     - ways: how each call of each part runs.
     - choice: the options that were chosen.
     - peak_bytes: the larger of what was worked out and measured, with what is held beside the step.
-    - floor_bytes: the smallest peak that was worked out, with what is held beside the step.
     """
 
     ways: Ways
     choice: UnitChoice
     peak_bytes: int
-    floor_bytes: int
 
 
-def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves_out: LeavesOut) -> FittedParts:
-    """The fastest choice that is measured to keep the limit. Raises BudgetInfeasible.
+@dataclass(frozen=True, slots=True)
+class Fitting:
+    """Runs choices of ways for the parts of a step.
 
-    Each choice is run. Where it held more than was worked out, the next choice is made for a limit that is lower by as
-    much. The last choice is the one with the least memory, because others may hold even more than was worked out. Ranks
-    that rehearse together run all rounds.
-
-    - limit: the budget in bytes.
     - held_bytes: what is held beside the step.
     - leaves_out: storages that do not count.
     """
-    around = request.around
-    least = smallest(parts.problem)
-    choice = choose_ways(parts.problem, limit - held_bytes) or least
-    ways, more_bytes = parts.ways(choice), 0
-    for left in reversed(range(_ROUNDS)):
-        around.wait()
-        run = functools.partial(run_in_parts, ways, request.forward, request.call, ignored=around.ignored)
-        measured_bytes = measured_peak(request.model, request.call, run, leaves_out, around.shards is not None)
-        peak_bytes = max(choice.peak_bytes, measured_bytes) + held_bytes
-        if around.meet is None and (peak_bytes <= limit or choice is least):
-            break
-        if peak_bytes > limit and left:
-            more_bytes = max(more_bytes, measured_bytes - choice.peak_bytes)
-            found = choose_ways(parts.problem, limit - held_bytes - more_bytes) if left > 1 else None
-            choice = found or least
-            ways = parts.ways(choice)
-    if peak_bytes > limit:
+
+    request: PartsRequest
+    parts: Parts
+    held_bytes: int
+    leaves_out: LeavesOut
+
+    def least(self, keep_all: UnitChoice) -> FittedParts:
+        """The choice that is measured to hold the least.
+
+        It is the one of which least was worked out, or the one that keeps all, should that be measured to hold less.
+        Ranks that rehearse together do not look at the second one.
+        """
+        least = self._run(smallest(self.parts.problem))
+        if self.request.around.meet is not None or least.peak_bytes <= keep_all.peak_bytes + self.held_bytes:
+            return least
+        return min(least, self._run(keep_all), key=lambda fitted: fitted.peak_bytes)
+
+    def fit(self, limit: int, least: FittedParts) -> FittedParts:
+        """The fastest choice that is measured to keep the limit. Raises BudgetInfeasible.
+
+        Each choice is run. Where it held more than was worked out, the next choice is made for a limit that is lower by
+        as much. Ranks that rehearse together run all rounds.
+
+        - limit: the budget in bytes.
+        - least: the choice that is measured to hold the least.
+        """
+        alone, fitted, more_bytes = self.request.around.meet is None, None, 0
+        for _ in range(_ROUNDS):
+            choice = choose_ways(self.parts.problem, limit - self.held_bytes - more_bytes)
+            if alone and (fitted is not None or choice is None):
+                break
+            found = self._run(choice or least.choice)
+            if fitted is None and found.peak_bytes <= limit:
+                fitted = found
+            more_bytes = max(more_bytes, found.peak_bytes - self.held_bytes - found.choice.peak_bytes)
+        fitted = fitted or least
+        if fitted.peak_bytes <= limit:
+            return fitted
+        held_bytes, peak_bytes = self.held_bytes, fitted.peak_bytes
         beside = f", of which {format_bytes(held_bytes)} are held beside the step itself" if held_bytes else ""
         raise BudgetInfeasible(
             f"planned in parts, the model does not fit {format_bytes(limit)}, so the step would run out of memory. "
@@ -68,4 +84,10 @@ def fit(request: PartsRequest, parts: Parts, limit: int, held_bytes: int, leaves
             "smaller",
             peak_bytes,
         )
-    return FittedParts(ways, choice, peak_bytes, min(peak_bytes, least.peak_bytes + held_bytes))
+
+    def _run(self, choice: UnitChoice) -> FittedParts:
+        request, around, ways = self.request, self.request.around, self.parts.ways(choice)
+        around.wait()
+        run = functools.partial(run_in_parts, ways, request.forward, request.call, ignored=around.ignored)
+        measured_bytes = measured_peak(request.model, request.call, run, self.leaves_out, around.shards is not None)
+        return FittedParts(ways, choice, max(choice.peak_bytes, measured_bytes) + self.held_bytes)

@@ -9,12 +9,12 @@ from torch import nn
 
 from memplan.capture.probe import Site
 from memplan.errors import UnsupportedModel
-from memplan.planning.parts.part import MOST_POINTS, Part, Parts, PartStage, Unscheduled
+from memplan.planning.parts.part import MOST_POINTS, Part, Parts, PartStage, PartWay, Twice
 from memplan.runtime.parts.measures import StepMeasure, UnitMeasure
 from memplan.runtime.parts.partial_step import Way, Ways
 from memplan.runtime.parts.rehearsal import Passage, Rehearsal
 from memplan.solvers import Candidate
-from memplan.solvers.parts.passes import pass_of
+from memplan.solvers.parts.passes import pass_of, pass_of_twice
 from memplan.solvers.parts.ways import UnitChain, UnitOption, UnitProblem
 
 _MOST_OPTIONS = 16  # of one unit
@@ -34,6 +34,8 @@ def measured_parts(
         ways[unit.module] = (*ways.get(unit.module, ()), way)
     split, rehearsal = _rehearsed(rehearse, ways, blocks, [u.module for u in units])
     passages, written = rehearsal.passages, rehearsal.written
+    for unit, visit in zip(units, rehearsal.visits, strict=True):
+        unit.repeats = visit.repeats
     if not passages:
         for unit, around in zip(units, split.units, strict=True):
             _set_options(unit, around, 0)
@@ -120,17 +122,22 @@ def _set_options(unit: Part, around: UnitMeasure, before_bytes: int) -> None:
     if unit.front is None or unit.problem is None or unit.least is None:
         unit.ways, found = ["recompute", "keep"], _opaque_options(around)
     else:
-        measured = pass_of(unit.problem, unit.least.schedule)
-        keeps_all: Candidate | Unscheduled = "keep" if unit.fuse is None else unit.front.keep_all
-        unit.ways, found = [*_spread(unit.front.spread(MOST_POINTS), _MOST_OPTIONS), keeps_all], []
+        front, measured = unit.front, pass_of(unit.problem, unit.least.schedule)
+        keeps_all: PartWay = "keep" if unit.fuse is None else front.keep_all
+        lowest = min(front.points, key=lambda point: point.peak_bytes)
+        twice = [Twice(lowest), Twice(front.keep_all)] if unit.repeats else []
+        unit.ways, found = [*twice, *_spread(front.spread(MOST_POINTS), _MOST_OPTIONS), keeps_all], []
         for way in unit.ways:
-            figures = pass_of(unit.problem, unit.front.keep_all.schedule if isinstance(way, str) else way.schedule)
+            if isinstance(way, Twice):
+                figures = pass_of_twice(unit.problem, way.candidate.schedule)
+            else:
+                figures = pass_of(unit.problem, (front.keep_all if isinstance(way, str) else way).schedule)
             found.append(
                 UnitOption(
                     figures.extra_bytes(measured),
                     max(around.before_forward_bytes, around.forward_bytes + figures.forward_bytes),
                     max(around.before_backward_bytes, around.backward_bytes + figures.backward_bytes),
-                    figures.time_s - unit.front.keep_all.time_s,
+                    figures.time_s - front.keep_all.time_s,
                 )
             )
     kept = found[-1]  # what runs as it is has no program that could do as well

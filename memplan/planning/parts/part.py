@@ -34,6 +34,16 @@ from memplan.units import format_bytes
 
 Unscheduled = Literal["recompute", "keep"]  # ways that need no schedule
 
+
+@dataclass(frozen=True, slots=True)
+class Twice:
+    """The way of a captured part of which forward saves nothing, and runs again when backward begins."""
+
+    candidate: Candidate
+
+
+PartWay = Candidate | Twice | Unscheduled
+
 MOST_POINTS = 32  # of a part's front
 
 
@@ -50,7 +60,8 @@ class Part:
     - fixed: it keeps its one program, on which others rely; none is made for gradients of other layouts.
     - fuse: turns it into a part over fused groups, once it is captured.
     - problem, front: of a captured part.
-    - ways: what each of its options runs: a schedule, "recompute" or "keep".
+    - repeats: its forward can run again in backward.
+    - ways: what each of its options runs: a schedule, once or twice, "recompute" or "keep".
     - options: what each of its ways would hold and take.
     """
 
@@ -65,7 +76,8 @@ class Part:
     fuse: Fuse | None = None
     problem: Problem | None = None
     front: Front | None = None
-    ways: list[Candidate | Unscheduled] = field(default_factory=list)
+    repeats: bool = False
+    ways: list[PartWay] = field(default_factory=list)
     options: list[UnitOption] = field(default_factory=list)
 
     def give_up(self, reason: str) -> None:
@@ -91,9 +103,11 @@ class Part:
     def way(self, option: int) -> Way:
         """One of its options, in a form that can run."""
         chosen = self.ways[option] if self.shards is None else self._in_one_order(self.ways[option])
+        if isinstance(chosen, Twice):
+            return self.step(chosen.candidate, drops_saved=True)
         return chosen if isinstance(chosen, str) else self.step(chosen)
 
-    def _in_one_order(self, way: Candidate | Unscheduled) -> Candidate | Unscheduled:
+    def _in_one_order(self, way: PartWay) -> PartWay:
         """The way, or one like it that hands gradients over in the order of all other ranks.
 
         Ranks may choose different ways, and buckets are reduced in the order of gradients. For a captured part that is
@@ -103,8 +117,8 @@ class Part:
             return "recompute"
         return self.front.keep_all if way == "keep" else way
 
-    def step(self, candidate: Candidate) -> PartStep:
-        """A step that runs this part with a schedule."""
+    def step(self, candidate: Candidate, drops_saved: bool = False) -> PartStep:
+        """A step that runs this part with a schedule. drops_saved: its forward saves nothing, and runs again."""
         assert self.captured is not None
         assert self.problem is not None
         assert self.front is not None
@@ -119,7 +133,7 @@ class Part:
         if self.visit is not None and not self.fixed:
             planned = pass_of(self.problem, candidate.schedule)
             again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, self.fuse, planned)
-        return PartStep.of(plan, self.module, self.captured, program, self.further, gathers, again)
+        return PartStep.of(plan, self.module, self.captured, program, self.further, gathers, again, drops_saved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,14 +190,15 @@ class Parts:
     def rows(self, choice: UnitChoice) -> Iterator[UnitRow]:
         """What each call of a unit and block does."""
         for stage, (alternative, options) in zip(self.stages, choice.picks, strict=True):
-            for part, option in zip(stage.running(alternative), options, strict=True):
-                way, figures = part.ways[option], part.options[option]
+            for part, index in zip(stage.running(alternative), options, strict=True):
+                way, figures = part.ways[index], part.options[index]
                 keeps_all = part.front is not None and way is part.front.keep_all
+                how = way if isinstance(way, str) else "recompute" if isinstance(way, Twice) else "planned"
                 yield UnitRow(
                     part.site.name,
                     "captured" if part.captured is not None else part.site.kind,
-                    way if isinstance(way, str) else "keep" if keeps_all else "planned",
-                    figures.extra_bytes,
+                    "keep" if keeps_all else how,
+                    figures.extra_bytes - min(option.extra_bytes for option in part.options),
                     max(0.0, figures.time_s),
                     part.site.reason,
                 )

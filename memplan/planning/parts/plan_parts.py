@@ -19,7 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.ops.layout import allocated_bytes, storage_key
 from memplan.errors import UnsupportedModel
 from memplan.planning.parts.capture_parts import Sites, captured_units, found_sites
-from memplan.planning.parts.fit_parts import fit
+from memplan.planning.parts.fit_parts import Fitting
 from memplan.planning.parts.measure_parts import measured_parts
 from memplan.planning.parts.part import Part, Parts
 from memplan.planning.parts.request import PartsRequest
@@ -29,7 +29,7 @@ from memplan.runtime.parts.part_step import PartTangents
 from memplan.runtime.parts.partial_step import Ways, run_in_parts
 from memplan.runtime.parts.rehearsal import EditedArguments, Rehearsal, resident_tensors, timed_step
 from memplan.runtime.watch.meter import LeavesOut
-from memplan.solvers.parts.ways import appraise, smallest
+from memplan.solvers.parts.ways import appraise
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,10 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
     keep_all = appraise(parts.problem, [(0, tuple(len(o) - 1 for o in s[0].units)) for s in parts.problem.stages])
     resident = (t for t in resident_tensors(model, call) if not elsewhere(t.untyped_storage()))
     resident_bytes = _bytes_of(resident) + held_bytes
-    least_bytes = smallest(parts.problem).peak_bytes + held_bytes
-    limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes, least_bytes)
-    fitted = fit(request, parts, limit, held_bytes, elsewhere)
+    fitting = Fitting(request, parts, held_bytes, elsewhere)
+    least = fitting.least(keep_all)
+    limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes, least.peak_bytes)
+    fitted = fitting.fit(limit, least)
     around.wait()
     run = functools.partial(run_in_parts, fitted.ways, request.forward, call, ignored=around.ignored)
     time_s = timed_step(model, call, run, parts.written, around.shards is not None)
@@ -86,7 +87,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         baseline_peak_bytes=keep_all.peak_bytes + held_bytes,
         budget_bytes=limit,
         resident_bytes=resident_bytes,
-        floor_bytes=fitted.floor_bytes,
+        floor_bytes=min(least.peak_bytes, fitted.peak_bytes),
         time_s=time_s,
         baseline_time_s=max(0.0, time_s - fitted.choice.time_s),
         units=tuple(parts.rows(fitted.choice)),

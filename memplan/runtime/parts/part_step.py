@@ -100,6 +100,7 @@ class PartStep:
     - plan: of the part alone.
     - further: positions of arguments that are handed to autograd once more, after all others, in this order.
     - again: makes the program anew where other gradients arrive than on the sample. Without it such a step is refused.
+    - drops_saved: forward saves nothing, and runs again when backward begins.
     - runners: of the program, and of others with the same forward; the first is the one that was right last.
     - provisional: never, because it is planned in full.
     """
@@ -111,6 +112,7 @@ class PartStep:
     key: StepKey
     further: tuple[int, ...]
     again: Again | None = None
+    drops_saved: bool = False
     runners: list[PartRunner] = field(default_factory=list)
     provisional: bool = False
 
@@ -123,9 +125,10 @@ class PartStep:
         further: tuple[int, ...],
         gathers: Gathers | None = None,
         again: Again | None = None,
+        drops_saved: bool = False,
     ) -> PartStep:
         """The step for the module that was captured."""
-        step = PartStep(plan, module, capture, program, capture.key, further, again)
+        step = PartStep(plan, module, capture, program, capture.key, further, again, drops_saved)
         step._use(PartRunner.of(module, capture, program, gathers))
         if plan.problem.costs.source != "measured":  # some ops have not run here
             step.runner.check_first_runs()
@@ -151,7 +154,7 @@ class PartStep:
     def bound_to(self, model: nn.Module, forward: Forward) -> PartStep:
         """This step for a copy of the module, which has this forward of its own."""
         key = self.key.rebound(model)
-        step = PartStep(self.plan, model, self.capture, self.program, key, self.further, self.again)
+        step = PartStep(self.plan, model, self.capture, self.program, key, self.further, self.again, self.drops_saved)
         step._use(PartRunner.of(model, self.capture, self.program))
         step.runner.unchecked = set(self.runner.unchecked)
         return step
@@ -169,6 +172,7 @@ class PartStep:
         """Let this runner run next."""
         if self.again is not None:
             runner.attend(self._rescue)
+        runner.drops_saved = self.drops_saved
         self.runners[:] = [runner, *(other for other in self.runners if other is not runner)]
 
     def _rescue(self, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception) -> Gradients:

@@ -31,11 +31,11 @@ from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.runtime.parts.forward_writes import WritesUndone
 from memplan.runtime.parts.measures import Event, StepMeasure, step_measure
-from memplan.runtime.parts.part_step import PartStep
+from memplan.runtime.parts.part_step import PartRunner, PartStep
 from memplan.runtime.parts.partial_step import Way, Ways
 from memplan.runtime.parts.recompute import UnitObserver, recomputed
 from memplan.runtime.program.decisions import OtherBranch
-from memplan.runtime.program.execute import TangentLayout
+from memplan.runtime.program.execute import InFlight, TangentLayout
 from memplan.runtime.watch.meter import LeavesOut, LiveMeter
 
 
@@ -56,6 +56,7 @@ class Visit:
     - uses: by argument, how many ops of the unit read it, where they are several.
     - twice: two arguments are one tensor.
     - edited: a result is written to later in forward.
+    - repeats: it ran as a program, whose forward can run again in backward.
     """
 
     module: nn.Module
@@ -65,9 +66,11 @@ class Visit:
     uses: dict[int, int] = field(default_factory=dict)
     twice: bool = False
     edited: bool = False
+    repeats: bool = False
     seen: list[tuple[bool, torch.Tensor, int]] = field(default_factory=list)  # (is a result, it, its version then)
     arguments: dict[int, Edge] = field(default_factory=dict)
     mark: Any = None
+    waiting: list[tuple[PartRunner, InFlight]] = field(default_factory=list)  # for backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +268,7 @@ class Rehearsal(UnitObserver):
                 starts = starts_of(self._model, output)
                 del output
                 self._look_for_edits()
+                self._look_for_repeats()
                 self._look_at_edges(Edges(starts))
                 self.begin(-1, "turn")
                 _run_backward(starts)
@@ -304,8 +308,10 @@ class Rehearsal(UnitObserver):
             serves = isinstance(way, PartStep) and way.mismatch(call) is None
             if isinstance(way, PartStep) and serves:
                 way.runner.watcher, way.runner.index = self, index
+                before = set(way.runner.waiting)
                 try:
                     output = way.run(call)
+                    visit.waiting = [(way.runner, state) for state in way.runner.waiting if state not in before]
                 except OtherBranch:
                     serves = False
             if not serves:
@@ -367,6 +373,11 @@ class Rehearsal(UnitObserver):
                 edited.add(visit.module)
         if edited:
             raise EditedArguments(edited)
+
+    def _look_for_repeats(self) -> None:
+        for visit in self.visits:
+            visit.repeats = any(runner.repeats(state) for runner, state in visit.waiting)
+            visit.waiting = []
 
     def _look_at_edges(self, edges: Edges) -> None:
         for visit in self.visits:

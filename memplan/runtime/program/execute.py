@@ -345,7 +345,12 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program, with the model whose parameters it reads."""
+    """A program, with the model whose parameters it reads.
+
+    - drops_saved: forward saves nothing, and runs again when backward begins.
+    """
+
+    drops_saved = False
 
     def __init__(
         self,
@@ -584,7 +589,8 @@ class Runner:
             why = f"{next(changed, 'what it read')} has been modified by an inplace operation, or exchanged, since then"
         raise RuntimeError(
             "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs the "
-            f"forward again for that, but this one can't, because {why}. Add losses up and call backward once"
+            f"forward again for that, but this one can't, because {why}. Add losses up and call backward once, or "
+            "call memplan.remove(model) to train without a plan"
         )
 
     def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
@@ -693,6 +699,9 @@ class _StepFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, state = runner.forward(tensors[:input_count])
+        if runner.drops_saved:
+            state.spend()
+            state.watched.clear()  # which hold outputs; what forward has read is checked before it runs again
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))

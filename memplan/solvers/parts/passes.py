@@ -68,6 +68,19 @@ def pass_of(problem: Problem, schedule: Schedule) -> Pass:
     )
 
 
+def pass_of_twice(problem: Problem, schedule: Schedule) -> Pass:
+    """What a schedule comes to of which forward saves nothing, and runs again when backward begins.
+
+    Arguments are held by every way of running a unit that may have to run its forward again.
+    """
+    once = pass_of(problem, schedule)
+    turn = next(i for i, step in enumerate(schedule) if isinstance(step, Boundary))
+    forward_s = sum(problem.costs.time_s[step.op] for step in schedule[:turn] if isinstance(step, Compute))
+    results = sum(size for v, size in once.borrowed if problem.graph.values[v].role != "input")
+    backward_bytes = max(once.forward_bytes, once.own_bytes + results + once.backward_bytes)
+    return Pass(0, frozenset(), once.forward_bytes, backward_bytes, once.time_s + forward_s)
+
+
 def _live_after(problem: Problem, schedule: Schedule) -> tuple[set[int], int]:
     """Values that forward made and that are live at its end, and how many generator states are kept."""
     values, live, states = problem.graph.values, set[int](), 0
