@@ -87,7 +87,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
         baseline_peak_bytes=keep_all.peak_bytes + held_bytes,
         budget_bytes=limit,
         resident_bytes=resident_bytes,
-        floor_bytes=min(least.peak_bytes, fitted.peak_bytes),
+        floor_bytes=min(least.peak_bytes, limit),
         time_s=time_s,
         baseline_time_s=max(0.0, time_s - fitted.choice.time_s),
         units=tuple(parts.rows(fitted.choice)),

@@ -376,7 +376,8 @@ class Rehearsal(UnitObserver):
 
     def _look_for_repeats(self) -> None:
         for visit in self.visits:
-            visit.repeats = any(runner.repeats(state) for runner, state in visit.waiting)
+            # First runs alone keep buffers that forward reads and writes.
+            visit.repeats = any(not r.written.matters and r.repeats(state) for r, state in visit.waiting)
             visit.waiting = []
 
     def _look_at_edges(self, edges: Edges) -> None:
