@@ -139,7 +139,7 @@ class Planner:
                 return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
             except OtherResults as error:
                 refusal = error.with_traceback(None)  # or its frames would keep the capture
-            return self._uncaptured.step(model, forward, sample, known, refusal, False, self.capturing.decides)
+            return self._not_whole(model, forward, sample, known, refusal, False)
 
     @contextlib.contextmanager
     def _advice(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Iterator[None]:
@@ -240,9 +240,7 @@ class Planner:
                 sized = captured.traced.sizes is not None
                 found = None if sized else self._unsearched(model, captured, known, share is not None)
         if refusal is not None:
-            in_group = share is not None
-            decides, unsteady = self.capturing.decides, self.capturing.unsteady
-            return self._uncaptured.step(model, forward, sample, known, refusal, in_group, decides, unsteady)
+            return self._not_whole(model, forward, sample, known, refusal, share is not None)
         if found is not None:
             return found
         if sized:
@@ -253,6 +251,19 @@ class Planner:
             return self._whole(model, captured, self._for_all(model, captured, known, share))
         soon = functools.partial(self._soon, model, captured, known)
         return self._whole(model, captured, *self._group.shared(captured, bool(known), share, soon))
+
+    def _not_whole(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep],
+        refusal: UnsupportedModel,
+        in_group: bool,
+    ) -> PlannedStep:
+        """A step for a call that can't be captured, because of the refusal."""
+        decides, unsteady = self.capturing.decides, self.capturing.unsteady
+        return self._uncaptured.step(model, forward, sample, known, refusal, in_group, decides, unsteady)
 
     def _unsearched(
         self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool

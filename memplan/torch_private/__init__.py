@@ -8,8 +8,8 @@ from memplan.torch_private.autograd import backward_in_progress as backward_in_p
 from memplan.torch_private.autograd import backward_keeps_graph as backward_keeps_graph
 from memplan.torch_private.autograd import engine_reaches as engine_reaches
 from memplan.torch_private.autograd import run_backward as run_backward
-from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.autograd import versions_kept as versions_kept
+from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order
 from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
 from memplan.torch_private.devices import float32_precisions as float32_precisions

@@ -257,12 +257,14 @@ def test_habits_in_a_loss_function_are_kept_or_refused(habit: Any) -> None:
 
     torch.manual_seed(0)
     net, sample, before = Net(None), torch.randn(4, 8), seen()
-    planned = copy.deepcopy(net)
+    planned, refusal = copy.deepcopy(net), ""
     try:
         memplan.apply(planned, sample, "1GiB", loss_fn=loss_fn, costs="estimate")
     except memplan.UnsupportedModel as error:
-        assert "a planned step would not" in str(error)
-        assert_same(before, seen())
+        refusal = str(error)
+    assert_same(before, seen())
+    if refusal:
+        assert "a planned step would not" in refusal
         return
     net.forward = lambda x: loss_fn(net, x)  # type: ignore[method-assign]
     assert_same(two_steps(net, sample), two_steps(planned, sample))

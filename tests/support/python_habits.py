@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_HEAD = '''
+_HEAD = """
 import contextvars, random, threading, types
 from collections import deque
 import numpy as np
@@ -189,7 +189,7 @@ class Net(nn.Module):
     def forward(self, x, extra):
         global STEP, LAST
         x = self.a(x)
-'''
+"""
 
 # What a forward may do, one habit a line. `x` is an activation of shape (6, 8), `extra` a dict that the caller passes.
 HABITS: dict[str, tuple[str, ...]] = {
@@ -389,7 +389,7 @@ def program(seed: int) -> str:
     return source + _TAIL
 
 
-_TAIL = '''
+_TAIL = """
 
 def make_arguments(step):
     torch.manual_seed(100 + step)
@@ -404,7 +404,7 @@ def backward(out):
     losses = list(out.values()) if isinstance(out, dict) else list(out) if isinstance(out, tuple) else [out]
     loss = losses[0] if losses[0].dim() == 0 else losses[0].pow(2).mean()
     loss.backward()
-'''
+"""
 
 
 def loaded(source: str, folder: Path, name: str) -> types.ModuleType:

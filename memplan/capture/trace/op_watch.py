@@ -114,11 +114,12 @@ class OpWatch(private.TorchDispatchMode):
         written = [t for t in written_by(func, args, kwargs) if isinstance(t, private.FakeTensor)]
         before = [t.untyped_storage().nbytes() for t in written]
         outputs = func(*args, **kwargs)
-        if before != [t.untyped_storage().nbytes() for t in written]:
+        exchanges = getattr(func, "overloadpacket", None) is torch.ops.aten.set_
+        if exchanges or before != [t.untyped_storage().nbytes() for t in written]:
             raise UnsupportedModel(
-                f"{func} changes the size of a tensor's memory, in module {self._notes.module}, at {caller_line()}; in "
-                "a plan each tensor keeps its size. Make the tensor in its final shape, without resize_() and set_(), "
-                "also where it is given as out="
+                f"{func} changes the memory of a tensor, or its size, in module {self._notes.module}, at "
+                f"{caller_line()}; a planned step would not. Make the tensor in its final shape, without resize_() and "
+                "set_(), also where it is given as out="
             )
         if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
             raise UnsupportedModel(
