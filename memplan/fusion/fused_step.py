@@ -36,7 +36,7 @@ class _Writer:
     def traced(self) -> Traced:
         old, number = self._old, self._numbered
         for index, value in enumerate(old.graph.values):
-            if (value.resident and value.reuses is None) or value.role == "tangent":
+            if value.reuses is None and (value.resident or value.role == "tangent"):
                 number(index)
         written = [
             self._extern(unit) if isinstance(unit, int) else self._fused(unit, kernel, position)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -65,7 +65,9 @@ class _Grouper:
         self._successors: dict[int, set[int]] = defaultdict(set)
         self._externs_before: dict[fx.Node, int] = {}
         self._of_op: dict[int, list[fx.Node]] = defaultdict(list)
-        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)  # of those worth a join
+        self._all_readers: dict[fx.Node, list[fx.Node]] = defaultdict(list)
+        self._latest_random: fx.Node | None = None
         self._position = {node: position for position, node in enumerate(step.nodes.nodes)}
         externs = 0
         for node in step.nodes.nodes:
@@ -99,8 +101,10 @@ class _Grouper:
             return
         self._group[node] = own = len(self._group)
         self._members[own] = [node]
-        for source in sources:
-            self._successors[self._group[source]].add(own)
+        for before in (*sources, *self._conflicts(node)):
+            self._successors[self._group[before]].add(own)
+        for base in bases_read(node):
+            self._all_readers[base].append(node)
         if node_kind(node) == "extern":
             return
         op = place_of_node(node).op
@@ -113,6 +117,18 @@ class _Grouper:
                 for other in self._readers[base]:
                     self._join(other, node)
                 self._readers[base].append(node)
+
+    def _conflicts(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Who must run before an op that is not fused, beside those that make what it reads.
+
+        They read memory in which it writes, or draw random numbers before it.
+        """
+        for base in self._step.overwrites.get(node, ()):
+            yield from self._all_readers[base]
+        if node_kind(node) == "extern" and self._step.traced.graph.ops[place_of_node(node).op].random:
+            if self._latest_random is not None:
+                yield self._latest_random
+            self._latest_random = node
 
     def _join(self, other: fx.Node, node: fx.Node) -> None:
         """Put the group of the newest node into that of another, where they can run together."""

@@ -2,13 +2,15 @@
 
 That is independent of the budget, and so are the bits: what a group reads is chosen once, by a minimum cut over the
 pointwise ops behind it. A value that would exist only to be saved weighs twice, for it is written too; one that
-backward reads anyway weighs an eighth; what is there before the step weighs nothing.
+backward reads anyway weighs an eighth; what is there before the step weighs nothing. What has been overwritten by the
+time that a group runs can't be read at all.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 
 import networkx as nx
 import torch
@@ -34,9 +36,12 @@ def rematerialise(step: StepGraph, units: Iterable[Unit]) -> None:
     made_anyway.update(b for g in groups if g.phase == "forward" for b in g.read())
     forward = {n for g in groups if g.phase == "forward" for n in g.nodes}
     order = {node: position for position, node in enumerate(step.nodes.nodes)}
-    for group in groups:
-        if group.phase == "backward":
-            cut = _Cut(group, forward, made_anyway, read_anyway)
+    overwritten: set[fx.Node] = set()
+    for group in units:
+        if isinstance(group, int):
+            overwritten.update(step.overwrites[step.externs[group]])
+        elif group.phase == "backward":
+            cut = _Cut(group, forward, made_anyway, read_anyway, overwritten)
             group.nodes = sorted(cut.made_again, key=order.__getitem__) + group.nodes
             read_anyway |= cut.saved
 
@@ -45,9 +50,15 @@ class _Cut:
     """What one backward group makes again, and which values of forward it then reads."""
 
     def __init__(
-        self, group: FusedGroup, forward: set[fx.Node], made_anyway: Counter[fx.Node], read_anyway: set[fx.Node]
+        self,
+        group: FusedGroup,
+        forward: Set[fx.Node],
+        made_anyway: Counter[fx.Node],
+        read_anyway: Set[fx.Node],
+        overwritten: Set[fx.Node],
     ) -> None:
         self._forward, self._made_anyway, self._read_anyway = forward, made_anyway, read_anyway
+        self._overwritten = overwritten
         self._largest = max((bytes_of_node(n) for n in group.nodes), default=0)
         self._network = nx.DiGraph()
         self._seen: dict[fx.Node, None] = {}
@@ -77,7 +88,9 @@ class _Cut:
                 self._network.add_edge((base, "out"), (node, "in"))
                 stack.append(base)
 
-    def _weight(self, node: fx.Node) -> int:
+    def _weight(self, node: fx.Node) -> float:
+        if node in self._overwritten:
+            return math.inf
         if node_kind(node) == "source":
             return 0
         only_to_be_saved = node_kind(node) == "computed" and not self._made_anyway[node]

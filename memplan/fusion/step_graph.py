@@ -97,6 +97,8 @@ class StepGraph:
     - nodes: its fx graph. Every node has a `NodePlace` in its meta.
     - home: the value, and the node of the trace, that a node stands for.
     - externs: the node of each op that is not fused.
+    - overwrites: for the node of an op that is not fused: the nodes in whose memory it writes. Whoever reads one of
+      those must have run by then.
     """
 
     def __init__(self, traced: Traced, extern: Collection[int]) -> None:
@@ -104,6 +106,7 @@ class StepGraph:
         self.nodes = fx.Graph()
         self.home: dict[fx.Node, tuple[int, fx.Node]] = {}
         self.externs: dict[int, fx.Node] = {}
+        self.overwrites: dict[fx.Node, list[fx.Node]] = {}
         self._looks: dict[int, dict[fx.Node, fx.Node]] = {}  # by value: node of the trace -> node of this graph
         self._expansions: dict[Any, fx.GraphModule] = {}
         self._place: tuple[Phase, int] = ("forward", -1)
@@ -133,9 +136,11 @@ class StepGraph:
         traced = self.traced
         for value, roots in traced.roots.items():
             facts = traced.graph.values[value]
+            if facts.reuses is not None:
+                continue
             if facts.role == "tangent":
                 nodes = [traced.tangent_nodes[value]]
-            elif facts.resident and facts.reuses is None:
+            elif facts.resident:
                 nodes = [n for n in roots if n in traced.residents] or list(roots)
             else:
                 continue
@@ -156,22 +161,21 @@ class StepGraph:
     def _add_extern(self, index: int) -> None:
         traced, op, kernel = self.traced, self.traced.graph.ops[index], self.traced.kernels[index]
         reads = [self.look(node, value) for node, value in kernel.reads.items() if value in self._looks]
-        taken: list[tuple[int, fx.Node]] = []
-        for value in op.outputs:
-            old = traced.graph.values[value].reuses
-            for root, node in self._looks.get(old, {}).items() if old is not None else ():
-                if root in traced.roots[value]:
-                    taken.append((value, root))
-                    reads.append(node)
-        run = self._call(opaque, (index, *dict.fromkeys(reads)), {}, None, "extern")
-        self.externs[index] = run
+        written = [(old, value) for value in op.outputs if (old := traced.graph.values[value].reuses) is not None]
+        taken = [
+            (value, root, node)
+            for old, value in (*written, *op.effects)
+            for root, node in self._looks.get(old, {}).items()
+            if root in traced.roots[value]
+        ]
+        overwritten = [node for _, _, node in taken]
+        run = self._call(opaque, (index, *dict.fromkeys([*reads, *overwritten])), {}, None, "extern")
+        self.externs[index], self.overwrites[run] = run, overwritten
         for made in kernel.made:
             result = self._call(operator.getitem, (run, made.index), {}, made.node.meta["val"], "result")
             self._set(made.value, made.node, result)
-        for value, root in taken:
+        for value, root, _ in taken:
             self._set(value, root, self._call(operator.getitem, (run, root.name), {}, root.meta["val"], "result"))
-        for effect in op.effects:
-            self._looks[effect.new] = self._looks[effect.old]
 
     def _add_fusible(self, index: int) -> None:
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]

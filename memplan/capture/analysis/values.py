@@ -76,10 +76,16 @@ class _StepBuilder:
     def hold_outputs(self, values: Sequence[int]) -> tuple[OutputTensor, ...]:
         """The outputs. `values` hold them, and stay to the end of the step."""
         outputs = []
+        overwritten = {value.reuses for value in self.draft.values}
         for index, (node, value) in enumerate(zip(self.raw.outputs, values, strict=True)):
             requires_grad = self.raw.requires_grad[index]
             held = self.draft.values[value]
             if held.role == "activation":
+                if value in overwritten:
+                    raise UnsupportedModel(
+                        f"backward writes to output {self._output_name(index)} in place, which the caller holds. "
+                        "Return a copy (.clone()) of it, or let backward write to a copy"
+                    )
                 held.held = True
                 held.name = f"output {self._output_name(index)}"
             if requires_grad and index in self.raw.reassigned.values():
