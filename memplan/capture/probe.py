@@ -117,15 +117,26 @@ class Site:
 
 @contextlib.contextmanager
 def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
-    """A context in which modules have other forwards; None is the one of their class. All are put back at the end."""
+    """A context in which modules have other forwards; None is the one of their class. All are put back at the end.
+
+    Where Dynamo looks at a call of a module, in a branch of `torch.cond` say, the module keeps the forward that it has.
+    """
     kept = [(vars(module), vars(module).get("forward")) for module in forwards]
     try:
         for module, forward in forwards.items():
-            _set_forward(vars(module), forward)
+            _set_forward(vars(module), forward and _but_for_dynamo(module.forward, forward))
         yield
     finally:
         for table, own in kept:
             _set_forward(table, own)
+
+
+def _but_for_dynamo(original: Forward, exchanged: Forward) -> Forward:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_dynamo_compiling() else exchanged)(*args, **kwargs)
+
+    return forward
 
 
 def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
@@ -154,8 +165,11 @@ def find_sites(
 
 
 def nothing_saved() -> contextlib.AbstractContextManager[object]:
-    """A context in which forward runs under grad mode and saves nothing. No backward may follow."""
-    return saved_tensors_hooks(lambda tensor: None, _never_unpacked)
+    """A context in which forward runs under grad mode and saves nothing. No backward may follow.
+
+    What traces save, as higher-order ops make them in forward, takes no memory and is kept.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, _unpacked)
 
 
 class BackwardWithin(UnsupportedModel):
@@ -164,13 +178,16 @@ class BackwardWithin(UnsupportedModel):
 
 def _never_unpacked(packed: Any) -> torch.Tensor:
     raise BackwardWithin("forward runs a backward pass itself")
+def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
+    assert packed is not None, "nothing was saved for a backward pass"
+    return packed
 
 
-class NotedReads(private.TorchDispatchMode):
+class NotedReads(private.RealOps):
     """Notes the numbers that are read from tensors."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         self.answers: list[Answer] = []
 
     def __enter__(self) -> NotedReads:
@@ -178,20 +195,20 @@ class NotedReads(private.TorchDispatchMode):
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = private.run_in_mode(func, args, kwargs)
+        result = self.run_op(func, args, kwargs)
         if func is private.READ_SCALAR:
             self.answers.append(Answer(result, lines_within(self._depth)))
         return result
 
 
-class DataFollowed(private.TorchDispatchMode):
+class DataFollowed(private.RealOps):
     """Follows the data of some tensors, and random numbers.
 
     was_read: whether numbers were read from tensors that they reached.
     """
 
     def __init__(self, sources: Sequence[torch.Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         self.was_read = False
         self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
 
@@ -200,10 +217,11 @@ class DataFollowed(private.TorchDispatchMode):
         return tensor in self._reached
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = private.run_in_mode(func, args, kwargs)
+        result = self.run_op(func, args, kwargs)
         given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        if any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
-            self.was_read |= func is private.READ_SCALAR
+        unseen = isinstance(func, private.HigherOrderOperator)  # it reads numbers, and tensors that it isn't given
+        if unseen or any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
+            self.was_read |= unseen or func is private.READ_SCALAR
             for tensor in (*tensors_of(result), *written_by(func, args, kwargs or {})):
                 self._reached[tensor] = True
         return result
@@ -320,7 +338,7 @@ class _PartSearch:
         """Run a module and look into it. Gives its results and its kind."""
         trial = _SecondRun(module, args, kwargs)
         self._reasons.append(f"{self._names[module]}: {reason}")
-        with _OwnGenerators(self._generators) as watch:
+        with _OncePerStep(self._generators) as watch:
             output = original(*args, **kwargs)
         self._reasons.pop()
         if watch.seen or trial.would_show(output):
@@ -367,18 +385,22 @@ class _SecondRun:
             return True
 
 
-class _OwnGenerators(private.TorchDispatchMode):
-    """Tells whether an op draws from another generator than the default one, whose state a second run would not find.
+class _OncePerStep(private.RealOps):
+    """Tells whether an op runs that a second run of forward must not run again.
+
+    It draws from another generator than the default one, whose state the second run would not find. Or it is a
+    higher-order op: `scan` runs a backward in its forward, which fails within a checkpoint.
 
     known: generators that are put back. Raises UnsupportedModel before an op draws from any other.
     """
 
     def __init__(self, known: Sequence[torch.Generator]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         self.seen = False
         self._known = known
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= isinstance(func, private.HigherOrderOperator)
         for generator in [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Generator)]:
             self.seen = True
             if not any(generator is known for known in self._known):
@@ -386,7 +408,7 @@ class _OwnGenerators(private.TorchDispatchMode):
                     f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
                     "it an attribute of a module"
                 )
-        return private.run_in_mode(func, args, kwargs)
+        return self.run_op(func, args, kwargs)
 
 
 def _version(tensor: torch.Tensor) -> tuple[int, int]:

@@ -38,7 +38,9 @@ from memplan.torch_private.inductor import inductor_cache_dir as inductor_cache_
 from memplan.torch_private.inductor import keeps_to_seed as keeps_to_seed
 from memplan.torch_private.inductor import missing_compiler as missing_compiler
 from memplan.torch_private.inductor import seed_ops as seed_ops
+from memplan.torch_private.modes import HigherOrderOperator as HigherOrderOperator
 from memplan.torch_private.modes import InPlaceOf as InPlaceOf
+from memplan.torch_private.modes import RealOps as RealOps
 from memplan.torch_private.modes import TorchDispatchMode as TorchDispatchMode
 from memplan.torch_private.modes import autocast_knows as autocast_knows
 from memplan.torch_private.modes import function_modes as function_modes
@@ -75,6 +77,7 @@ from memplan.torch_private.tracing import Recording as Recording
 from memplan.torch_private.tracing import beneath_compiled as beneath_compiled
 from memplan.torch_private.tracing import boxed as boxed
 from memplan.torch_private.tracing import compiled_aside as compiled_aside
+from memplan.torch_private.tracing import higher_order_ops_refused as higher_order_ops_refused
 from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
 from memplan.torch_private.tracing import is_compiled as is_compiled
 from memplan.torch_private.tracing import leave_out as leave_out

@@ -6,12 +6,15 @@ import contextlib
 import functools
 import operator
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._C import DispatchKey, DispatchKeySet, _get_function_stack_at, _len_torch_function_stack
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch.overrides import _pop_mode, _push_mode
+from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
@@ -122,6 +125,45 @@ def run_in_mode(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None)
     include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
     with torch._C._ForceDispatchKeyGuard(include, exclude - _LAZY):
         return func(*args, **(kwargs or {}))
+
+
+class RealOps(TorchDispatchMode):
+    """A dispatch mode for a model that runs with real data.
+
+    A higher-order op (`torch.cond`, `scan`) comes to the handler as an op, and so do the ops that it runs. Such ops run
+    through Dynamo, and compiled functions may run too. Under other modes Dynamo would skip their code, and go on to
+    skip it for good.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def run_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+        """Run an op in the handler as it runs without the mode."""
+        if isinstance(func, HigherOrderOperator):
+            args, kwargs = pytree.tree_map_only(_FUNCTIONS, self._seen, (args, kwargs or {}))
+        return run_in_mode(func, args, kwargs)
+
+    def _seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function whose ops come to the handler, when an op of this mode calls it."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            TorchDispatchMode.__enter__(self)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                TorchDispatchMode.__exit__(self, None, None, None)
+
+        return call
+
+
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)  # and no ops of PyTorch
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:

@@ -7,8 +7,12 @@ import functools
 import inspect
 import itertools
 import operator
+import re
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -313,3 +317,33 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
     finally:
         for (module, name), original in zip(homes, originals, strict=True):
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def higher_order_ops_refused(refuse: Callable[[str], None]) -> Iterator[None]:
+    """A context that calls `refuse` with the name of a higher-order op that traced code calls (`torch.cond`).
+
+    PyTorch hands such ops to `torch.compile` before any mode sees them. Under the modes of a trace Dynamo would skip
+    their code, and go on to skip it for good.
+    """
+    original, trace = torch.compile, get_proxy_mode()
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        caller: FrameType | None = sys._getframe(1)
+        if get_proxy_mode() is trace and caller is not None and _RUNS_HIGHER_ORDER_OPS(caller.f_code.co_filename):
+            name = ""
+            while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
+                name, caller = caller.f_code.co_name, caller.f_back
+            refuse(name)
+        return original(*args, **kwargs)
+
+    torch.compile = call
+    try:
+        yield
+    finally:
+        torch.compile = original
+
+
+_TORCH = str(Path(torch.__file__).parent)
+_RUNS_HIGHER_ORDER_OPS = re.compile("_higher_order_ops|flex_attention").search

@@ -45,8 +45,9 @@ class KeptMemory:
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors that an op's schema says it writes to."""
-    for index, argument in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
+    """The tensors that an op's schema says it writes to. A higher-order op has none: the ops that it runs write."""
+    schema = None if isinstance(func, private.HigherOrderOperator) else func._schema
+    for index, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             for tensor in given if isinstance(given, (list, tuple)) else [given]:

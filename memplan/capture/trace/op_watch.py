@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -38,6 +39,9 @@ class OpWatch(private.TorchDispatchMode):
     def __init__(
         self, notes: TraceNotes, memo: Memo, memory: KeptMemory, made: MadeTensors, counted: bool = False
     ) -> None:
+    supports_higher_order_operators = True  # they come here, to be refused
+
+    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory, counted: bool = False) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
@@ -48,15 +52,29 @@ class OpWatch(private.TorchDispatchMode):
         self._notes, self._memo, self._memory, self._made = notes, memo, memory, made
         self._views: list[torch.Tensor] = []  # of real tensors
         self._random = CountedRandom(self._run) if counted else None
+        self._around = contextlib.ExitStack()
 
     def __enter__(self) -> OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
+        self._around.enter_context(private.higher_order_ops_refused(self._refuse_higher_order))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._around.close()
+
+    def _refuse_higher_order(self, name: str) -> None:
+        raise UnsupportedModel(
+            f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
+            f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own"
+        )
 
     def _run(self, op: Any, *args: Any) -> Any:
         return self.__torch_dispatch__(op, (), args)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if isinstance(func, private.HigherOrderOperator):
+            self._refuse_higher_order(str(func))
         instead = None if self._random is None else self._random.instead(func, args)
         if instead is not None:
             return instead

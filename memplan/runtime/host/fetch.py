@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.branches import as_without_modes
-from memplan.torch_private import TorchDispatchMode, run_in_mode
+from memplan.torch_private import RealOps
 
 aten = torch.ops.aten
 
@@ -24,7 +24,7 @@ _CAST = frozenset(
 )
 
 
-class FetchedWhereUsed(TorchDispatchMode):
+class FetchedWhereUsed(RealOps):
     """A context in which modules find their parameters on the device, as copies of those that are on the host.
 
     A copy is freed when nothing refers to it any more. A module's code finds a copy as `self.weight`, so autocast and
@@ -41,7 +41,7 @@ class FetchedWhereUsed(TorchDispatchMode):
         self, parameters: Iterable[torch.Tensor], device: torch.device, model: nn.Module | None = None
     ) -> None:
         """Prepare for these parameters. model: its modules find copies; with None only ops do."""
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         self._device = device
         self._model = model
         self._host = {storage_key(p) for p in parameters}
@@ -72,11 +72,11 @@ class FetchedWhereUsed(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         written = list(written_by(func, args, kwargs))
-        if not func.is_view and not any(storage_key(t) in self._host for t in written):
+        if not getattr(func, "is_view", False) and not any(storage_key(t) in self._host for t in written):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self._fetched, (args, kwargs))
             if func in _CAST:
                 args = self._in_one_dtype(args)
-        result = run_in_mode(func, args, kwargs)
+        result = self.run_op(func, args, kwargs)
         for tensor in written:
             if (host := self._copies.get(storage_key(tensor))) is not None:
                 host.untyped_storage().copy_(tensor.untyped_storage())

@@ -15,7 +15,7 @@ from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
 
 
-class WritesUndone(private.TorchDispatchMode):
+class WritesUndone(private.RealOps):
     """Copies memory as soon as an op is about to write to it; `undo` puts it back.
 
     Parameters whose `.data` was exchanged get theirs back too, except sharded ones, which come and go. Buffers are not
@@ -24,7 +24,7 @@ class WritesUndone(private.TorchDispatchMode):
 
     def __init__(self, model: nn.Module, call: Call, known: Sequence[torch.Tensor] = ()) -> None:
         """Watch memory of a model and a call. known: tensors that are written to for certain; they are copied now."""
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         parameters = [private.part_here(p) for p in model.parameters()]
         self._data = [(p, p.data, storage_key(p)) for p in parameters if p.numel()]
         tensors = [t for t in (*parameters, *call.tensors, *held_tensors(model)) if has_memory(t)]
@@ -42,7 +42,7 @@ class WritesUndone(private.TorchDispatchMode):
         for tensor in written_by(func, args, kwargs or {}):
             if storage_key(tensor) in self._watched:
                 self._memory.keep(tensor)
-        return private.run_in_mode(func, args, kwargs)
+        return self.run_op(func, args, kwargs)
 
     def undo(self) -> None:
         for parameter, data, key in self._data:

@@ -11,11 +11,13 @@ from torch.utils import _pytree as pytree
 
 from memplan.capture.ops.layout import allocated_bytes, strided_parts
 from memplan.torch_private import TorchDispatchMode, is_allocated, run_in_mode
+from memplan.capture.ops.layout import allocated_bytes
+from memplan.torch_private import RealOps
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
 
 
-class LiveMeter(TorchDispatchMode):
+class LiveMeter(RealOps):
     """Counts the bytes of storages from the op that returns them until they are freed.
 
     A storage counts once, however many tensors share it. What lives before the step (parameters, buffers, inputs) is
@@ -29,7 +31,7 @@ class LiveMeter(TorchDispatchMode):
     """
 
     def __init__(self, leaves_out: LeavesOut | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
+        super().__init__()
         self._leaves_out = leaves_out
         self._sizes_bytes: dict[int, int] = {}
         self.live_bytes = 0
@@ -49,7 +51,7 @@ class LiveMeter(TorchDispatchMode):
         return peak_bytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = run_in_mode(func, args, kwargs)
+        out = self.run_op(func, args, kwargs)
         self.register(out)
         return out
 
