@@ -177,7 +177,8 @@ def apply(
         "fused" if plan is not None and plan.exact == "program" else kernels,
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
-    given, is_compiled, began_s = model, private.is_compiled(model), time.monotonic()
+    given, began_s = model, time.monotonic()
+    is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))
     with contextlib.ExitStack() as aside:
         model = aside.enter_context(_compiled_aside(given, settings.kernels))
         refuse_without_forward(model)
@@ -407,5 +408,5 @@ def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _compiled_aside(model: nn.Module, kernels: Kernels) -> contextlib.AbstractContextManager[nn.Module]:
-    """For fused kernels a context with the module beneath `torch.compile`, of which nothing then runs compiled."""
+    """For fused kernels a context with the module beneath `torch.compile`, whose modules then run as they are."""
     return private.compiled_aside(model) if kernels == "fused" else contextlib.nullcontext(model)

@@ -456,11 +456,11 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
                 "torch.no_grad(), before you plan it"
             )
-        if private.is_compiled(module):
+        if private.runs_compiled(module) or (module is model and private.is_compiled(model)):
             raise UnsupportedModel(
                 f"module {name or type(model).__name__} is compiled, and a plan of eager kernels would lose what that "
-                'gains in time. For a model that is compiled as a whole say kernels="fused", which compiles groups of '
-                "ops; else leave torch.compile and compile() out, and apply memplan to the original model"
+                'gains in time. memplan.apply(..., kernels="fused") compiles groups of ops itself, in place of what '
+                "torch.compile made; else leave torch.compile and compile() out"
             )
 
 

@@ -82,6 +82,7 @@ from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of
 from memplan.torch_private.tracing import is_compiled as is_compiled
 from memplan.torch_private.tracing import leave_out as leave_out
 from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
+from memplan.torch_private.tracing import runs_compiled as runs_compiled
 from memplan.torch_private.tracing import seeding_refused as seeding_refused
 from memplan.torch_private.tracing import someone_traces as someone_traces
 from memplan.torch_private.tracing import trace_with_fakes as trace_with_fakes

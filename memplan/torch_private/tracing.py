@@ -126,28 +126,36 @@ def is_compiled(model: object) -> bool:
     """Whether it is `torch.compile(module)`, or its forward or all of it was compiled in place."""
     if not isinstance(model, nn.Module):
         return False
-    own_forward = getattr(vars(model).get("forward"), "_torchdynamo_orig_callable", None)
-    return beneath_compiled(model) is not model or own_forward is not None or model._compiled_call_impl is not None
+    return beneath_compiled(model) is not model or runs_compiled(model)
+
+
+def runs_compiled(module: nn.Module) -> bool:
+    """Whether a call of a module runs compiled code before any code of its class."""
+    own_forward = getattr(vars(module).get("forward"), "_torchdynamo_orig_callable", None)
+    return own_forward is not None or vars(module).get("_compiled_call_impl") is not None
 
 
 @contextlib.contextmanager
 def compiled_aside(model: nn.Module) -> Iterator[nn.Module]:
-    """A context with the module beneath a compiled model, which then runs as it is. Any other model stays itself."""
-    if not is_compiled(model):
-        yield model
-        return
-    inner = beneath_compiled(model)
-    forward: Any = vars(model).get("forward")
-    in_place = inner._compiled_call_impl
-    inner._compiled_call_impl = None
-    if inner is not model:
-        model.forward = inner.__call__
+    """A context with the module beneath a compiled model, in which all its modules run as they are.
+
+    A model that is not compiled stays itself. What forward calls beside modules stays compiled.
+    """
+    tables = [(module, vars(module), dict(vars(module))) for module in model.modules() if is_compiled(module)]
+    for module, table, _ in tables:
+        table.pop("_compiled_call_impl", None)
+        inner = beneath_compiled(module)
+        if inner is not module:
+            table["forward"] = inner.__call__
+        elif (compiled := table.get("forward")) is not None and runs_compiled(module):
+            table["forward"] = compiled._torchdynamo_orig_callable
     try:
-        yield inner
+        yield beneath_compiled(model)
     finally:
-        inner._compiled_call_impl = in_place
-        if inner is not model:
-            model.forward = forward
+        for _, table, before in tables:
+            for name in ("_compiled_call_impl", "forward"):
+                table.pop(name, None)
+                table.update({name: before[name]} if name in before else {})
 
 
 def is_call_of_compiled_code(error: BaseException) -> bool:

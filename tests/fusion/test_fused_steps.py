@@ -241,6 +241,50 @@ def test_compiled_models_are_planned_beneath(way: str, caplog: pytest.LogCapture
         memplan.apply(compiled, sample, 1.0, costs="estimate")
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.outer(nn.functional.gelu(self.inner(x)))
+
+
+@pytest.mark.parametrize("way", ["torch.compile", "compile()", "forward"])
+def test_models_with_compiled_blocks_are_planned_beneath(way: str) -> None:
+    """What was compiled comes back once the plan is removed."""
+    ran = []
+
+    def backend(graph: torch.fx.GraphModule, example: Any) -> Any:
+        ran.append(graph)
+        return graph.forward
+
+    net, sample = nn.Sequential(Layer(), Layer()), torch.randn(64, 16)
+    plain = copy.deepcopy(net)
+    memplan.apply(plain, sample, 1.0, kernels="fused", costs="estimate")
+    for index, layer in enumerate(net):
+        if way == "torch.compile":
+            net[index] = torch.compile(layer, backend=backend)  # type: ignore[assignment]  # it is one
+        elif way == "compile()":
+            layer.compile(backend=backend)
+        else:
+            layer.forward = torch.compile(layer.forward, backend=backend)
+    with pytest.raises(memplan.UnsupportedModel, match=r'module 0 is compiled.*kernels="fused"\) compiles groups'):
+        memplan.apply(net, sample, 1.0, costs="estimate")
+    for _ in range(2):  # a plan on top of a plan
+        memplan.apply(net, sample, 1.0, kernels="fused", costs="estimate")
+    results = []
+    for model in (plain, net):
+        loss = model(sample).square().sum()
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
+    assert not ran
+    memplan.remove(net)
+    net(sample)
+    assert ran
+
+
 def test_the_report_says_that_kernels_are_fused() -> None:
     net, sample = MODELS["handmade"](0)
     report = memplan.plan(net, sample, 1.0, kernels="fused", costs="estimate").report()
