@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -79,10 +81,22 @@ class Guards:
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
         sizes = () if self._sizes is None else self._evaluate(self._sizes.numbers(inputs))
         with torch.no_grad():
-            results = self._program.forward(*sizes, *sources)
-        for guard, result in zip(self._guards, results, strict=True):
-            value = result.item()
+            values = _numbers(self._program.forward(*sizes, *sources))
+        for guard, value in zip(self._guards, values, strict=True):
             if value != guard.value:
                 text = f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
                 return line_of_place(guard.where), text
         return None
+
+
+def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
+    """The numbers in tensors of one element each, which are read from a device at once, for each dtype."""
+    alike: dict[object, list[int]] = defaultdict(list)
+    for position, tensor in enumerate(tensors):
+        alike[tensor.dtype, tensor.device].append(position)
+    found: list[Any] = [None] * len(tensors)
+    for positions in alike.values():
+        numbers = torch.cat([tensors[position].reshape(1) for position in positions]).tolist()
+        for position, number in zip(positions, numbers, strict=True):
+            found[position] = number
+    return found

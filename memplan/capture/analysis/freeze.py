@@ -8,7 +8,7 @@ from torch import fx
 
 from memplan.capture.analysis.draft import Draft, DraftOp, DraftValue
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
-from memplan.capture.ops.dataflow import nodes_behind
+from memplan.capture.ops.dataflow import Dataflow
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
 from memplan.capture.ops.signature import op_kind, signature
 from memplan.capture.trace.raw_trace import RawTrace
@@ -72,8 +72,8 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
 
 
 def _guards(raw: RawTrace) -> tuple[Guard, ...]:
-    nodes = list(raw.module.graph.nodes)
-    return tuple(Guard(tuple(nodes_behind(r.node, nodes)), r.node, r.value, r.where) for r in raw.scalar_reads)
+    dataflow = Dataflow(raw.module.graph)
+    return tuple(Guard(tuple(dataflow.behind(r.node)), r.node, r.value, r.where) for r in raw.scalar_reads)
 
 
 def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence[Guard]) -> set[int]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
+import heapq
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,18 +22,52 @@ aten = torch.ops.aten
 _COMPARISONS = (aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar)
 
 
-def nodes_behind(node: fx.Node, nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """`node` and all earlier nodes that its data depends on, in order, with writes to storages that are read."""
-    needed = {node}
-    storages = {storage_of(node)}
-    found = []
-    for candidate in reversed(nodes[: nodes.index(node) + 1]):
-        writes = candidate.op == "call_function" and any(storage_of(w) in storages for w in written_nodes(candidate))
-        if candidate in needed or writes:
-            found.append(candidate)
-            needed.update(candidate.all_input_nodes)
-            storages.update(storage_of(n) for n in candidate.all_input_nodes)
-    return found[::-1]
+class Dataflow:
+    """What the nodes of a graph depend on. The graph may grow from one question to the next.
+
+    A question costs no more than the nodes that its answer has, however many nodes the graph has.
+    """
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._latest: fx.Node | None = None
+        self._positions: dict[fx.Node, int] = {}
+        self._writers: dict[object, list[fx.Node]] = defaultdict(list)  # by storage, in order
+
+    def behind(self, node: fx.Node) -> list[fx.Node]:
+        """`node` and all earlier nodes that its data depends on, in order, with writes to storages that are read."""
+        self._look_at_new_nodes()
+        waiting: list[tuple[int, fx.Node]] = []  # a heap, the latest node first
+        storages: set[object] = set()
+        seen: set[fx.Node] = set()
+
+        def need(needed: fx.Node, reader: int) -> None:
+            storage, writers = storage_of(needed), []
+            if storage not in storages:
+                storages.add(storage)
+                writers = [w for w in self._writers.get(storage, ()) if self._positions[w] < reader]
+            for each in (needed, *writers):
+                if each not in seen:
+                    seen.add(each)
+                    heapq.heappush(waiting, (-self._positions[each], each))
+
+        need(node, self._positions[node])
+        found = []
+        while waiting:
+            position, latest = heapq.heappop(waiting)
+            found.append(latest)
+            for argument in latest.all_input_nodes:
+                need(argument, -position)
+        return found[::-1]
+
+    def _look_at_new_nodes(self) -> None:
+        new = itertools.takewhile(lambda node: node is not self._latest, reversed(self._graph.nodes))
+        for node in reversed(list(new)):
+            self._positions[node] = len(self._positions)
+            if node.op == "call_function":
+                for storage in {storage_of(written) for written in written_nodes(node)}:
+                    self._writers[storage].append(node)
+            self._latest = node
 
 
 def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
@@ -82,7 +120,11 @@ def _written_arguments(target: Any) -> tuple[tuple[int, str], ...]:
 
 
 def evaluate(
-    closure: Sequence[fx.Node], wanted: fx.Node, sources: dict[str, torch.Tensor], constants: Any
+    closure: Sequence[fx.Node],
+    wanted: fx.Node,
+    sources: dict[str, torch.Tensor],
+    constants: Any,
+    known: dict[fx.Node, Any],
 ) -> torch.Tensor:
     """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes."""
 
@@ -119,3 +161,26 @@ def computed(
                 if last[argument] is node and argument not in wanted:
                     del results[argument]
     return {node: results[node] for node in wanted}
+    """Run a closure on real tensors. Inputs that the closure writes to are copied first.
+
+    known: results of other closures of the same trace. Those that stay as they are join them.
+    """
+    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
+    if written or any(n.op == "get_attr" for n in closure):  # a constant may be written to while forward is traced
+        known = {}
+    with private.outside_of_tracing(), torch.no_grad():
+        for node in closure:
+            if node in known:
+                continue
+            if node.op == "placeholder":
+                real = sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
+                known[node] = real.clone() if storage_of(node) in written else real
+            elif node.op == "get_attr":
+                known[node] = getattr(constants, str(node.target))
+            else:
+                args = fx.map_arg(node.args, known.__getitem__)
+                kwargs = fx.map_arg(node.kwargs, known.__getitem__)
+                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+    value = known[wanted]
+    assert isinstance(value, torch.Tensor)
+    return value

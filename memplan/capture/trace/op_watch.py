@@ -11,7 +11,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.dataflow import answer_to_any_draw, evaluate, nodes_behind
+from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, evaluate
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
@@ -56,6 +56,7 @@ class OpWatch(private.TorchDispatchMode):
 
     def __enter__(self) -> OpWatch:
         self._recording, self._depth = private.Recording(), stack_depth()
+        self._dataflow, self._known = Dataflow(private.tracer_graph()), dict[fx.Node, Any]()
         self._around.enter_context(private.higher_order_ops_refused(self._refuse_higher_order))
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -162,7 +163,7 @@ class OpWatch(private.TorchDispatchMode):
         )
 
     def _read(self, tensor: torch.Tensor, node: fx.Node, seen: Answer | None) -> Any:
-        closure = nodes_behind(node, list(private.tracer_graph().nodes))
+        closure = self._dataflow.behind(node)
         certain = answer_to_any_draw(closure)
         if certain is not None:
             return certain
@@ -179,7 +180,7 @@ class OpWatch(private.TorchDispatchMode):
         if seen is not None and self._notes.blind:
             value = seen.value
         else:
-            value = evaluate(closure, node, self._notes.sources, attributes).item()
+            value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
             if seen is not None and seen.value != value:
                 raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         self._notes.reads.append(ScalarRead(node, value, self._notes.place(source)))

@@ -37,8 +37,10 @@ def line_of(error: BaseException) -> str:
 
 def caller_line() -> str:
     """The innermost line outside of torch and memplan that is being executed."""
-    frames = [f for f in traceback.extract_stack() if not f.filename.startswith(_LIBRARIES)]
-    return _frame_name(frames[-1]) if frames else "source line unknown"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
+        frame = frame.f_back
+    return "source line unknown" if frame is None else _frame_name(traceback.extract_stack(frame, limit=1)[-1])
 
 
 def stack_depth() -> int:
