@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
 import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -126,30 +125,41 @@ def evaluate(
     constants: Any,
     known: dict[fx.Node, Any],
 ) -> torch.Tensor:
-    """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes."""
+    """Run a closure on the real tensors of placeholders, by name, and of constants, which are attributes.
+
+    known: results of other closures of the same trace. Those that stay as they are join them.
+    """
 
     def source(node: fx.Node) -> torch.Tensor:
         if node.op == "placeholder":
             return sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
         return getattr(constants, str(node.target))  # type: ignore[no-any-return]
 
-    value = computed(closure, [wanted], source)[wanted]
+    # A constant may be written to while forward is traced.
+    changes = any(n.op == "get_attr" or (n.op == "call_function" and written_nodes(n)) for n in closure)
+    value = computed(closure, [wanted], source, None if changes else known)[wanted]
     assert isinstance(value, torch.Tensor)
     return value
 
 
 def computed(
-    closure: Sequence[fx.Node], wanted: Collection[fx.Node], source: Callable[[fx.Node], torch.Tensor]
+    closure: Sequence[fx.Node],
+    wanted: Collection[fx.Node],
+    source: Callable[[fx.Node], torch.Tensor],
+    known: dict[fx.Node, Any] | None = None,
 ) -> dict[fx.Node, Any]:
     """What a closure computes on real tensors, of the nodes that are wanted.
 
     - source: gives the tensor of a placeholder or a constant. Those that the closure writes to are copied first.
+    - known: results that are there already, which all others join. With None, each is freed at its last use.
     """
     written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
     last = {argument: node for node in closure for argument in node.all_input_nodes}
-    results: dict[fx.Node, Any] = {}
+    results: dict[fx.Node, Any] = {} if known is None else known
     with private.outside_of_tracing(), torch.no_grad():
         for node in closure:
+            if node in results:
+                continue
             if node.op in ("placeholder", "get_attr"):
                 real = source(node)
                 results[node] = real.clone() if storage_of(node) in written else real
@@ -157,30 +167,7 @@ def computed(
                 args = fx.map_arg(node.args, results.__getitem__)
                 kwargs = fx.map_arg(node.kwargs, results.__getitem__)
                 results[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-            for argument in node.all_input_nodes:
+            for argument in node.all_input_nodes if known is None else ():
                 if last[argument] is node and argument not in wanted:
                     del results[argument]
     return {node: results[node] for node in wanted}
-    """Run a closure on real tensors. Inputs that the closure writes to are copied first.
-
-    known: results of other closures of the same trace. Those that stay as they are join them.
-    """
-    written = {storage_of(w) for n in closure if n.op == "call_function" for w in written_nodes(n)}
-    if written or any(n.op == "get_attr" for n in closure):  # a constant may be written to while forward is traced
-        known = {}
-    with private.outside_of_tracing(), torch.no_grad():
-        for node in closure:
-            if node in known:
-                continue
-            if node.op == "placeholder":
-                real = sources[node.name].to(node.meta["val"].device)  # the sample may be elsewhere than it will be
-                known[node] = real.clone() if storage_of(node) in written else real
-            elif node.op == "get_attr":
-                known[node] = getattr(constants, str(node.target))
-            else:
-                args = fx.map_arg(node.args, known.__getitem__)
-                kwargs = fx.map_arg(node.kwargs, known.__getitem__)
-                known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-    value = known[wanted]
-    assert isinstance(value, torch.Tensor)
-    return value

@@ -36,12 +36,11 @@ class OpWatch(private.TorchDispatchMode):
     number, and notes it for the guards.
     """
 
+    supports_higher_order_operators = True  # they come here, to be refused
+
     def __init__(
         self, notes: TraceNotes, memo: Memo, memory: KeptMemory, made: MadeTensors, counted: bool = False
     ) -> None:
-    supports_higher_order_operators = True  # they come here, to be refused
-
-    def __init__(self, notes: TraceNotes, memo: Memo, memory: KeptMemory, counted: bool = False) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.

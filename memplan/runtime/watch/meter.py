@@ -10,9 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memplan.capture.ops.layout import allocated_bytes, strided_parts
-from memplan.torch_private import TorchDispatchMode, is_allocated, run_in_mode
-from memplan.capture.ops.layout import allocated_bytes
-from memplan.torch_private import RealOps
+from memplan.torch_private import RealOps, is_allocated
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
 
