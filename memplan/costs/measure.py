@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
-from memplan.capture.ops.dataflow import computed, nodes_behind, written_nodes
+from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
@@ -276,7 +276,7 @@ class _Bench:
             if self.traced.parents.get(node) in known and not written_nodes(node):
                 known.add(node)
         known.add(kernel.node)
-        behind = nodes_behind(kernel.node, [node for node in nodes if node in known])[:-1]
+        behind = Dataflow(kernel.node.graph).behind(kernel.node, known)[:-1]
         wanted = [node for node in kernel.reads if node in behind]
         return computed(behind, wanted, lambda source: self._tensor(source, False, storages))
 

@@ -33,8 +33,11 @@ class Dataflow:
         self._positions: dict[fx.Node, int] = {}
         self._writers: dict[object, list[fx.Node]] = defaultdict(list)  # by storage, in order
 
-    def behind(self, node: fx.Node) -> list[fx.Node]:
-        """`node` and all earlier nodes that its data depends on, in order, with writes to storages that are read."""
+    def behind(self, node: fx.Node, among: Collection[fx.Node] | None = None) -> list[fx.Node]:
+        """`node` and all earlier nodes that its data depends on, in order, with writes to storages that are read.
+
+        among: the only nodes that are looked at; None: all.
+        """
         self._look_at_new_nodes()
         waiting: list[tuple[int, fx.Node]] = []  # a heap, the latest node first
         storages: set[object] = set()
@@ -46,7 +49,7 @@ class Dataflow:
                 storages.add(storage)
                 writers = [w for w in self._writers.get(storage, ()) if self._positions[w] < reader]
             for each in (needed, *writers):
-                if each not in seen:
+                if each not in seen and (among is None or each in among):
                     seen.add(each)
                     heapq.heappush(waiting, (-self._positions[each], each))
 
