@@ -23,6 +23,7 @@ _LIBRARIES = (
     str(Path(torch.__file__).parent) + os.sep,
     str(Path(errors.__file__).parent) + os.sep,
     contextlib.__file__,
+    "<string>",  # the wrapper that make_fx writes around what it traces
 )
 
 
