@@ -259,8 +259,10 @@ class NamedState:
                     self._name_global(vars(module), (name,))
 
     def _follow_own(self, function: FunctionType, facts: CodeFacts) -> None:
-        """Follow methods and class attributes that a method names by its first argument."""
+        """Follow methods and class attributes that a method names by its first argument, `self` or `cls`."""
         for home in tuple(self._homes.get(function.__code__, ())):
+            if home not in self._of_model:
+                self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
             for other in tuple(self._classes):
                 if issubclass(other, home) or issubclass(home, other):
                     for name in facts.own & vars(other).keys():
