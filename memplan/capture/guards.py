@@ -15,6 +15,8 @@ from memplan.capture.ops.dataflow import storage_of, written_nodes
 from memplan.capture.ops.sizes import expressions_in, put
 from memplan.capture.trace.raw_trace import line_of_place
 
+_FEW = 8  # numbers that are read one by one on a CPU, which takes less time than to gather them
+
 
 class Guards:
     """One small fx program for all numbers that forward read, and their values at capture."""
@@ -91,6 +93,8 @@ class Guards:
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:
     """The numbers in tensors of one element each, which are read from a device at once, for each dtype."""
+    if len(tensors) <= _FEW and all(tensor.device.type == "cpu" for tensor in tensors):
+        return [tensor.item() for tensor in tensors]
     alike: dict[object, list[int]] = defaultdict(list)
     for position, tensor in enumerate(tensors):
         alike[tensor.dtype, tensor.device].append(position)

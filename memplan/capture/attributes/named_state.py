@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -46,7 +46,10 @@ _ABSENT = object()
 
 
 class NamedTable(MutableMapping[str, Any]):
-    """Some names of a namespace, as they are now. It is what `vars()` is for an object, restricted to these names."""
+    """Some names of a namespace, as they are now. It is what `vars()` is for an object, restricted to these names.
+
+    - get: gives the value of a name, or its second argument where there is none.
+    """
 
     def __init__(
         self,
@@ -55,12 +58,11 @@ class NamedTable(MutableMapping[str, Any]):
         put: Callable[[str, Any], object],
         delete: Callable[[str], object],
     ) -> None:
-        """Name the namespace. get: gives the value of a name, or its second argument where there is none."""
-        self._names, self._put, self._delete = tuple(sorted(names)), put, delete
+        self.names, self._put, self._delete = frozenset(names), put, delete
         self.get = get  # type: ignore[method-assign]  # itself, because a step asks for each name before each call
 
     def __getitem__(self, name: str) -> Any:
-        value = self.get(name, _ABSENT) if name in self._names else _ABSENT
+        value = self.get(name, _ABSENT) if name in self.names else _ABSENT
         if value is _ABSENT:
             raise KeyError(name)
         return value
@@ -72,7 +74,7 @@ class NamedTable(MutableMapping[str, Any]):
         self._delete(name)
 
     def __iter__(self) -> Iterator[str]:
-        return (name for name in self._names if self.get(name, _ABSENT) is not _ABSENT)
+        return (name for name in sorted(self.names) if self.get(name, _ABSENT) is not _ABSENT)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -288,8 +290,8 @@ class NamedState:
             )  # fmt: skip
             self._reach_code(_content(cells[name]))
 
-    def _name_attributes(self, kind: type, names: set[str]) -> None:
-        for name in names - vars(torch.autograd.Function).keys():
+    def _name_attributes(self, kind: type, names: Collection[str]) -> None:
+        for name in set(names) - vars(torch.autograd.Function).keys():
             home = next(base for base in kind.__mro__ if name in vars(base))
             self._name(
                 home, f"class {home.__module__}.{home.__qualname__} as code names it",
