@@ -12,12 +12,15 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
+
+import memplan
 
 _HEAD = """
 import contextvars, random, threading, types
@@ -485,7 +488,67 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 @dataclasses.dataclass
 class Steps:
-    """What four steps gave: records, one for each step, and the error that ended them."""
+    """What a program's steps gave.
+
+    - records: of everything, one for each step.
+    - refusal: why memplan planned or ran no more of them; "" where it ran them all.
+    - error: what the program itself raised; "" where it raised nothing.
+    """
 
     records: list[Any]
+    refusal: str = ""
     error: str = ""
+
+
+def run_program(seed: int, folder: Path, plan: Callable[[nn.Module, Any], nn.Module], count: int = 4) -> Steps:
+    """Run steps of a program. plan: plans the model for the arguments of the first step, and gives the one that runs.
+
+    Raises AssertionError where a refusal leaves anything changed.
+    """
+    file, steps = loaded(program(seed), folder, "habits_file"), Steps([])
+    _seed(0)
+    net, arguments = file.Net(), file.make_arguments(0)
+    before = record(net, vars(file), random.getstate(), torch.get_rng_state())
+    try:
+        net = plan(net, arguments)
+    except memplan.MemplanError as error:
+        steps.refusal = str(error)
+        assert difference(before, record(net, vars(file), random.getstate(), torch.get_rng_state())) is None
+        return steps
+    for number in range(count):
+        file.before(file, net, number)
+        x, extra = file.make_arguments(number)
+        if seed % 3:
+            net.zero_grad(set_to_none=True)
+        _seed(number)
+        try:
+            out = net(x, extra)
+            file.backward(out)
+        except memplan.MemplanError as error:
+            steps.refusal = str(error)
+            return steps
+        except Exception as error:
+            own = str(error).startswith("memplan:")
+            steps.refusal, steps.error = (str(error), "") if own else ("", f"{type(error).__name__}: {error}")
+            return steps
+        generators = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        steps.records.append(record(out, net, extra, x, vars(file), *generators))
+    return steps
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def difference(a: Any, b: Any, path: str = "") -> str | None:
+    """Where two records differ first, in words; None where they do not."""
+    if isinstance(a, (list, tuple)) and type(a) is type(b):
+        if len(a) != len(b):
+            return f"{path}: {len(a)} and {len(b)} values, the last ones {str(a)[-80:]} and {str(b)[-80:]}"
+        named = isinstance(a, tuple) and len(a) == 2 and isinstance(a[0], str)
+        steps = (f"{path}.{a[0]}" if named else f"{path}.{i}" for i in range(len(a)))
+        found = (difference(x, y, step) for x, y, step in zip(a, b, steps))
+        return next((where for where in found if where is not None), None)
+    return None if a == b else f"{path}: {str(a)[:80]} and {str(b)[:80]}"

@@ -55,6 +55,7 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         nonlocal kind
         if kind in found:
             found[kind].add(tuple(chain))
+            others.update(chain[1:])
         elif kind == "own" and chain:
             own.add(chain[0])
             others.update(chain[1:])
