@@ -66,34 +66,24 @@ class _Tensor:
 class ArgumentsKey:
     """The arguments of a call, except the data in its tensors, to be compared with those of later calls."""
 
-    def __init__(
-        self, call: Call, device_type: str | None, traced: bool = True, unsteady: Collection[str] = ()
-    ) -> None:
+    def __init__(self, call: Call, device_type: str | None, traced: bool = True) -> None:
         """Note the arguments of a call.
 
-        - device_type: where all tensors of later calls will be; None: each where it is in this call.
-        - traced: the call was traced, so values of objects among its arguments matter too.
-        - unsteady: names of arguments whose values do not matter, where the call was not traced.
+        device_type: where all tensors of later calls will be; None: each where it is in this call. traced: the call was
+        traced, so values of objects among its arguments matter too.
         """
         self._call = call.without_tensors()
         self._traced = traced
         self._others = tuple(
-            leaf if isinstance(leaf, torch.Tensor) or traced or (is_plain(leaf) and _argument(path) not in unsteady)
-            else type(leaf)
-            for path, leaf in zip(self._call.paths, self._call.leaves, strict=True)
-        )  # fmt: skip
+            leaf if isinstance(leaf, torch.Tensor) or traced or is_plain(leaf) else type(leaf)
+            for leaf in self._call.leaves
+        )
         if not traced:
             self._call = dataclasses.replace(self._call, arguments={}, variadic=(), leaves=())
         self._device_type = device_type
         self._tensors = tuple(_Tensor.of(t) for t in call.tensors)
         self._aliases = _aliases(call.tensors)
         self._sizes: Sizes | None = None
-
-    @property
-    def plain(self) -> list[str]:
-        """Names of the arguments that are no tensors."""
-        pairs = zip(self._call.paths, self._call.leaves, strict=True)
-        return [_argument(path) for path, leaf in pairs if not isinstance(leaf, torch.Tensor)]
 
     def generalise(self, sizes: Sizes) -> None:
         """Let other calls pass whose sizes keep the conditions of the step."""
@@ -118,7 +108,7 @@ class ArgumentsKey:
             )
         others = self._others_differ(call)
         if others is not None:
-            return others[1]
+            return others
         tensors = call.tensors
         for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
             if not self._is_like(tensor, expected):
@@ -137,25 +127,15 @@ class ArgumentsKey:
             return "other arguments share memory than in the sample"
         return None
 
-    def other_value(self, call: Call) -> str | None:
-        """The name of an argument that is no tensor, and by which alone the call differs in kind from this one."""
-        if call.spec != self._call.spec or call.paths != self._call.paths:
-            return None
-        other = self._others_differ(call)
-        return None if other is None else other[0]
-
-    def _others_differ(self, call: Call) -> tuple[str, str] | None:
-        """(name, words) of the first argument that differs among those that are no tensors."""
+    def _others_differ(self, call: Call) -> str | None:
+        """What differs among arguments that are no tensors, in words."""
         for path, now, then in zip(call.paths, call.leaves, self._others, strict=True):
             if not self._traced and type(now) is then:
                 continue
             if isinstance(now, torch.Tensor) != isinstance(then, torch.Tensor):
-                text = f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
-            elif not isinstance(now, torch.Tensor) and not _same(now, then):
-                text = f"argument {path} is {now!r}, planned for {then!r}"
-            else:
-                continue
-            return _argument(path), text
+                return f"argument {path} is a {type(now).__name__}, planned for a {type(then).__name__}"
+            if not isinstance(now, torch.Tensor) and not _same(now, then):
+                return f"argument {path} is {now!r}, planned for {then!r}"
         return None
 
     def _is_like(self, tensor: torch.Tensor, expected: _Tensor) -> bool:
@@ -179,11 +159,6 @@ class ArgumentsKey:
 
 
 _OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"
-
-
-def _argument(path: str) -> str:
-    """The name of an argument among all values that a step depends on."""
-    return f"argument {path}"
 
 
 class ModesKey:
@@ -329,14 +304,13 @@ class StepKey:
         )
 
     def other_value(self, call: Call) -> str | None:
-        """The one value that keeps the step from serving a call: a number that forward reads, an attribute, a flag.
+        """The one value that keeps the step from serving a call: a number that forward reads, or an attribute.
 
         It is the line that reads a number from data, or a name. None where the step serves the call, and where
-        something else keeps it from that: a shape, a mode.
+        something else keeps it from that: an argument, a mode.
         """
-        value = self.arguments.other_value(call)
-        if value is not None or self.arguments.mismatch(call) is not None:
-            return value
+        if self.arguments.mismatch(call) is not None:
+            return None
         if (problem := self._attribute_changed()) is not None:
             return problem[0]
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
@@ -348,7 +322,6 @@ class StepKey:
         guards = self._guards.lines if self._guards is not None else ()
         reads = (line_of_place(read.where) for read in self._attribute_reads)
         known = {*guards, *reads, *(name for snapshot in self._snapshots for name in snapshot.names)}
-        known.update(self.arguments.plain)
         return next((value for value in sorted(values) if value in known), None)
 
     # -- the model --------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ OnMismatch = Literal["replan", "raise"]
 
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
 _MANY_KINDS = 12  # as many are worth a warning
-_MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, an attribute, a flag
+_MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, or an attribute
 _AGAIN = (
     "a further backward through a planned forward (retain_graph=True) keeps no more memory, but runs forward again. "
     "Add losses up and call backward once if that time matters"

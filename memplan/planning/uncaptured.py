@@ -73,7 +73,7 @@ class UncapturedSteps:
                 "such calls run unplanned, at %s of %s: %s",
                 format_bytes(peak_bytes), format_bytes(budget_bytes), error,
             )  # fmt: skip
-            return EagerStep.of(model, forward, call, device.type, unsteady)
+            return EagerStep.of(model, forward, call, device.type)
         step = self._partial(model, forward, call, device, error, decides, unsteady)
         if isinstance(step, PartialStep):
             step.strict = in_group
@@ -153,7 +153,7 @@ class UncapturedSteps:
             planned = plan_parts(request)
         except BackwardWithin:
             self._measure_unplanned(model, forward, call, error, beside(device).held_bytes)
-            return EagerStep.of(model, forward, call, device.type, unsteady)
+            return EagerStep.of(model, forward, call, device.type)
         except MemplanError:
             raise
         except Exception as failure:  # the model itself fails on the sample
@@ -164,7 +164,7 @@ class UncapturedSteps:
             "planned in %d parts, because %s. %d of them recompute%s",
             len(rows), str(error).partition("\n")[0], len(again), f": {', '.join(again[:4])} ..." if again else "",
         )  # fmt: skip
-        return PartialStep.of(planned.plan, planned.ways, model, forward, call, unsteady)
+        return PartialStep.of(planned.plan, planned.ways, model, forward, call)
 
     def _measure_unplanned(
         self, model: nn.Module, forward: Forward, call: Call, error: UnsupportedModel, held_bytes: int

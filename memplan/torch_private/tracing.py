@@ -135,13 +135,17 @@ def runs_compiled(module: nn.Module) -> bool:
     return own_forward is not None or vars(module).get("_compiled_call_impl") is not None
 
 
+def _modules(model: object) -> Iterator[nn.Module]:
+    return model.modules() if isinstance(model, nn.Module) else iter(())
+
+
 @contextlib.contextmanager
 def compiled_aside(model: nn.Module) -> Iterator[nn.Module]:
     """A context with the module beneath a compiled model, in which all its modules run as they are.
 
     A model that is not compiled stays itself. What forward calls beside modules stays compiled.
     """
-    tables = [(module, vars(module), dict(vars(module))) for module in model.modules() if is_compiled(module)]
+    tables = [(module, vars(module), dict(vars(module))) for module in _modules(model) if is_compiled(module)]
     for module, table, _ in tables:
         table.pop("_compiled_call_impl", None)
         inner = beneath_compiled(module)

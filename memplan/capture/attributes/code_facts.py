@@ -15,7 +15,7 @@ import functools
 from dataclasses import dataclass
 from types import CodeType
 
-Chain = tuple[str, ...]  # a name, and the attributes that are read from what it names: ("CONFIG", "scale")
+NameChain = tuple[str, ...]  # a name, and the attributes that are read from what it names: ("CONFIG", "scale")
 
 _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS"})
 _CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_FROM_DICT_OR_DEREF"})
@@ -35,9 +35,9 @@ class CodeFacts:
     - stored: globals that it assigns.
     """
 
-    globals: frozenset[Chain]
-    closure: frozenset[Chain]
-    imports: frozenset[Chain]
+    globals: frozenset[NameChain]
+    closure: frozenset[NameChain]
+    imports: frozenset[NameChain]
     own: frozenset[str]
     others: frozenset[str]
     stored: frozenset[str]
@@ -46,7 +46,7 @@ class CodeFacts:
 @functools.lru_cache(maxsize=4096)
 def facts_of_code(code: CodeType) -> CodeFacts:
     """What a code object names."""
-    found: dict[str, set[Chain]] = {"globals": set(), "closure": set(), "imports": set()}
+    found: dict[str, set[NameChain]] = {"globals": set(), "closure": set(), "imports": set()}
     own, others, stored = set[str](), set[str](), set[str]()
     first = code.co_varnames[:1] if code.co_argcount else ()
     kind, chain, imported = "", list[str](), ""

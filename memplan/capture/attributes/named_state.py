@@ -18,19 +18,23 @@ Of other installed packages only numbers, flags and tensors count: their contain
 
 from __future__ import annotations
 
+import argparse
 import functools
 import sys
 import sysconfig
+import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from memplan.capture.attributes.code_facts import Chain, CodeFacts, facts_of_code
+from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of_code
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
@@ -40,6 +44,8 @@ _CODE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property,
     functools.cached_property, functools.partial,
 )  # fmt: skip
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
+_NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, ContextVar)
 _GLOBALS = "globals of "
 _MOST = 256  # values of a container that are looked at for functions
 _ABSENT = object()
@@ -272,7 +278,7 @@ class NamedState:
 
     # -- what it names ----------------------------------------------------------------------------------------------
 
-    def _name_global(self, namespace: dict[str, Any], chain: Chain) -> None:
+    def _name_global(self, namespace: dict[str, Any], chain: NameChain) -> None:
         name, *attributes = chain
         title = str(namespace.get("__name__", "?"))
         self._name(
@@ -337,7 +343,7 @@ def backward_depends_on(node: Any) -> str | None:
     if _is_of_library(function):
         return None
     for name, value in vars(node).items():
-        if not isinstance(value, (torch.Tensor, nn.Module, type)) and not _is_of_library(type(value)):
+        if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
             return f"the {type(value).__name__} that it has as ctx.{name}"
     for title, table in NamedState(nn.Identity(), vars(function).get("backward")).tables:
         for name, value in table.items():
@@ -354,14 +360,17 @@ def _is_assigned(module: str, name: str) -> bool:
 
 
 def _counts(value: Any, owned: bool) -> bool:
-    """Whether a change of a value may change what code does. Functions, classes and modules are taken to stay."""
-    if isinstance(value, _CODE):
-        return False
-    if owned:
-        return not (
-            callable(value) and not isinstance(value, (torch.Tensor, nn.Module)) and not hasattr(value, "__dict__")
-        )
-    return isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None)))
+    """Whether a change of a value may change what code does. Functions, classes and modules are taken to stay.
+
+    owned: a file of the user names it. Objects of installed packages have caches, and are taken to stay, too.
+    """
+    if isinstance(value, (bool, int, float, complex, str, torch.Tensor, torch.dtype, type(None))):
+        return True
+    return (
+        owned
+        and not isinstance(value, _CODE)
+        and (isinstance(value, (*_CONTAINERS, *_NAMESPACES)) or _is_own(type(value)))
+    )
 
 
 def _function(value: Any) -> Any:
@@ -384,6 +393,11 @@ def _is_of_library(thing: Any) -> bool:
     """Whether code is of PyTorch, the standard library or memplan, or no Python code."""
     top = _module_name(thing).partition(".")[0]
     return not top or (top in _LIBRARIES and top != "__main__")
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class is the user's own: of no library and of no installed package."""
+    return not _is_of_library(kind) and not _is_installed(kind.__module__)
 
 
 @functools.lru_cache(maxsize=4096)

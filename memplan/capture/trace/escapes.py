@@ -70,7 +70,8 @@ class MadeTensors:
         known = {id(escaped), id(sys._getframe())}
         holders = [h for h in gc.get_referrers(*escaped) if id(h) not in known and not isinstance(h, FrameType)]
         for holder in holders:
-            _take_from(holder, ids)
+            with contextlib.suppress(Exception):  # some containers refuse it
+                _take_from(holder, ids)
         return holders
 
     def _there(self) -> list[torch.Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -130,10 +131,10 @@ class OpWatch(private.TorchDispatchMode):
 
     def _trace(self, func: Any, args: Any, kwargs: Any) -> Any:
         written = [t for t in written_by(func, args, kwargs) if isinstance(t, private.FakeTensor)]
-        before = [t.untyped_storage().nbytes() for t in written]
+        before = self._memory_sizes(written)
         outputs = func(*args, **kwargs)
         exchanges = getattr(func, "overloadpacket", None) is torch.ops.aten.set_
-        if exchanges or before != [t.untyped_storage().nbytes() for t in written]:
+        if exchanges or before != self._memory_sizes(written):
             raise UnsupportedModel(
                 f"{func} changes the memory of a tensor, or its size, in module {self._notes.module}, at "
                 f"{caller_line()}; a planned step would not. Make the tensor in its final shape, without resize_() and "
@@ -146,6 +147,10 @@ class OpWatch(private.TorchDispatchMode):
                 "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
             )
         return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
+
+    def _memory_sizes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+        with self._recording.unwritten():
+            return [private.key_of_size(t.untyped_storage().nbytes()) for t in tensors]
 
     def _read_attribute(self, tensor: torch.Tensor) -> Any:
         """A number read from a tensor that is a plain attribute of a module."""

@@ -36,15 +36,16 @@ def watching_tensors(
     a gradient, and where it exchanges the memory of a tensor. note_requires_grad: called with a tensor before forward
     says whether it requires grad.
     """
-    own: Any = torch.Tensor.requires_grad
+    method: Any = torch.Tensor.requires_grad_
+    setter: Any = torch.Tensor.requires_grad
 
-    def requires(tensor: torch.Tensor, wanted: bool = True) -> torch.Tensor:
+    def requires(tensor: torch.Tensor, wanted: bool = True) -> Any:
         note_requires_grad(tensor)
-        own.__set__(tensor, wanted)
-        return tensor
+        return method(tensor, wanted)
 
     def set_requires(tensor: torch.Tensor, wanted: bool) -> None:
-        requires(tensor, wanted)
+        note_requires_grad(tensor)
+        setter.__set__(tensor, wanted)
 
     methods: dict[str, Callable[..., Any]] = {
         "register_hook": _register,

@@ -96,12 +96,10 @@ class PartialStep:
     _told: set[str] = field(default_factory=set)
 
     @staticmethod
-    def of(
-        plan: PartialPlan, ways: Ways, model: nn.Module, forward: Forward, call: Call, unsteady: Collection[str] = ()
-    ) -> PartialStep:
-        """The step for calls like this one, whatever the values of unsteady arguments are."""
+    def of(plan: PartialPlan, ways: Ways, model: nn.Module, forward: Forward, call: Call) -> PartialStep:
+        """The step for calls like this one."""
         modes = ModesKey(model, model_device(model).type)
-        return PartialStep(plan, ways, model, forward, ArgumentsKey(call, None, False, unsteady), modes)
+        return PartialStep(plan, ways, model, forward, ArgumentsKey(call, None, traced=False), modes)
 
     @functools.cached_property
     def collectives(self) -> Collectives:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -159,11 +159,9 @@ class EagerStep:
     collectives: Collectives = _UNPLANNED
 
     @staticmethod
-    def of(
-        model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str, unsteady: Collection[str] = ()
-    ) -> EagerStep:
-        """The step for calls like this one, whatever the values of unsteady arguments are."""
-        return EagerStep(forward, ArgumentsKey(call, None, False, unsteady), ModesKey(model, device_type))
+    def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
+        """The step for calls like this one."""
+        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type))
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
         """This step for a copy of the model, which has this forward of its own."""
