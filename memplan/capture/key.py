@@ -272,6 +272,11 @@ class StepKey:
         assert isinstance(table, dict)  # of a class there is but a view
         return table
 
+    @property
+    def unchecked(self) -> tuple[str, ...]:
+        """Names of what the step may read and whose changes are not seen."""
+        return tuple(dict.fromkeys(name for snapshot in self._snapshots for name in snapshot.unchecked))
+
     def heed(self, other: StepKey) -> bool:
         """Depend also on the attributes that another capture of this step has read.
 

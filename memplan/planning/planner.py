@@ -392,6 +392,7 @@ class Planner:
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         captured = self.placement.homed(captured, model)
+        plan = dataclasses.replace(plan, unchecked=captured.key.unchecked)
         self.placement.move(model, captured)
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)

@@ -28,6 +28,8 @@ class PlanFigures:
     - floor_bytes: the smallest budget that could have been met.
     - floor_time_s: predicted seconds of a step at that budget, where `knows_floor_time` is true.
     - truncated: the search for the schedule was stopped before it was done.
+    - unchecked: names of what the model's code may read and whose changes are not seen before a call. Files of plans do
+      not have them.
     """
 
     problem: Problem
@@ -38,6 +40,7 @@ class PlanFigures:
     floor_bytes: int
     floor_time_s: float
     truncated: bool = False
+    unchecked: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:

@@ -50,6 +50,7 @@ _OF_HOOKS = "__composable_api"  # what fully_shard's hooks keep on a module: for
 _NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
 _CODE = (FunctionType, BuiltinFunctionType, MethodType, functools.partial)
 _DEEPEST = 5
+_MOST_COMPARED = 256  # values of a container that a global names
 _ABSENT = object()
 
 
@@ -195,6 +196,13 @@ class Snapshot:
         self._glance: _Glance | None = None
 
     @property
+    def unchecked(self) -> list[str]:
+        """Names of what code names and is not compared, or by identity alone: large containers."""
+        return [
+            f"{title}.{key}" for title, entry in zip(self._titles, self._entries) for key in sorted(entry.unchecked)
+        ]
+
+    @property
     def names(self) -> set[str]:
         """Names of all attributes that it compares."""
         return {f"{title}.{key}" for title, e in zip(self._titles, self._entries) for key in (*e.simple, *e.containers)}
@@ -252,7 +260,13 @@ class _Entry:
         self._ignored = ignored
         self._of_class = isinstance(table, MappingProxyType)
         kept = {k: v for k, v in table.items() if k not in ignored and (read is None or k in read)}
-        self.containers = {k: _frozen(v) for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
+        containers = {k: v for k, v in kept.items() if isinstance(v, _CONTAINERS) and not is_plain(v)}
+        self.unchecked = set[str]()
+        if isinstance(table, NamedTable):  # a vocabulary would take longer to compare than the step takes
+            self.unchecked = {k for k, v in containers.items() if _count(v) > _MOST_COMPARED}
+            containers = {k: v for k, v in containers.items() if k not in self.unchecked}
+            self.unchecked |= table.unchecked
+        self.containers = {k: _frozen(v) for k, v in containers.items()}
         self.simple = {k: v for k, v in kept.items() if k not in self.containers}
         self.absent = None if read is None else frozenset(read - table.keys() - ignored)
         self._keys = frozenset(table)
@@ -288,6 +302,18 @@ class _Entry:
 
     def value(self, key: str) -> Any:
         return self.simple.get(key, self.containers.get(key, _ABSENT))
+
+
+def _count(container: Any) -> int:
+    """How many values a container and the containers in it have, as far as that is less than too many."""
+    if isinstance(container, np.ndarray):
+        return container.size
+    count = len(container)
+    for value in container.values() if isinstance(container, dict) else container:
+        if count > _MOST_COMPARED:
+            break
+        count += _count(value) if isinstance(value, _CONTAINERS) else 0
+    return count
 
 
 def _frozen(value: Any) -> Any:

@@ -56,6 +56,8 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         if kind in found:
             found[kind].add(tuple(chain))
             others.update(chain[1:])
+            if kind == "closure" and chain[:1] == list(first) and len(chain) > 1:  # a function inside has it, too
+                own.add(chain[1])
         elif kind == "own" and chain:
             own.add(chain[0])
             others.update(chain[1:])

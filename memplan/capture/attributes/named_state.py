@@ -55,6 +55,7 @@ class NamedTable(MutableMapping[str, Any]):
     """Some names of a namespace, as they are now. It is what `vars()` is for an object, restricted to these names.
 
     - get: gives the value of a name, or its second argument where there is none.
+    - unchecked: further names, of objects that are not compared.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class NamedTable(MutableMapping[str, Any]):
         delete: Callable[[str], object],
     ) -> None:
         self.names, self._put, self._delete = frozenset(names), put, delete
+        self.unchecked: frozenset[str] = frozenset()
         self.get = get  # type: ignore[method-assign]  # itself, because a step asks for each name before each call
 
     def __getitem__(self, name: str) -> Any:
@@ -177,15 +179,18 @@ class NamedState:
     def _tables(self) -> Iterator[tuple[str, NamedTable]]:
         titles = set[str]()
         for namespace in self._namespaces.values():
-            table = namespace.table(namespace.names)
-            names = {name for name, value in table.items() if _counts(value, namespace.owned)}
-            if names:
+            values = dict(namespace.table(namespace.names))
+            names = {name for name, value in values.items() if _counts(value, namespace.owned)}
+            others = {n for n in values.keys() - names if namespace.owned and not isinstance(values[n], _CODE)}
+            if names or others:
                 title, number = namespace.title, 1
                 while title in titles:
                     number += 1
                     title = f"{namespace.title} ({number})"
                 titles.add(title)
-                yield title, namespace.table(names)
+                table = namespace.table(names)
+                table.unchecked = frozenset(others)
+                yield title, table
 
     # -- which code runs --------------------------------------------------------------------------------------------
 
