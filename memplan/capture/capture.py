@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -135,11 +136,12 @@ def capture(
         private.outside_of_tracing(),  # dispatch modes of the caller see planned ops when these run
         made.kept_in(),
     ):
+        run = contextvars.copy_context().run  # context variables that forward sets stay as they are
         try:
-            captured = once()
+            captured = run(once)
         except StartsToRequireGrad as error:
             requiring = error.positions
-            captured = once(requiring)
+            captured = run(once, requiring)
         _refuse_unsteady(captured.key, unsteady)
         return captured
 

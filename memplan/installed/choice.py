@@ -28,6 +28,8 @@ from memplan.units import format_bytes
 OnMismatch = Literal["replan", "raise"]
 
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
+_MOST_KEPT_BYTES = 1 << 30  # that all steps of a model take on the host; the same ones go
+_BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its trace, measured on a GPT-2
 _MANY_KINDS = 12  # as many are worth a warning
 _MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, or an attribute
 _AGAIN = (
@@ -350,7 +352,13 @@ class StepChoice:
         self._held.belong_to(self.model, host or ())
         others = step.others if isinstance(step, WholeStep) else ()
         self.steps[:0] = [step, *others]
-        kept = list(dict.fromkeys(map(_kind, self.steps)))[:_MOST_KINDS]
+        kept, kept_bytes = set[int](), 0
+        for known in self.steps:
+            if _kind(known) not in kept:
+                kept_bytes += _size_bytes(known)
+                if kept and (kept_bytes > _MOST_KEPT_BYTES or len(kept) == _MOST_KINDS):
+                    break
+                kept.add(_kind(known))
         self.steps[:] = [s for s in self.steps if _kind(s) in kept]
         for new in (step, *others):
             self._attend(new)
@@ -466,6 +474,14 @@ class StepChoice:
 def _kind(step: PlannedStep) -> int:
     """A number that is the same for all steps of one capture."""
     return id(step.key.arguments if isinstance(step, WholeStep) else step)
+
+
+def _size_bytes(step: PlannedStep) -> int:
+    """About how much host memory a step takes, with constants of its trace."""
+    if not isinstance(step, WholeStep):
+        return 0
+    traced = step.capture.traced
+    return len(traced.fx_graph.nodes) * _BYTES_A_NODE + sum(constant.nbytes for constant in traced.constants.values())
 
 
 def _seconds(step: PlannedStep) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -145,6 +146,9 @@ class Capturing:
 
     def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
+        return contextvars.copy_context().run(self._forward_once, model, forward, sample)
+
+    def _forward_once(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
         device, run = self._placement.device, self._run(model, forward)
         call = self.call_of(model, forward, sample)
         if device is None or not self._placement.host:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Collection, Sequence
 
@@ -150,7 +151,7 @@ class UncapturedSteps:
             fuse=fuse_step if self._settings.kernels == "fused" else None,
         )
         try:
-            planned = plan_parts(request)
+            planned = contextvars.copy_context().run(plan_parts, request)
         except BackwardWithin:
             self._measure_unplanned(model, forward, call, error, beside(device).held_bytes)
             return EagerStep.of(model, forward, call, device.type)
@@ -174,7 +175,7 @@ class UncapturedSteps:
         held_bytes: on the device beside what the step itself makes.
         """
         run = functools.partial(forward, *call.variadic, **call.arguments)
-        peak_bytes = measured_peak(model, call, run) + held_bytes
+        peak_bytes = contextvars.copy_context().run(measured_peak, model, call, run) + held_bytes
         limit_bytes = self._limits.settle(peak_bytes, held_bytes, peak_bytes)
         if peak_bytes > limit_bytes:
             raise BudgetInfeasible(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import logging
 from collections.abc import Callable, Iterator
@@ -171,6 +172,28 @@ def test_names_of_installed_packages_are_numbers_and_flags_alone() -> None:
     values = [value for _, table in state.tables for value in table.values()]
     assert values
     assert all(isinstance(value, (bool, int, float, str, type(None))) for value in values)
+
+
+UNSET = contextvars.ContextVar[torch.Tensor]("unset")
+
+
+class SetsWhatWasNot(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        UNSET.set(x.mean())
+        return self.layer(x).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def test_context_variables_that_were_not_set_are_not_set_after_planning() -> None:
+    net, x = SetsWhatWasNot(), torch.randn(4, 8)
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    with pytest.raises(LookupError):
+        UNSET.get()
+    gradients(net, x)
+    assert torch.equal(UNSET.get(), x.mean())
 
 
 class Ragged(nn.Module):

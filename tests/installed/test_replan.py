@@ -15,6 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.costs.margin import known_margin, remember_margin
+from memplan.installed import choice
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import whole_plans
 from memplan.runtime.program.step import EagerStep, WholeStep
@@ -248,6 +249,21 @@ def test_numbers_that_change_with_every_batch_are_warned_of(caplog: pytest.LogCa
     (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
     assert "factor" in warning
     assert "as tensors" in warning
+
+
+def test_plans_that_are_kept_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    net, sample = Keyed().train(), torch.randn(64, 8)
+    planned = planned_twin(net, sample, 1.0)
+    (step,) = planned_forward(planned).steps  # type: ignore[union-attr]
+    monkeypatch.setattr(choice, "_MOST_KEPT_BYTES", 3 * choice._size_bytes(step))
+    for number in range(2, 8):
+        for one in (net, planned):
+            one.zero_grad()
+            torch.manual_seed(number)
+            one(sample, factor=float(number)).sum().backward()
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(net.parameters(), planned.parameters()))  # type: ignore[arg-type]
+    assert len(planned_forward(planned).steps) == 3  # type: ignore[union-attr]
 
 
 # -- what backward asks for -------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ class NamedTable(MutableMapping[str, Any]):
 
     @staticmethod
     def of_context(variable: ContextVar[Any]) -> NamedTable:
-        """The value of a context variable. It can't be deleted: a context may only be left."""
+        """The value of a context variable, which can't be deleted: traces and rehearsals run in a copied context."""
         return NamedTable(
             ["value"], lambda _, default=None: variable.get(default), lambda _, value: variable.set(value),
             lambda _: variable.set(None),
@@ -182,6 +182,7 @@ class NamedState:
             values = dict(namespace.table(namespace.names))
             names = {name for name, value in values.items() if _counts(value, namespace.owned)}
             others = {n for n in values.keys() - names if namespace.owned and not isinstance(values[n], _CODE)}
+            names |= namespace.names - values.keys()  # which code has not assigned yet
             if names or others:
                 title, number = namespace.title, 1
                 while title in titles:
@@ -263,7 +264,7 @@ class NamedState:
             if name in cells:
                 self._name_value(_content(cells[name]), attributes)
         for chain in facts.globals:
-            if chain[0] in function.__globals__:  # else it is a builtin
+            if chain[0] in function.__globals__ or chain[0] in facts.stored:  # else it is a builtin
                 self._name_global(function.__globals__, chain)
         for path, *names in facts.imports:
             module = sys.modules.get(path)
