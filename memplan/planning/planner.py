@@ -91,7 +91,8 @@ class Planner:
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
         with self._advice(model, forward, sample):
-            return self._plans.plan(model, self._to_look_at(model, forward, sample))
+            captured = self._to_look_at(model, forward, sample)
+            return _saying_what_is_unchecked(self._plans.plan(model, captured), captured)
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
@@ -392,7 +393,7 @@ class Planner:
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         captured = self.placement.homed(captured, model)
-        plan = dataclasses.replace(plan, unchecked=captured.key.unchecked)
+        plan = _saying_what_is_unchecked(plan, captured)
         self.placement.move(model, captured)
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
@@ -401,6 +402,11 @@ class Planner:
         step = WholeStep.of(model, captured, programs, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step, model)
         return step
+
+
+def _saying_what_is_unchecked(plan: Plan, captured: Capture) -> Plan:
+    unchecked = captured.key.unchecked
+    return plan if plan.unchecked == unchecked else dataclasses.replace(plan, unchecked=unchecked)
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:
