@@ -29,6 +29,8 @@ from memplan.capture.attributes.attributes import (
 )
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.key import StepKey, unplanned_hooks
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.shards import Shards
@@ -234,13 +236,34 @@ def _settled_trace(
             )
     if settled:
         memory.undo()
-        raw = _heard(reads, request)
+        first, raw = raw, _heard(reads, request)
+        if _lasting_ops(first) != _lasting_ops(raw):
+            raise UnsupportedModel(
+                f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
+                "later one does; a planned step would not. Run the model once before memplan.apply"
+            )
         if attributes.changes() != settled:
             raise UnsupportedModel(
                 f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
                 "planned step would not. Keep such state in a buffer, or change it outside of forward"
             )
     return raw, settled
+
+
+def _lasting_ops(raw: RawTrace) -> list[str]:
+    """Ops of a trace that outlast it: writes to parameters, buffers and arguments, and draws of random numbers."""
+    nodes = raw.module.graph.nodes
+    sources = (n.meta.get("val") for n in nodes if n.op == "placeholder")
+    there = {storage_key(source) for source in sources if isinstance(source, torch.Tensor)}
+    return [
+        str(node.target)
+        for node in nodes
+        if node.op == "call_function"
+        and (
+            any(storage_key(written.meta["val"]) in there for written in written_nodes(node))
+            or op_facts.draws_random_numbers(node.target, node.args, node.kwargs)
+        )
+    ]
 
 
 def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memory: KeptMemory) -> RawTrace:

@@ -13,7 +13,7 @@ from torch import nn
 
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch
+from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, UnsupportedModel
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.logs import log, show
 from memplan.planning.planner import Planner
@@ -243,8 +243,7 @@ class StepChoice:
         else:
             known, reason = self.steps, f"{reasons[0] if reasons else self.unfit or 'this is the first call'}"
         log.info("planning, because %s", reason)
-        if known and not self.is_fixed:
-            self._look_for_unsteady(call)
+        unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
         self._tell_of_passing(call, known)
         kinds_before = len(set(map(_kind, self.steps)))
         if kinds_before == _MANY_KINDS:
@@ -256,7 +255,7 @@ class StepChoice:
         began_s = time.monotonic()
         with self.planning():
             try:
-                step = self._new_step(call, known, share, kinds)
+                step = self._without(unsteady, lambda: self._new_step(call, known, share, kinds))
             except NothingToTrain as error:
                 if not self.alone:
                     raise
@@ -269,21 +268,34 @@ class StepChoice:
                 raise error.saying(f". {longest}") from None
             return self.add(step, time.monotonic() - began_s)
 
-    def _look_for_unsteady(self, call: Call) -> None:
+    def _look_for_unsteady(self, call: Call) -> str | None:
         """Count by which value alone a call differs from the step that ran last.
 
-        Once one has made several plans, no plan depends on it any more: what reads it runs unplanned.
+        Gives a value that has made several plans, so that no plan should depend on it any more.
         """
         last = next((step for step in self.steps if isinstance(step, WholeStep)), None)
         value = None if last is None else last.key.other_value(call)
         if value is None or value in self.planner.capturing.unsteady:
-            return
+            return None
         self._moved[value] += 1
-        if self._moved[value] < _MOST_VALUES:
-            return
-        self.planner.capturing.depend_no_more_on(value)
-        self.steps[:] = [s for s in self.steps if not isinstance(s, WholeStep) or not s.key.depends_on({value})]
-        log.warning("a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, value)
+        return value if self._moved[value] == _MOST_VALUES else None
+
+    def _without(self, unsteady: str | None, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        """A new step that does not depend on an unsteady value. Where there is none such, one that does, as before."""
+        if unsteady is None:
+            return plan()
+        self.planner.capturing.depend_no_more_on(unsteady)
+        try:
+            step = plan()
+        except (BudgetInfeasible, UnsupportedModel) as error:
+            self.planner.capturing.depend_again_on(unsteady)
+            log.info("each value of %s gets a plan, because %s", unsteady, error)
+            return plan()
+        self.steps[:] = [s for s in self.steps if not isinstance(s, WholeStep) or not s.key.depends_on({unsteady})]
+        log.warning(
+            "a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, unsteady
+        )
+        return step
 
     def _new_step(
         self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]

@@ -51,6 +51,10 @@ class Capturing:
         """Capture from now on only what does not depend on this value."""
         self.unsteady |= {value}
 
+    def depend_again_on(self, value: str) -> None:
+        """Capture what depends on this value after all, because it can't be left out."""
+        self.unsteady -= {value}
+
     @private.without_saved_tensor_hooks()
     def capture(
         self,

@@ -12,6 +12,7 @@ from torch import nn
 from memplan.capture.capture import UnplannableArgument, model_device, refuse_wrappers
 from memplan.capture.probe import BackwardWithin
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.escapes import EscapedTensors
 from memplan.capture.trace.trace import CompiledCode
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
@@ -100,7 +101,7 @@ class UncapturedSteps:
 
     def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
         """Where the model runs. Raises the error where nothing of it can run there in parts."""
-        if isinstance(error, (NothingToTrain, CompiledCode, UnplannableArgument)):
+        if isinstance(error, (NothingToTrain, CompiledCode, EscapedTensors, UnplannableArgument)):
             raise error
         if self._settings.update == "backward":
             raise UnsupportedModel(f"{error}. With update='backward' it can't be planned in part either") from error

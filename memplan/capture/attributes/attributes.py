@@ -74,13 +74,17 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def attribute_tables(model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> list[tuple[str, Table]]:
+def attribute_tables(
+    model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
+) -> list[tuple[str, Table]]:
     """(name, attributes) of all `attribute_owners`."""
-    owners = attribute_owners(model, ignored, run)
+    owners = attribute_owners(model, ignored, run, given)
     return [(name, owner if isinstance(owner, NamedTable) else vars(owner)) for name, owner in owners]
 
 
-def attribute_owners(model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> list[tuple[str, Any]]:
+def attribute_owners(
+    model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
+) -> list[tuple[str, Any]]:
     """All objects whose attributes forward may read, with unique names.
 
     These are submodules, plain objects behind them, and the classes of both; parameters and buffers of subclasses, and
@@ -88,6 +92,7 @@ def attribute_owners(model: nn.Module, ignored: Collection[str] = (), run: Any =
 
     - ignored: attributes of modules behind which nothing is looked for.
     - run: what the step calls, where it is not the model's forward alone.
+    - given: arguments of the call, behind which objects are looked for as well.
     """
     found: list[tuple[str, Any]] = []
     seen: set[int] = set()
@@ -106,6 +111,8 @@ def attribute_owners(model: nn.Module, ignored: Collection[str] = (), run: Any =
             found.append((name, tensor))
             for attribute, value in vars(tensor).items():
                 found += _objects(value, f"{name}.{attribute}", seen, _DEEPEST)
+    for index, argument in enumerate(given):
+        found += _objects(argument, f"argument {index}", seen, _DEEPEST)
     for title, table in NamedState(model, run).tables:
         found.append((title, table))
         for key, value in table.items():
@@ -426,9 +433,12 @@ class AttributesKept:
     - set_anew: attributes that each run sets, to tensors of its own.
     """
 
-    def __init__(self, model: nn.Module, ignored: Collection[str] = (), run: Any = None) -> None:
-        """Note what is there. ignored, run: as for `attribute_owners`."""
-        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run)]
+    def __init__(
+        self, model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
+    ) -> None:
+        """Note what is there. ignored, run, given: as for `attribute_owners`."""
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run, given)]
+        self._of_tensors = [(vars(p), dict(vars(p))) for p in model.parameters()]
         kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__ != "builtins"}
         self._classes = [(kind, dict(vars(kind))) for kind in kinds if not kind.__module__.startswith("torch.")]
         self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
@@ -555,6 +565,10 @@ class AttributesKept:
                 for key, value in before.items():
                     if table.get(key, _ABSENT) is not value:
                         table[key] = value
+        for table, before in self._of_tensors:
+            if table != before:
+                table.clear()
+                table.update(before)
         for kind, before in self._classes:
             for key in [k for k in vars(kind) if k not in before and not k.startswith(("__", "_abc_"))]:
                 delattr(kind, key)

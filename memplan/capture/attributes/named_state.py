@@ -38,7 +38,6 @@ from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-_METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
 _CODE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property,
@@ -162,16 +161,17 @@ class NamedState:
         self._namespaces: dict[Any, _Namespace] = {}
         self._seen: set[Any] = set()
         self._pending: list[FunctionType] = []
+        self._held: list[Any] = []
         self._classes: dict[type, None] = {}
         self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
         self._others: set[str] = set()
         for module in model.modules():
             self._add_class(type(module))
+        self._of_model = set(self._classes)  # whose attributes are looked at anyway
+        for module in model.modules():
             tables = [t for k, t in vars(module).items() if k.endswith("_hooks") and isinstance(t, dict)]
             for value in (*vars(module).values(), *(hook for table in tables for hook in table.values())):
-                if callable(value) and not isinstance(value, (nn.Module, type)):
-                    self._reach(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
-        self._of_model = set(self._classes)  # whose attributes are looked at anyway
+                self._reach_code(getattr(value, "__wrapped__", value))  # a planned forward stands for the model's own
         self._reach(run)
         self._follow()
         self.tables = list(self._tables())
@@ -216,10 +216,11 @@ class NamedState:
                 function = _function(value)
                 if isinstance(function, FunctionType):
                     self._homes.setdefault(function.__code__, []).append(base)
-            run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else _METHODS
-            for name in run:
-                if name in vars(base) and not (name == "__init__" and issubclass(base, nn.Module)):
-                    self._reach(vars(base)[name])
+            run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else ("forward",)
+            for name, value in vars(base).items():
+                special = name.startswith("__") and not (name == "__init__" and issubclass(base, nn.Module))
+                if (name in run or special) and isinstance(_function(value), FunctionType):
+                    self._reach(value)
             if issubclass(base, torch.autograd.Function):
                 self._name_attributes(base, set(vars(base)))
 
@@ -227,11 +228,14 @@ class NamedState:
         """Follow what is called: a function in any wrapping, an object, a class."""
         while True:
             if isinstance(thing, functools.partial):
-                for given in (*thing.args, *thing.keywords.values()):
-                    if isinstance(given, FunctionType):
-                        self._reach(given)
+                given = {str(i): value for i, value in enumerate(thing.args)} | thing.keywords
+                self._name_held(thing, "what a partial has", given)
                 thing = thing.func
-            elif isinstance(thing, (MethodType, staticmethod, classmethod)):
+            elif isinstance(thing, MethodType):
+                if not isinstance(thing.__self__, (nn.Module, type)):
+                    self._name_held(thing.__self__, f"owner of {thing.__qualname__}", {"self": thing.__self__})
+                thing = thing.__func__
+            elif isinstance(thing, (staticmethod, classmethod)):
                 thing = thing.__func__
             elif isinstance(thing, property):
                 thing = thing.fget
@@ -248,6 +252,8 @@ class NamedState:
                 self._pending.append(thing)
         elif isinstance(thing, type):
             self._add_class(thing)
+            if _is_own(thing) and thing not in self._of_model:
+                self._name_attributes(thing, vars(thing).keys())
         elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
             if not _is_of_library(type(thing)):
                 self._add_class(type(thing))
@@ -256,6 +262,19 @@ class NamedState:
         facts = facts_of_code(function.__code__)
         self._others |= facts.others
         self._follow_own(function, facts)
+        defaults = dict(
+            zip(
+                reversed(function.__code__.co_varnames[: function.__code__.co_argcount]),
+                reversed(function.__defaults__ or ()),
+            )
+        )
+        self._name_held(function, f"defaults of {function.__qualname__}", defaults | (function.__kwdefaults__ or {}))
+        owned = not _is_installed(function.__module__)
+        for name in vars(function):
+            self._name(
+                id(vars(function)), f"attributes of {function.__qualname__}",
+                functools.partial(NamedTable.of_namespace, vars(function)), owned, name,
+            )  # fmt: skip
         cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
         cells.pop("__class__", None)
         if cells:
@@ -268,8 +287,8 @@ class NamedState:
                 self._name_global(function.__globals__, chain)
         for path, *names in facts.imports:
             module = sys.modules.get(path)
-            for name in names:
-                if module is not None and not _is_of_library(module):
+            if module is not None and not _is_of_library(module):
+                for name in names or facts.others & vars(module).keys():
                     self._name_global(vars(module), (name,))
 
     def _follow_own(self, function: FunctionType, facts: CodeFacts) -> None:
@@ -292,6 +311,15 @@ class NamedState:
             not _is_installed(title), name,
         )  # fmt: skip
         self._name_value(namespace.get(name), attributes)
+
+    def _name_held(self, key: Any, title: str, values: dict[str, Any]) -> None:
+        """Name what code has with it: default arguments, the object of a bound method, arguments of a partial."""
+        values = {name: value for name, value in values.items() if not isinstance(value, (nn.Module, torch.Tensor))}
+        self._held.append(key)  # which stays alive, or another could have its id
+        for name, value in values.items():
+            table = functools.partial(NamedTable.of_namespace, values)
+            self._name((id(key), title), title, table, _is_own(type(value)) or isinstance(value, _CONTAINERS), name)
+            self._reach_code(value)
 
     def _name_cells(self, function: FunctionType, cells: dict[str, CellType]) -> None:
         owned = not _is_installed(function.__module__)

@@ -22,6 +22,10 @@ from memplan import torch_private as private
 from memplan.errors import UnsupportedModel
 
 
+class EscapedTensors(UnsupportedModel):
+    """Tensors of a trace were found somewhere. Rehearsals would leave theirs there too, so no parts are planned."""
+
+
 class MadeTensors:
     """The tensors that one or several traces of a step have made. It keeps none of them alive."""
 
@@ -49,7 +53,7 @@ class MadeTensors:
             raise
         holders = self._take_back()
         if holders:
-            raise UnsupportedModel(
+            raise EscapedTensors(
                 f"forward or backward leaves tensors in {', '.join(map(_in_words, holders[:3]))}, which a planned step "
                 "would not. Return them from forward, or put them into attributes of modules"
             )
@@ -66,13 +70,18 @@ class MadeTensors:
         escaped = self._there()
         if not escaped:
             return []
-        ids = {id(tensor) for tensor in escaped}
-        known = {id(escaped), id(sys._getframe())}
-        holders = [h for h in gc.get_referrers(*escaped) if id(h) not in known and not isinstance(h, FrameType)]
-        for holder in holders:
-            with contextlib.suppress(Exception):  # some containers refuse it
-                _take_from(holder, ids)
-        return holders
+        wanted: list[Any] = list(escaped)
+        found: list[Any] = []
+        while wanted:
+            ids = {id(thing) for thing in wanted}
+            known = {id(wanted), id(escaped), id(found), id(sys._getframe())}
+            holders = [h for h in gc.get_referrers(*wanted) if id(h) not in known and not isinstance(h, FrameType)]
+            for holder in holders:
+                with contextlib.suppress(Exception):  # some containers refuse it
+                    _take_from(holder, ids)
+            found += holders
+            wanted = [holder for holder in holders if isinstance(holder, tuple)]  # whose holders can be mended
+        return found
 
     def _there(self) -> list[torch.Tensor]:
         found = {id(t): t for ref in self._made if (t := ref()) is not None}

@@ -130,7 +130,7 @@ def nothing_kept(
                 if parameter.requires_grad:
                     taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
         watching: contextlib.AbstractContextManager[object] = writes if written is None else contextlib.nullcontext()
-        with torch.random.fork_rng(devices=devices), AttributesKept(model, run=run), watching:
+        with torch.random.fork_rng(devices=devices), AttributesKept(model, run=run, given=call.leaves), watching:
             yield writes
     finally:
         torch.clear_autocast_cache()
