@@ -38,6 +38,7 @@ from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
 _CODE = (
     type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, staticmethod, classmethod, property,
@@ -216,10 +217,13 @@ class NamedState:
                 function = _function(value)
                 if isinstance(function, FunctionType):
                     self._homes.setdefault(function.__code__, []).append(base)
-            run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else ("forward",)
+            run = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else _METHODS
+            owned = _is_own(base)
             for name, value in vars(base).items():
-                special = name.startswith("__") and not (name == "__init__" and issubclass(base, nn.Module))
-                if (name in run or special) and isinstance(_function(value), FunctionType):
+                special = (name in run or (owned and name.startswith("__"))) and not (
+                    name == "__init__" and issubclass(base, nn.Module)
+                )
+                if special and isinstance(_function(value), FunctionType):
                     self._reach(value)
             if issubclass(base, torch.autograd.Function):
                 self._name_attributes(base, set(vars(base)))
@@ -255,7 +259,7 @@ class NamedState:
             if _is_own(thing) and thing not in self._of_model:
                 self._name_attributes(thing, vars(thing).keys())
         elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
-            if not _is_of_library(type(thing)):
+            if _is_own(type(thing)) or (callable(thing) and not _is_of_library(type(thing))):
                 self._add_class(type(thing))
 
     def _look_into(self, function: FunctionType) -> None:
@@ -297,7 +301,7 @@ class NamedState:
             if home not in self._of_model:
                 self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
             for other in tuple(self._classes):
-                if issubclass(other, home) or issubclass(home, other):
+                if home in other.__mro__ or other in home.__mro__:
                     for name in facts.own & vars(other).keys():
                         self._reach(vars(other)[name])
 
@@ -314,7 +318,8 @@ class NamedState:
 
     def _name_held(self, key: Any, title: str, values: dict[str, Any]) -> None:
         """Name what code has with it: default arguments, the object of a bound method, arguments of a partial."""
-        values = {name: value for name, value in values.items() if not isinstance(value, (nn.Module, torch.Tensor))}
+        values = {n: v for n, v in values.items() if isinstance(v, _CONTAINERS) or callable(v) or _is_own(type(v))}
+        values = {n: v for n, v in values.items() if not isinstance(v, nn.Module)}
         self._held.append(key)  # which stays alive, or another could have its id
         for name, value in values.items():
             table = functools.partial(NamedTable.of_namespace, values)
