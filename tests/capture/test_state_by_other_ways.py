@@ -1,0 +1,214 @@
+"""State that code reaches otherwise than by a name: bound objects, defaults, classes as values; first runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+
+COUNT = 0
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+
+
+class Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layer(x))
+
+
+class Log:
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+
+    def add(self, row: Any) -> None:
+        self.rows.append(row)
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT += 1
+        return x * COUNT
+
+    def __getitem__(self, index: int) -> int:
+        global COUNT
+        COUNT += 1
+        return COUNT
+
+
+LOG = Log()
+
+
+class Settings:
+    scale = 1.0
+
+
+class MethodOfAnObject(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Log()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.helper.scale(self.hidden(x)).pow(2).mean()
+
+
+class SpecialMethod(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Log()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.hidden(x) * self.helper[0]).pow(2).mean()
+
+
+class BoundMethod(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit: Any = LOG.add
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.emit({"tokens": x.numel()})
+        return self.hidden(x).pow(2).mean()
+
+
+class Partial(BoundMethod):
+    def __init__(self) -> None:
+        super().__init__()
+        self.emit = functools.partial(LOG.add)
+
+
+def hook(log: Log, module: nn.Module, given: Any, output: Any) -> None:
+    log.add(1)
+
+
+class PartialAsHook(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer.register_forward_hook(functools.partial(hook, LOG))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.hidden(x).pow(2).mean()
+
+
+class Default(Base):
+    def forward(self, x: torch.Tensor, seen: list[int] = []) -> torch.Tensor:  # noqa: B006
+        seen.append(1)
+        return self.hidden(x).pow(2).mean() * len(seen)
+
+
+def counted(x: torch.Tensor) -> torch.Tensor:
+    vars(counted)["calls"] += 1
+    return x * vars(counted)["calls"]
+
+
+class AttributeOfAFunction(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return counted(self.hidden(x)).pow(2).mean()
+
+
+class ClassAsAValue(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.settings = Settings
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.hidden(x) * self.settings.scale).pow(2).mean()
+
+
+class AttributeOfAParameter(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        vars(self.layer.weight)["uses"] = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self.layer.weight)["uses"] += 1
+        return self.hidden(x).pow(2).mean() * vars(self.layer.weight)["uses"]
+
+
+class FirstBatchInitialises(Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.is_ready = nn.Parameter(torch.zeros(8)), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        if not self.is_ready:
+            with torch.no_grad():
+                self.shift.copy_(-hidden.mean(0))
+            self.is_ready = True
+        return torch.tanh(hidden + self.shift).pow(2).mean()
+
+
+KINDS = [
+    MethodOfAnObject, SpecialMethod, BoundMethod, Partial, PartialAsHook, Default, AttributeOfAFunction, ClassAsAValue,
+    AttributeOfAParameter, FirstBatchInitialises,
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def as_at_first() -> Iterator[None]:
+    reset()
+    yield
+    reset()
+
+
+def reset() -> None:
+    global COUNT
+    COUNT, Settings.scale = 0, 1.0
+    LOG.rows.clear()
+    (Default.forward.__defaults__ or ([],))[0].clear()
+    vars(counted)["calls"] = 0
+
+
+def seen() -> str:
+    return str((COUNT, LOG.rows, Default.forward.__defaults__, vars(counted), Settings.scale))
+
+
+def four_steps(net: nn.Module) -> list[Any]:
+    found: list[Any] = []
+    for step in range(4):
+        Settings.scale = 1.0 + step
+        net.zero_grad()
+        loss = net(X)
+        loss.backward()
+        found += [loss.item(), seen(), *((p.tolist(), p.grad.tolist()) for p in net.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("budget", ["1GiB", "min"])
+def test_four_steps_leave_the_same(kind: type[nn.Module], budget: str) -> None:
+    torch.manual_seed(0)
+    plain = four_steps(kind())
+    reset()
+    torch.manual_seed(0)
+    planned, before = kind(), seen()
+    memplan.apply(planned, X, budget, costs="estimate")
+    assert seen() == before
+    assert four_steps(planned) == plain
+
+
+def test_a_log_that_only_the_loop_writes_to_never_ends_training() -> None:
+    """The loss function names it where nothing comes by; no plan in parts could take its place."""
+    log: list[float] = []
+    verbose = False
+
+    def loss_fn(model: Base, x: torch.Tensor) -> torch.Tensor:
+        loss = model.hidden(x).pow(2).mean()
+        if verbose:
+            log.append(loss.item())
+        return loss
+
+    torch.manual_seed(0)
+    net = memplan.apply(Base(), X, "1GiB", loss_fn=loss_fn, costs="estimate")
+    for _ in range(8):
+        loss = net(X)
+        loss.backward()
+        log.append(loss.item())
