@@ -194,7 +194,7 @@ class StepKey:
 
     - arguments: the part that is about the call.
     - autocast: the state at capture.
-    - tables: (name, attributes) of whatever the step may read.
+    - tables: (name, attributes) of each object and namespace that the step may read.
     """
 
     def __init__(

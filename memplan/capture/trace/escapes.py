@@ -38,7 +38,7 @@ class MadeTensors:
 
     @contextlib.contextmanager
     def kept_in(self) -> Iterator[None]:
-        """A context for traces, of which no tensor may outlive it.
+        """A context for traces. No tensor of theirs may outlive it.
 
         Where one does, it is taken away from whoever holds it, and UnsupportedModel is raised. Nothing that a trace
         consists of may be referred to at the end.

@@ -1,7 +1,7 @@
 """What a step must leave as it is, or a plan would lose it: gradients in `.grad`, containers that were passed in, ...
 
 A trace runs forward and backward on stand-ins of the model's and the call's tensors. What ops do to these is in the
-trace. What Python does to them beside ops is not:
+trace. Other Python effects on them are not:
 
     batch["aux"] = loss          # an argument that is a container
     loss.backward()              # within forward: gradients land in .grad

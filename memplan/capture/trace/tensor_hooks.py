@@ -1,4 +1,4 @@
-"""What a step does to a tensor beside ops: hooks for its gradient, `retain_grad`, `requires_grad_`, `.data = ...`.
+"""What Python does to a tensor without an op: hooks for its gradient, `retain_grad`, `requires_grad_`, `.data = ...`.
 
 A planned step runs what its trace ran. A hook that changes the gradient is part of that. A hook that only looks at the
 gradient, a gradient that is retained, and memory that is exchanged are not.

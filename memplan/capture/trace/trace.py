@@ -65,7 +65,7 @@ class TraceRequest:
     - left: gives the attributes that forward has set, once it is over; tensors in them are outputs.
     - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
     - counted: masks of dropout are functions of a seed.
-    - made: notes the tensors of the trace, of which none may outlive it.
+    - made: notes the tensors of the trace. None of them may outlive it.
     """
 
     model: nn.Module
