@@ -120,6 +120,21 @@ def read_in_backward(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     return Scaled.apply(x)  # type: ignore[no-any-return, no-untyped-call]
 
 
+GRADIENT_SCALE = {"scale": 1.0}
+
+
+def hook_that_reads(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    x = x * 1
+    x.register_hook(lambda grad: grad * Scaled.scale)
+    return x
+
+
+def hook_that_reads_a_dict(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+    x = x * 1
+    x.register_hook(lambda grad: grad * GRADIENT_SCALE["scale"])
+    return x
+
+
 def add_to_grad(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
     return AddsToGrad.apply(x, layer)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -144,7 +159,7 @@ def set_memory(x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
 
 HABITS = [
     append_to_list, fill_slot, set_thread_local, set_context, keep_in_closure, count_up, append_in_backward,
-    read_in_backward, add_to_grad, call_backward, exchange_data, set_memory,
+    read_in_backward, hook_that_reads, hook_that_reads_a_dict, add_to_grad, call_backward, exchange_data, set_memory,
 ]  # fmt: skip
 
 
@@ -213,6 +228,7 @@ def two_steps(net: nn.Module, sample: Any) -> list[Any]:
         if BAG and BAG[0].requires_grad:
             loss = loss + sum(BAG)
         Scaled.scale += 1  # some loops set it when they know the loss
+        GRADIENT_SCALE["scale"] = Scaled.scale
         loss.backward()
         found += [loss.detach(), *seen(), *(None if p.grad is None else p.grad.clone() for p in net.parameters())]
     return found

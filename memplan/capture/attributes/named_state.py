@@ -384,7 +384,15 @@ def backward_depends_on(node: Any) -> str | None:
     for name, value in vars(node).items():
         if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
             return f"the {type(value).__name__} that it has as ctx.{name}"
-    for title, table in NamedState(nn.Identity(), vars(function).get("backward")).tables:
+    for name, value in vars(node).items():
+        if isinstance(value, type) and _is_own(value):
+            return f"the class {value.__qualname__} that it has as ctx.{name}"
+    return state_behind(vars(function).get("backward"))
+
+
+def state_behind(code: Any) -> str | None:
+    """Python state that a function reads when it runs, in words; None where it reads none that may change."""
+    for title, table in NamedState(nn.Identity(), code).tables:
         for name, value in table.items():
             plain = isinstance(value, (bool, int, float, str, type(None), torch.dtype))
             if not (plain and title.startswith(_GLOBALS)) or _is_assigned(title.removeprefix(_GLOBALS), name):
@@ -393,8 +401,10 @@ def backward_depends_on(node: Any) -> str | None:
 
 
 def _is_assigned(module: str, name: str) -> bool:
-    """Whether a function of a file assigns this global."""
-    functions = (f for f in vars(sys.modules.get(module, sys)).values() if isinstance(f, FunctionType))
+    """Whether a function or method of a file assigns this global."""
+    there = [*vars(sys.modules.get(module, sys)).values()]
+    methods = (value for kind in there if isinstance(kind, type) for value in vars(kind).values())
+    functions = (f for f in map(_function, (*there, *methods)) if isinstance(f, FunctionType))
     return any(name in facts_of_code(f.__code__).stored for f in functions)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
@@ -57,6 +58,12 @@ def watching_tensors(
 
 def _register(tensor: torch.Tensor, hook: Any) -> Any:
     where = caller_line()
+    state = None if only_waits(hook) else state_behind(hook)
+    if state is not None:
+        raise UnsupportedModel(
+            f"forward puts a hook on a tensor, at {where}, that reads {state}, which may change between forward and "
+            "backward; a planned step would not notice"
+        )
 
     def hooked(gradient: Any) -> Any:
         version = gradient._version
