@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -146,7 +148,22 @@ class FirstBatchInitialises(Base):
         return torch.tanh(hidden + self.shift).pow(2).mean()
 
 
+class Draws(Base):
+    """From generators of Python's and NumPy's, in an attribute and in a global."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [random.Random(1), np.random.default_rng(1), np.random.RandomState(1)]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        python, new, old = self.generators
+        factor = python.random() + float(new.random()) + float(old.rand()) + DRAWN.random()  # type: ignore[attr-defined]
+        return self.hidden(x).pow(2).mean() * factor
+
+
+DRAWN = random.Random(3)
 KINDS = [
+    Draws,
     MethodOfAnObject, SpecialMethod, BoundMethod, Partial, PartialAsHook, Default, AttributeOfAFunction, ClassAsAValue,
     AttributeOfAParameter, FirstBatchInitialises,
 ]  # fmt: skip
@@ -165,10 +182,11 @@ def reset() -> None:
     LOG.rows.clear()
     (Default.forward.__defaults__ or ([],))[0].clear()
     vars(counted)["calls"] = 0
+    DRAWN.seed(3)
 
 
 def seen() -> str:
-    return str((COUNT, LOG.rows, Default.forward.__defaults__, vars(counted), Settings.scale))
+    return str((COUNT, LOG.rows, Default.forward.__defaults__, vars(counted), Settings.scale, DRAWN.getstate()[1][:3]))
 
 
 def four_steps(net: nn.Module) -> list[Any]:

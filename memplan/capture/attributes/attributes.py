@@ -12,6 +12,8 @@ import copy
 import functools
 import itertools
 import operator
+import pickle
+import random
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping, Sequence
@@ -27,7 +29,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.named_state import NamedState, NamedTable, slots_of
+from memplan.capture.attributes.named_state import GENERATORS, NamedState, NamedTable, slots_of
 from memplan.errors import UnsupportedModel
 
 Table = Mapping[str, Any]
@@ -454,6 +456,9 @@ class AttributesKept:
         ]
         self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
+        held = (leaf for _, _, before in self._tables for value in before.values() for leaf in _leaves(value, _DEEPEST))
+        generators = {id(g): g for g in held if isinstance(g, GENERATORS)}
+        self._generators = [(g, _drawn_from(g)) for g in generators.values()]
         self._containers = {
             id(c): (path, c, _copied(c))
             for name, table, _ in self._tables
@@ -502,6 +507,12 @@ class AttributesKept:
                 raise (SetsAttribute if filled else UnsupportedModel)(
                     f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
                     "Where only the first forward does so, run it before memplan.apply"
+                )
+        for generator, state in self._generators:
+            if _drawn_from(generator) != state:
+                raise UnsupportedModel(
+                    f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
+                    "number each time. Draw it outside of forward and pass it in, or use torch's generator"
                 )
         for path, container, before in self._containers.values():
             if not _same(before, container):
@@ -565,6 +576,8 @@ class AttributesKept:
                 for key, value in before.items():
                     if table.get(key, _ABSENT) is not value:
                         table[key] = value
+        for generator, state in self._generators:
+            _put_back(generator, state)
         for table, before in self._of_tensors:
             if table != before:
                 table.clear()
@@ -578,6 +591,25 @@ class AttributesKept:
         for _, container, before in self._containers.values():
             if not _same(before, container):
                 _restore(container, before)
+
+
+def _drawn_from(generator: Any) -> bytes:
+    """The state of a generator of Python's or NumPy's own."""
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _put_back(generator: Any, state: bytes) -> None:
+    """Set a generator's state, as `_drawn_from` gave it."""
+    if isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
 
 
 def _references(value: Any) -> int:

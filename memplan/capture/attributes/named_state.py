@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import random
 import sys
 import sysconfig
 import threading
@@ -46,6 +47,7 @@ _CODE = (
 )  # fmt: skip
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, ContextVar)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 _GLOBALS = "globals of "
 _MOST = 256  # values of a container that are looked at for functions
 _ABSENT = object()
@@ -418,7 +420,7 @@ def _counts(value: Any, owned: bool) -> bool:
     return (
         owned
         and not isinstance(value, _CODE)
-        and (isinstance(value, (*_CONTAINERS, *_NAMESPACES)) or _is_own(type(value)))
+        and (isinstance(value, (*_CONTAINERS, *_NAMESPACES, *GENERATORS)) or _is_own(type(value)))
     )
 
 
