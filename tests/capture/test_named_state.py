@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import copy
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,47 @@ def test_a_value_that_changes_in_each_step_makes_few_plans(
     assert sum(r.getMessage().startswith("planning, because") for r in caplog.records) <= 5
     if change is not set_flag:
         assert caplog.text.count("so what reads it runs unplanned") == 1
+
+
+LOSSES: list[float] = []
+VERBOSE = False
+
+
+class Verbose(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x)
+        if VERBOSE:
+            LOSSES.append(loss.item())
+        return loss
+
+
+def test_names_on_lines_that_do_not_run_do_not_count() -> None:
+    torch.manual_seed(0)
+    net, x = Verbose(), torch.randn(4, 8)
+    planned = memplan.apply(copy.deepcopy(net), x, "1GiB", costs="estimate", on_mismatch="raise")
+    for _ in range(3):
+        assert all(map(torch.equal, gradients(net, x), gradients(planned, x)))
+        LOSSES.append(1.0)
+    set_global(2.0)  # a line that runs reads it
+    with pytest.raises(memplan.PlanMismatch, match="SCALE is 2"):
+        planned(x)
+
+
+def test_a_debugger_goes_before_what_follows_lines() -> None:
+    seen: list[str] = []
+
+    def debugger(frame: Any, event: str, argument: Any) -> None:
+        seen.append(event)
+
+    net, x = Verbose(), torch.randn(4, 8)
+    before = sys.gettrace()
+    sys.settrace(debugger)
+    try:
+        memplan.apply(net, x, "1GiB", costs="estimate")
+        assert sys.gettrace() is debugger
+    finally:
+        sys.settrace(before)
+    assert seen
 
 
 def test_what_is_too_large_to_compare_is_in_the_report() -> None:

@@ -213,6 +213,31 @@ def test_four_steps_leave_the_same(kind: type[nn.Module], budget: str) -> None:
     assert four_steps(planned) == plain
 
 
+@pytest.mark.parametrize("way", ["loss_fn", "min"])
+def test_a_value_that_changes_goes_on_making_plans_where_parts_can_not_serve(way: str) -> None:
+    weight = 1.0
+
+    def loss_fn(model: Base, x: torch.Tensor) -> torch.Tensor:
+        return model.hidden(x).pow(2).mean() * weight
+
+    class Weighted(Base):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return loss_fn(self, x)
+
+    torch.manual_seed(0)
+    net = Weighted()
+    planned = Base() if way == "loss_fn" else Weighted()
+    planned.load_state_dict(net.state_dict())
+    options: dict[str, Any] = {"loss_fn": loss_fn, "budget": "1GiB"} if way == "loss_fn" else {"budget": "min"}
+    memplan.apply(planned, X, costs="estimate", **options)
+    for step in range(7):
+        weight = 1.0 + step
+        for one in (net, planned):
+            one.zero_grad()
+            one(X).backward()
+        assert torch.equal(net.layer.weight.grad, planned.layer.weight.grad)  # type: ignore[arg-type]
+
+
 def test_a_log_that_only_the_loop_writes_to_never_ends_training() -> None:
     """The loss function names it where nothing comes by; no plan in parts could take its place."""
     log: list[float] = []

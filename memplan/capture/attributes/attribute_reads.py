@@ -5,6 +5,8 @@ change with every step. So reads and sets are noted: for the time of a trace, th
 `__getattribute__` and a `__setattr__` that note them. What an attribute held does not matter where the step does not
 read it, or sets it first. One that it sets has to be set again where other code has put it back.
 
+Of names in the user's own files, those count that a line that runs has: a log that only debugging fills is none.
+
 All attributes count of these: classes; tensors; objects whose class has a `__getattribute__` of its own (the configs of
 transformers) or can't be given one; objects that are asked for all attributes at once (`vars()`, a copy). Not noted are
 reads through `object.__getattribute__`, and what a function that caches its results has read before.
@@ -22,7 +24,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from memplan.capture.attributes.named_state import NamedTable
+from memplan.capture.attributes.code_facts import names_by_line
+from memplan.capture.attributes.named_state import NamedTable, is_of_library
 
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(
@@ -61,6 +64,8 @@ class AttributeReads:
         self._owners = [owner for owner in owners if _tells(owner)]
         self._names = {id(owner): _Names() for owner in self._owners}
         self._tables = {id(vars(owner)): self._names[id(owner)] for owner in self._owners}
+        by_line = any(isinstance(owner, NamedTable) and owner.by_line for owner in owners)
+        self._run: set[str] | None = set() if by_line else None  # names on lines that ran; None where that is not known
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -72,7 +77,8 @@ class AttributeReads:
                     self._names[id(owner)].asked.add(_IN_ALL)
                 _heard.setdefault(id(owner), []).append(self._names[id(owner)])
         try:
-            yield
+            with self._following_lines():
+                yield
         finally:
             with _lock:
                 for key, names in self._names.items():
@@ -82,14 +88,49 @@ class AttributeReads:
                 for kind in kinds:
                     _end(kind)
 
+    @contextlib.contextmanager
+    def _following_lines(self) -> Iterator[None]:
+        """A context in which names on lines that run are noted.
+
+        A debugger or a meter of coverage goes first. Where there is a GPU, backward runs on threads of its own.
+        """
+        if self._run is None or sys.gettrace() is not None or torch.cuda.is_available():
+            self._run = None
+            yield
+            return
+        run = self._run
+
+        def enter(frame: FrameType, event: str, argument: Any) -> Any:
+            if is_of_library(frame):
+                return None
+            names = names_by_line(frame.f_code)
+
+            def line(frame: FrameType, event: str, argument: Any) -> Any:
+                run.update(names.get(frame.f_lineno, ()))
+                return line
+
+            return line
+
+        of_threads = threading.gettrace()
+        sys.settrace(enter)
+        threading.settrace(enter)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            threading.settrace(of_threads)
+
     def of(self, table: Mapping[str, Any]) -> frozenset[str] | None:
         """Names that were read or set of the object with these attributes; None where that may be any of them."""
+        if isinstance(table, NamedTable):
+            return table.names if self._run is None or not table.by_line else table.names & self._run
         names = self._tables.get(id(table))
         return None if names is None or any(map(_asks_for_more, names.asked)) else frozenset(names.asked)
 
     def set_first(self, table: Mapping[str, Any]) -> frozenset[str]:
         """Names that were set of the object with these attributes, and not read before."""
-        return frozenset() if self.of(table) is None else frozenset(self._tables[id(table)].set_first)
+        known = id(table) in self._tables and self.of(table) is not None
+        return frozenset(self._tables[id(table)].set_first) if known else frozenset()
 
     def pass_over(self, table: Mapping[str, Any], name: str) -> None:
         """Forget that this attribute was asked for, because what it held before does not matter."""

@@ -197,7 +197,7 @@ class Snapshot:
                 table,
                 # The model's own `forward` is what a plan replaces.
                 unchecked | ({"forward"} if table is root else set()) if id(table) in of_modules else frozenset(),
-                table.names if isinstance(table, NamedTable) else reads.of(table),
+                reads.of(table),
             )
             for _, table in tables
         ]

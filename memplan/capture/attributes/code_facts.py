@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dis
 import functools
+from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
 
@@ -21,7 +23,21 @@ _GLOBAL = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"
 _CLOSURE = frozenset({"LOAD_DEREF", "LOAD_CLASSDEREF", "STORE_DEREF", "DELETE_DEREF", "LOAD_FROM_DICT_OR_DEREF"})
 _LOCAL = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 _ATTRIBUTE = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR"})
+_IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "COPY", "DUP_TOP"})
+
+
+@functools.lru_cache(maxsize=4096)
+def names_by_line(code: CodeType) -> Mapping[int, frozenset[str]]:
+    """Globals, closure variables and attributes that each line of a code object names."""
+    found: dict[int, set[str]] = defaultdict(set)
+    line = code.co_firstlineno
+    for instruction in dis.get_instructions(code):
+        positions = getattr(instruction, "positions", None)
+        line = (positions.lineno if positions is not None else instruction.starts_line) or line
+        if instruction.opname in _GLOBAL | _CLOSURE | _ATTRIBUTE | _IMPORTS:
+            found[line].add(str(instruction.argval))
+    return {line: frozenset(names) for line, names in found.items()}
 
 
 @dataclass(frozen=True, slots=True)

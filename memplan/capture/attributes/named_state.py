@@ -28,7 +28,16 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from types import BuiltinFunctionType, CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any
 
 import numpy as np
@@ -58,6 +67,7 @@ class NamedTable(MutableMapping[str, Any]):
 
     - get: gives the value of a name, or its second argument where there is none.
     - unchecked: further names, of objects that are not compared.
+    - by_line: a name counts only if a line that runs has it, and a file of the user does.
     """
 
     def __init__(
@@ -69,6 +79,7 @@ class NamedTable(MutableMapping[str, Any]):
     ) -> None:
         self.names, self._put, self._delete = frozenset(names), put, delete
         self.unchecked: frozenset[str] = frozenset()
+        self.by_line = False
         self.get = get  # type: ignore[method-assign]  # itself, because a step asks for each name before each call
 
     def __getitem__(self, name: str) -> Any:
@@ -136,6 +147,12 @@ class NamedTable(MutableMapping[str, Any]):
         )  # fmt: skip
 
 
+def is_of_library(frame: FrameType) -> bool:
+    """Whether a frame runs code of PyTorch, the standard library or memplan."""
+    top = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    return top in _LIBRARIES
+
+
 def slots_of(value: Any) -> tuple[str, ...]:
     """Names of the slots of an object of a class written in Python."""
     named = (vars(kind).get("__slots__", ()) for kind in type(value).__mro__)
@@ -150,6 +167,7 @@ class _Namespace:
     title: str
     table: Callable[[set[str]], NamedTable]
     owned: bool  # of the user's own files, not of an installed package
+    held: bool  # code has these values with it, and needs no name for them
     names: set[str] = field(default_factory=set)
 
 
@@ -193,7 +211,7 @@ class NamedState:
                     title = f"{namespace.title} ({number})"
                 titles.add(title)
                 table = namespace.table(names)
-                table.unchecked = frozenset(others)
+                table.unchecked, table.by_line = frozenset(others), namespace.owned and not namespace.held
                 yield title, table
 
     # -- which code runs --------------------------------------------------------------------------------------------
@@ -325,7 +343,8 @@ class NamedState:
         self._held.append(key)  # which stays alive, or another could have its id
         for name, value in values.items():
             table = functools.partial(NamedTable.of_namespace, values)
-            self._name((id(key), title), title, table, _is_own(type(value)) or isinstance(value, _CONTAINERS), name)
+            owned = _is_own(type(value)) or isinstance(value, _CONTAINERS)
+            self._name((id(key), title), title, table, owned, name, held=True)
             self._reach_code(value)
 
     def _name_cells(self, function: FunctionType, cells: dict[str, CellType]) -> None:
@@ -345,9 +364,17 @@ class NamedState:
                 functools.partial(NamedTable.of_class, home), not _is_installed(home.__module__), name,
             )  # fmt: skip
 
-    def _name(self, key: Any, title: str, table: Callable[[set[str]], NamedTable], owned: bool, name: str) -> None:
+    def _name(
+        self,
+        key: Any,
+        title: str,
+        table: Callable[[set[str]], NamedTable],
+        owned: bool,
+        name: str,
+        held: bool = False,
+    ) -> None:
         if not (name.startswith("__") and name.endswith("__")):
-            self._namespaces.setdefault(key, _Namespace(title, table, owned)).names.add(name)
+            self._namespaces.setdefault(key, _Namespace(title, table, owned, held)).names.add(name)
 
     def _name_value(self, value: Any, attributes: list[str]) -> None:
         """Follow what a name stands for, and the attributes that are read from it."""
