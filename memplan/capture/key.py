@@ -218,13 +218,12 @@ class StepKey:
         self._switches = _switches()
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
-        ignored = () if shards is None else shards.attributes
-        self._snapshots = [Snapshot(attribute_tables(model, ignored, run), model, reads, ignored)]
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._bind(model)
+        self._snapshots = [Snapshot(self.tables, model, reads, () if shards is None else shards.attributes)]
 
     def _bind(self, model: nn.Module) -> None:
         """Look up the live tables of a model, which are compared with the snapshots."""
