@@ -26,6 +26,7 @@ from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.parts.rehearsal import OneForward, one_forward
+from memplan.runtime.program.execute import Written
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -179,5 +180,7 @@ def _with_caches(
         anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
         known = {(id(table), key) for table, key, _ in caches.values}
         if not {(id(table), key) for table, key, _ in left.values} <= anew | known:
+            raise refusal
+        if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
             raise refusal
         return dataclasses.replace(captured, left=caches)

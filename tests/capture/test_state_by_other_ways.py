@@ -162,7 +162,21 @@ class Draws(Base):
 
 
 DRAWN = random.Random(3)
+READY: set[str] = set()
+
+
+class FirstBatchEntersASet(FirstBatchInitialises):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.layer(x)
+        if "shift" not in READY:
+            with torch.no_grad():
+                self.shift.copy_(-hidden.mean(0))
+            READY.add("shift")
+        return torch.tanh(hidden + self.shift).pow(2).mean()
+
+
 KINDS = [
+    FirstBatchEntersASet,
     Draws,
     MethodOfAnObject, SpecialMethod, BoundMethod, Partial, PartialAsHook, Default, AttributeOfAFunction, ClassAsAValue,
     AttributeOfAParameter, FirstBatchInitialises,
@@ -180,13 +194,16 @@ def reset() -> None:
     global COUNT
     COUNT, Settings.scale = 0, 1.0
     LOG.rows.clear()
+    READY.clear()
     (Default.forward.__defaults__ or ([],))[0].clear()
     vars(counted)["calls"] = 0
     DRAWN.seed(3)
 
 
 def seen() -> str:
-    return str((COUNT, LOG.rows, Default.forward.__defaults__, vars(counted), Settings.scale, DRAWN.getstate()[1][:3]))
+    return str(
+        (COUNT, LOG.rows, READY, Default.forward.__defaults__, vars(counted), Settings.scale, DRAWN.getstate()[1][:3])
+    )
 
 
 def four_steps(net: nn.Module) -> list[Any]:

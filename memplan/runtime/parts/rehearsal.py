@@ -162,11 +162,13 @@ class OneForward:
     - left: what it left in the model.
     - caches: the part of `left` that any first run would leave. It depends on shapes, and on buffers that no data
       reach, and not on parameters, inputs or random numbers.
+    - written: names of parameters and buffers that it wrote to.
     """
 
     answers: list[Answer]
     left: LeftBehind
     caches: LeftBehind
+    written: frozenset[str]
 
 
 def one_forward(
@@ -179,8 +181,9 @@ def one_forward(
 
     Raises ForwardFails where forward raises.
     """
-    with nothing_kept(model, call, run=run), nothing_saved(), AttributesKept(model, run=run) as attributes:
+    with nothing_kept(model, call, run=run) as writes, nothing_saved(), AttributesKept(model, run=run) as attributes:
         data = DataFollowed([*model.parameters(), *call.tensors])
+        buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
         with around or contextlib.nullcontext(), data, NotedReads() as reads:
             try:
@@ -191,7 +194,11 @@ def one_forward(
                 raise ForwardFails(error) from error
         left = attributes.left()
         caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
-        return OneForward(reads.answers, left, LeftBehind([], []) if data.was_read else caches)
+        memory = {storage_key(tensor) for tensor in writes.written}
+        written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
+        written.update(name for name, buffer, version in buffers if buffer._version != version)
+        caches = LeftBehind([], []) if data.was_read else caches
+        return OneForward(reads.answers, left, caches, frozenset(written))
 
 
 class ForwardFails(Exception):
