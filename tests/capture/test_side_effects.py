@@ -403,9 +403,9 @@ def test_escaped_tensors_are_found_wherever_they_are() -> None:
     with torch._subclasses.FakeTensorMode():
         tensors = [torch.ones(3) for _ in range(3)]
     made.note(tensors)
-    hidden["list"].append(tensors[0])
+    hidden["list"] += [tensors[0], ("loss", tensors[2]), "other"]
     hidden["object"].aux = tensors[1]
     with pytest.raises(memplan.UnsupportedModel, match="leaves tensors in a"), made.kept_in():
         del tensors
-    assert hidden["list"] == []
+    assert hidden["list"] == ["other"]
     assert not hasattr(hidden["object"], "aux")

@@ -71,10 +71,10 @@ class MadeTensors:
         if not escaped:
             return []
         wanted: list[Any] = list(escaped)
-        found: list[Any] = []
+        found, holders = list[Any](), list[Any]()
         while wanted:
             ids = {id(thing) for thing in wanted}
-            known = {id(wanted), id(escaped), id(found), id(sys._getframe())}
+            known = {*map(id, (wanted, escaped, found, holders)), id(sys._getframe())}
             holders = [h for h in gc.get_referrers(*wanted) if id(h) not in known and not isinstance(h, FrameType)]
             for holder in holders:
                 with contextlib.suppress(Exception):  # some containers refuse it
