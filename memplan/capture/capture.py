@@ -37,6 +37,7 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
@@ -109,6 +110,7 @@ def capture(
     varying: Varying = frozenset(),
     counted: bool = False,
     unsteady: Collection[str] = (),
+    islands: Islands = NO_ISLANDS,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
@@ -124,14 +126,16 @@ def capture(
     - counted: masks of dropout are functions of a seed, which fused groups compute.
     - unsteady: values that change from step to step, as `StepKey.other_value` names them. The step must not depend on
       them.
+    - islands: calls that can't be traced, as a run of forward has shown them.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
-    where the step can be captured once `seen` is given.
+    where the step can be captured once `seen` is given, and an OpenIsland where it may be with other `islands`.
     """
     made = MadeTensors()
     once = functools.partial(
-        _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made
-    )
+        _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made,
+        islands,
+    )  # fmt: skip
     with (
         without_collections(),
         contextlib.nullcontext() if shards is None else shards.tracing(),
@@ -161,6 +165,7 @@ def _capture(
     varying: Varying,
     counted: bool,
     made: MadeTensors,
+    islands: Islands,
     requiring: tuple[int, ...] = (),
 ) -> Capture:
     """One try of `capture`.
@@ -187,6 +192,7 @@ def _capture(
             model, call.requiring_grad(requiring), run, autocast, planned_device, around=around,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
             seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
+            islands=islands,
         )  # fmt: skip
         raw, settled = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None

@@ -33,6 +33,7 @@ from torch.utils.flop_counter import flop_registry
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
+from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
@@ -75,6 +76,7 @@ def measure(
     ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
+    known.facts |= _of_islands(traced)
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))
     if missing:
@@ -106,6 +108,15 @@ def measure(
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
     source = "measured in part" if unknown else "measured"
     return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), source)
+
+
+def _of_islands(traced: Traced) -> dict[str, OpFacts]:
+    """What runs of the sample have shown of calls that can't be run on made-up data."""
+    return {
+        op.key: OpFacts(*kernel.target.cost)
+        for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True)
+        if isinstance(kernel.target, IslandKernel)
+    }
 
 
 def _cache_bytes(traced: Traced) -> int:
@@ -411,14 +422,21 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
 
 
 def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
-    """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0."""
+    """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0.
+
+    Of calls that can't be traced, what their run on the sample took.
+    """
     roofline = roofline or Roofline()
-    times = []
+    times, islands = [], _of_islands(traced)
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
+        if op.key in islands:
+            times.append(islands[op.key].time_s)
+            continue
         values = [traced.graph.values[v] for v in (*op.inputs, *op.outputs)]
         traffic = sum(v.size_bytes for v in values)
         times.append(roofline.launch_s + max(_flops(kernel) / roofline.flops_per_s, traffic / roofline.bytes_per_s))
-    return Costs(tuple(times), (0,) * len(times), "estimated")
+    scratch = tuple(islands[op.key].scratch_bytes if op.key in islands else 0 for op in traced.graph.ops)
+    return Costs(tuple(times), scratch, "estimated")
 
 
 def _flops(kernel: Kernel) -> float:

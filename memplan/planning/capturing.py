@@ -6,6 +6,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
 from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.islands import NO_ISLANDS, islands_of
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
@@ -25,8 +27,9 @@ from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.parts.rehearsal import OneForward, one_forward
+from memplan.runtime.parts.rehearsal import ForwardFails, OneForward, one_forward
 from memplan.runtime.program.execute import Written
+from memplan.runtime.program.island_runs import IslandRuns
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -34,15 +37,19 @@ _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than on
 class Capturing:
     """Captures the steps of one model.
 
-    - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
-      then captured with the branches that it took and the caches that it left.
+    - runs_forward: forward is run once on the sample where it calls what can't be traced, branches on what it computes,
+      or fills caches. The step is then captured with what the calls gave, the branches that it took and the caches that
+      it left.
+    - decides: it is run for branches and caches.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
-    def __init__(self, settings: Settings, placement: Placement, decides: bool) -> None:
-        self._settings, self._placement, self.decides = settings, placement, decides
+    def __init__(self, settings: Settings, placement: Placement, runs_forward: bool) -> None:
+        self._settings, self._placement, self.runs_forward = settings, placement, runs_forward
+        self.decides = runs_forward and settings.in_flight == 1
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
+        self._islands = NO_ISLANDS
 
     def stop_deciding(self) -> None:
         """Capture from now on without running forward to see its branches: it takes too many ways."""
@@ -110,26 +117,67 @@ class Capturing:
             capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
             backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
         )  # fmt: skip
-        runs = self.decides and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        is_real = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        decides, looks = self.decides and is_real, self.runs_forward and is_real
 
         def traced() -> Capture:
             try:
-                return trace(seen=seen or None)
+                return self._through_islands(functools.partial(trace, seen=seen or None), model, forward, sample, looks)
             except OpenBranch:
-                if not runs:
+                if not decides:
                     raise
-                return trace(seen=self._one_forward(model, forward, sample).answers)
+                answers = self._one_forward(model, forward, sample).answers
+                return self._through_islands(functools.partial(trace, seen=answers), model, forward, sample, looks)
 
         try:
             captured = traced()
         except SetsAttribute as error:
-            if not runs:
+            if not decides:
                 raise
             run = self._run(model, forward)
             captured = _with_caches(model, run, self._one_forward(model, forward, sample), traced, error)
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         return captured if settings.update == "step" else self._with_updates(model, captured)
+
+    def _through_islands(
+        self, trace: Callable[..., Capture], model: nn.Module, forward: Forward, sample: Sample | Call, looks: bool
+    ) -> Capture:
+        """What `trace(islands=)` gives, where calls that can't be traced, or leave anything behind, are islands.
+
+        looks: forward may run, to look at such calls.
+        """
+        islands, applied, first = self._islands, set[Any](), None
+        given: dict[str, tuple[bool, ...]] = {}
+
+        def note(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+            applied.add(function)
+            return original(*args)
+
+        while True:
+            try:
+                with private.functions_applied_by(note):
+                    captured = trace(islands=islands)
+                self._islands = islands
+                return captured
+            except OpenBranch:
+                raise
+            except UnsupportedModel as error:
+                refusal = error.with_traceback(None)
+            first = first or refusal
+            new, other = islands_of(refusal, applied - islands.functions)
+            if not looks or not (new - islands.functions or other.items() - given.items()):
+                raise first
+            given |= other
+            device = self._placement.device or model_device(model)
+            run = IslandRuns(model, islands.functions | new, given, device)
+            try:
+                with private.functions_applied_by(run.apply):
+                    self._one_forward(model, forward, sample)
+            except (UnsupportedModel, ForwardFails) as error:
+                log.info("no island is made of %s, because %s", ", ".join(f.__qualname__ for f in new), error)
+                raise first from None
+            islands = run.islands
 
     def _with_updates(self, model: nn.Module, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""

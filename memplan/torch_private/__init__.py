@@ -7,6 +7,8 @@ from memplan.torch_private.autograd import also_arrives_otherwise as also_arrive
 from memplan.torch_private.autograd import backward_in_progress as backward_in_progress
 from memplan.torch_private.autograd import backward_keeps_graph as backward_keeps_graph
 from memplan.torch_private.autograd import engine_reaches as engine_reaches
+from memplan.torch_private.autograd import function_that_failed as function_that_failed
+from memplan.torch_private.autograd import functions_applied_by as functions_applied_by
 from memplan.torch_private.autograd import run_backward as run_backward
 from memplan.torch_private.autograd import versions_kept as versions_kept
 from memplan.torch_private.devices import MemoryRecord as MemoryRecord

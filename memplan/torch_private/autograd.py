@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
 from typing import Any
 
 import torch
+from torch.autograd import function as functions
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.autograd.graph import _engine_run_backward, get_gradient_edge
 
@@ -44,3 +47,51 @@ def backward_keeps_graph() -> bool:
 def versions_kept(tensors: Iterable[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
     """A context whose writes to these tensors autograd does not see. In the end they must hold what they held."""
     return _unsafe_preserve_version_counter(tuple(tensors))
+
+
+Apply = Callable[[Any, tuple[Any, ...], Callable[..., Any]], Any]  # function, arguments, what applies it otherwise
+
+
+@contextlib.contextmanager
+def functions_applied_by(apply: Apply) -> Iterator[None]:
+    """A context in which what this thread's autograd functions give is what `apply(function, args, original)` gives.
+
+    `Function.apply`, which users may have bound before, looks for what runs a function in the classes above it.
+    """
+    home, thread = functions._SingleLevelFunction, threading.get_ident()
+    before = vars(home).get("apply")
+
+    def instead(function: Any, *args: Any) -> Any:
+        original = super(home, function).apply if before is None else before.__get__(None, function)
+        return apply(function, args, original) if threading.get_ident() == thread else original(*args)
+
+    home.apply = classmethod(instead)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if before is None:
+            del home.apply  # type: ignore[attr-defined]
+        else:
+            home.apply = before  # type: ignore[attr-defined]
+
+
+def function_that_failed(error: BaseException) -> Any:
+    """The autograd function in whose forward or backward an error was raised; None where it was in none.
+
+    Of a forward, only where it was applied within `functions_applied_by`.
+    """
+    codes = {functions.BackwardCFunction.apply.__code__: "self"}
+    if hasattr(functions.BackwardCFunction, "apply_boxed"):
+        codes[functions.BackwardCFunction.apply_boxed.__code__] = "self"
+    cause: BaseException | None = error
+    while cause is not None:
+        trace: TracebackType | None = cause.__traceback__
+        while trace is not None:
+            frame = trace.tb_frame
+            if frame.f_code in codes:
+                return frame.f_locals[codes[frame.f_code]]._forward_cls
+            if frame.f_code.co_name == "instead" and frame.f_code.co_filename == __file__:
+                return frame.f_locals["function"]
+            trace = trace.tb_next
+        cause = cause.__cause__ or cause.__context__
+    return None

@@ -20,6 +20,7 @@ from memplan.capture.analysis.sized import with_sizes
 from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.island import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
@@ -222,12 +223,14 @@ class _StepBuilder:
             raise UnsupportedModel(
                 f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"
             )
-        target, args, kwargs = self._simplified(node)
+        island = kernel_of(node.target, str(node.args[0]), self.raw.islands) if node.args else None
+        target, args, kwargs = self._simplified(node) if island is None else (island, node.args[1:], node.kwargs)
         op = DraftOp(
             node=node, target=target, args=args, kwargs=kwargs, phase=phase,
             reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
             made=[], outputs=[], effects=[],
-            random=op_facts.draws_random_numbers(target, args, kwargs), recomputable=True,
+            random=op_facts.draws_random_numbers(target, args, kwargs) if island is None else island.is_random,
+            recomputable=island is None or island.repeats,
             layer=self.raw.layers.get(node.name, ""),
         )  # fmt: skip
         hidden = op_facts.HIDDEN_WRITES.get(node.target)

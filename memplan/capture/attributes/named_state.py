@@ -230,7 +230,7 @@ class NamedState:
 
     def _add_class(self, kind: type) -> None:
         for base in kind.__mro__:
-            if base in self._classes or _is_of_library(base):
+            if base in self._classes or is_library_code(base):
                 continue
             self._classes[base] = None
             for value in vars(base).values():
@@ -271,7 +271,7 @@ class NamedState:
                 break
         if isinstance(thing, FunctionType):
             key = thing.__code__, id(thing.__globals__), tuple(map(id, thing.__closure__ or ()))
-            if key not in self._seen and not _is_of_library(thing):
+            if key not in self._seen and not is_library_code(thing):
                 self._seen.add(key)
                 self._pending.append(thing)
         elif isinstance(thing, type):
@@ -279,7 +279,7 @@ class NamedState:
             if _is_own(thing) and thing not in self._of_model:
                 self._name_attributes(thing, vars(thing).keys())
         elif not isinstance(thing, (nn.Module, ModuleType, BuiltinFunctionType, torch.Tensor, type(None))):
-            if _is_own(type(thing)) or (callable(thing) and not _is_of_library(type(thing))):
+            if _is_own(type(thing)) or (callable(thing) and not is_library_code(type(thing))):
                 self._add_class(type(thing))
 
     def _look_into(self, function: FunctionType) -> None:
@@ -311,7 +311,7 @@ class NamedState:
                 self._name_global(function.__globals__, chain)
         for path, *names in facts.imports:
             module = sys.modules.get(path)
-            if module is not None and not _is_of_library(module):
+            if module is not None and not is_library_code(module):
                 for name in names or facts.others & vars(module).keys():
                     self._name_global(vars(module), (name,))
 
@@ -379,11 +379,11 @@ class NamedState:
     def _name_value(self, value: Any, attributes: list[str]) -> None:
         """Follow what a name stands for, and the attributes that are read from it."""
         if isinstance(value, ModuleType):
-            if attributes and not _is_of_library(value):
+            if attributes and not is_library_code(value):
                 self._name_global(vars(value), tuple(attributes))
             return
         if isinstance(value, type):
-            if not _is_of_library(value):
+            if not is_library_code(value):
                 self._add_class(value)
                 if attributes and value not in self._of_model:
                     self._name_attributes(value, {attributes[0]} & {n for k in value.__mro__ for n in vars(k)})
@@ -395,7 +395,7 @@ class NamedState:
         if isinstance(value, (dict, list, tuple)):
             for inner in list(value.values() if isinstance(value, dict) else value)[:_MOST] if depth else ():
                 self._reach_code(inner, depth - 1)
-        elif callable(value) or not _is_of_library(type(value)):
+        elif callable(value) or not is_library_code(type(value)):
             self._reach(value)
 
 
@@ -408,7 +408,7 @@ def backward_depends_on(node: Any) -> str | None:
     node: of the autograd graph, which is the context of the function, too.
     """
     function = type(node)._forward_cls
-    if _is_of_library(function):
+    if is_library_code(function):
         return None
     for name, value in vars(node).items():
         if not isinstance(value, (torch.Tensor, nn.Module, type)) and _is_own(type(value)):
@@ -467,7 +467,7 @@ def _module_name(thing: Any) -> str:
     return str(getattr(thing, "__name__" if isinstance(thing, ModuleType) else "__module__", None) or "")
 
 
-def _is_of_library(thing: Any) -> bool:
+def is_library_code(thing: Any) -> bool:
     """Whether code is of PyTorch, the standard library or memplan, or no Python code."""
     top = _module_name(thing).partition(".")[0]
     return not top or (top in _LIBRARIES and top != "__main__")
@@ -475,7 +475,7 @@ def _is_of_library(thing: Any) -> bool:
 
 def _is_own(kind: type) -> bool:
     """Whether a class is the user's own: of no library and of no installed package."""
-    return not _is_of_library(kind) and not _is_installed(kind.__module__)
+    return not is_library_code(kind) and not _is_installed(kind.__module__)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from memplan.capture.ops.island import Island
 from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.trace.call import OutputTemplate
 
@@ -149,6 +150,7 @@ class RawTrace:
       others if it were made in place.
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
+    - islands: calls that are ops of their own, by the name that these ops have for it.
     """
 
     module: fx.GraphModule
@@ -173,3 +175,4 @@ class RawTrace:
     odd_sums: tuple[tuple[int, fx.Node, fx.Node], ...]
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
+    islands: Mapping[str, Island] = field(default_factory=dict)

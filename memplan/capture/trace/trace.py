@@ -19,6 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.ops.island import as_ops
 from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts, strides_that_matter
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
@@ -26,6 +27,7 @@ from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.generators import generator_kept, seeding_itself
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, OpenIsland, refuse_failed
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
@@ -66,6 +68,7 @@ class TraceRequest:
     - varying: sizes of the call's tensors for which the trace has symbols. Parameters must be on the device then.
     - counted: masks of dropout are functions of a seed.
     - made: notes the tensors of the trace. None of them may outlive it.
+    - islands: calls that are ops of their own, because they can't be traced.
     """
 
     model: nn.Module
@@ -86,6 +89,7 @@ class TraceRequest:
     varying: Varying = frozenset()
     counted: bool = False
     made: MadeTensors = field(default_factory=MadeTensors)
+    islands: Islands = NO_ISLANDS
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -113,6 +117,7 @@ class _StepTrace:
         self._differentiated = [name for name, p in self._parameters.items() if p.requires_grad]
         names = {module: name for name, module in model.named_modules()}
         self._notes = TraceNotes(names, {}, len(self._parameters), in_place=request.in_place)
+        self._islands = IslandsTraced(request.islands)
         if around is not None and around.answers:
             self._notes.seen, self._notes.blind = iter(around.answers), True
         elif request.seen is not None:
@@ -132,6 +137,8 @@ class _StepTrace:
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(as_without_modes())
             stack.enter_context(results_forgotten(request.model))
+            stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
+            stack.enter_context(private.functions_applied_by(self._islands.apply))
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
             with self._errors_in_words():
@@ -169,15 +176,19 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except UnsupportedModel:
+        except OpenIsland:
             raise
+        except UnsupportedModel as error:
+            refusal = refuse_failed(error, str(error))
+            raise (refusal if isinstance(refusal, OpenIsland) else error) from error.__cause__
         except private.FixedSize as error:
             raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
-            raise UnsupportedModel(
+            raise refuse_failed(
+                error,
                 f"the shape or value of a result depends on data ({first_line(error)}): module {self._notes.module}, "
                 f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
-                "shapes are fixed, such as torch.where"
+                "shapes are fixed, such as torch.where",
             ) from error
         except (KeyboardInterrupt, MemoryError):
             raise
@@ -187,9 +198,10 @@ class _StepTrace:
                     f"forward calls a function that went through torch.compile: module {self._notes.module}, "
                     f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out"
                 ) from error
-            raise UnsupportedModel(
+            raise refuse_failed(
+                error,
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
-                f"  in module {self._notes.module}, {line_of(error)}"
+                f"  in module {self._notes.module}, {line_of(error)}",
             ) from error
 
     # -- what is traced ---------------------------------------------------------------------------------------------
@@ -222,6 +234,7 @@ class _StepTrace:
             self._notes.end_forward(template)
             gradients = self._gradients(template, leaves, given)
             stand_ins.check("backward")
+            self._islands.check()
             return list(template.tensors), gradients
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputTemplate:
@@ -336,18 +349,19 @@ class _StepTrace:
             odd_sums=tuple(notes.odd_sums),
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
+            islands=self._islands.used,
         )
 
 
 def _refuse_state_of_backward(edges: Edges) -> None:
     """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
-    for node in edges.functions:
-        state = backward_depends_on(node)
-        if state is not None:
-            raise UnsupportedModel(
-                f"the backward of the autograd function {type(node).__name__} depends on {state}, which may change "
-                "between forward and backward; a planned step would not notice. Pass it to the function as an argument"
-            )
+    depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
+    for function, state in depend.items():
+        raise OpenIsland(
+            f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
+            "forward and backward; a planned step would not notice. Pass it to the function as an argument",
+            frozenset(depend),
+        )
 
 
 def input_names(call: Call, around: PartSurroundings | None) -> tuple[str, ...]:

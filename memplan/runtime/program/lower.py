@@ -19,6 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import MetaTensor, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
+from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.layout import tensors_of
 from memplan.capture.ops.sizes import Expression, expressions_in, put
 from memplan.capture.trace.collector import without_collections
@@ -54,7 +55,7 @@ from memplan.runtime.program.check import TRACED, as_traced, is_read
 from memplan.runtime.program.collectives import GRADIENT
 from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
-from memplan.runtime.program.rng import held_rng, replay_all, replay_random, save_rng
+from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
 
 Grads = Literal["surface", "edges"]
 Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
@@ -341,7 +342,11 @@ class _Lowering:
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)
-            run = self.side.call(again_as, (state, device, kernel.target, *args), kwargs, op.name)
+            if isinstance(kernel.target, IslandKernel):
+                again_as = ReplayedIsland(kernel.target)
+                run = self.side.call(again_as, (state, device, *args), kwargs, op.name)
+            else:
+                run = self.side.call(again_as, (state, device, kernel.target, *args), kwargs, op.name)
         else:
             target = binding(kernel.target, given, kernel.kwargs)
             run = self.side.call(target, args, kwargs, op.name)
@@ -379,7 +384,7 @@ class _Lowering:
         a GPU. What a user's own op draws from is not known, so all generators are put back for it.
         """
         kernel, device = self.traced.kernels[index], self.traced.device
-        if not op_facts.is_of_pytorch(kernel.target):
+        if not op_facts.is_of_pytorch(kernel.target) or isinstance(kernel.target, IslandKernel):
             return replay_all, device
         result = tensors_of(kernel.node.meta["val"])[0]
         return replay_random, device if result.device.type == device.type else result.device

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from memplan.capture.ops.island import IslandKernel
 
 
 def _default_generator(device: torch.device) -> torch.Generator:
@@ -55,6 +58,20 @@ def replay_random(state: Any, device: torch.device, target: Callable[..., Any], 
         return target(*args, **kwargs)
     finally:
         restore_rng(device, present)
+
+
+@dataclass(frozen=True)
+class ReplayedIsland:
+    """Runs the forward op of an island with the generator states of its first run. fx writes no call with it in it."""
+
+    kernel: IslandKernel
+
+    @property
+    def __name__(self) -> str:
+        return self.kernel.__name__
+
+    def __call__(self, state: tuple[bytearray, Any], device: torch.device, /, *args: Any) -> Any:
+        return replay_all(state, device, self.kernel, *args)
 
 
 def replay_all(state: Any, device: torch.device, target: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

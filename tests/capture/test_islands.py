@@ -1,0 +1,425 @@
+"""Autograd functions that can't be traced are two ops of a whole plan, with the bits, floors and peaks of plain ops."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.runtime.watch.meter import LiveMeter
+
+SEEN: list[torch.Tensor] = []
+WIDTH = 32
+
+
+class Tanh(torch.autograd.Function):
+    """Reads memory by NumPy, and saves its result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.from_numpy(np.tanh(x.detach().numpy()))
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return torch.from_numpy(grad.numpy() * (1 - y.numpy() ** 2))
+
+
+class Pointers(torch.autograd.Function):
+    """Goes through pointers, and saves an input and a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        y = torch.empty_like(x)
+        ctypes.memmove(y.data_ptr(), x.data_ptr(), x.numel() * x.element_size())
+        ctx.save_for_backward(x)
+        ctx.factor = factor
+        return y.mul_(y).mul_(factor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return grad * x * (2 * ctx.factor), None
+
+
+class Several(torch.autograd.Function):
+    """Has several outputs, of which one has no gradient, and one is a view of an argument; a weight is one of these."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> tuple[Any, ...]:
+        x.data_ptr()
+        mask = x > 0
+        ctx.mark_non_differentiable(mask)
+        ctx.save_for_backward(x[:, 1:], weight)
+        return x * weight, mask, None, x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, product: torch.Tensor, mask: Any, nothing: Any, same: torch.Tensor) -> tuple[Any, ...]:
+        most, weight = ctx.saved_tensors
+        padded = torch.nn.functional.pad(most, (1, 0))
+        return product * weight + same, (product * padded).sum(0)
+
+
+class InContext(torch.autograd.Function):
+    """Keeps a tensor as an attribute of its context, and does not use one of its arguments."""
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.mask = inputs[0] > 0
+
+    @staticmethod
+    def forward(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x.data_ptr()
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.mask, None
+
+
+class Dropout(torch.autograd.Function):
+    """Draws random numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.rand_like(x) > x.numpy().min() / 100 + 0.5
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Once(torch.autograd.Function):
+    """Appends to a list in forward and in backward, so it must not run again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        SEEN.append(x.detach().sum())
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        SEEN.append(grad.sum())
+        return grad
+
+
+class Noise(torch.autograd.Function):
+    """Draws from Python's generator, whose state no plan puts back, so it must not run again."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.factor = random.random()
+        return torch.from_numpy(x.detach().numpy() * np.float32(ctx.factor))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(grad.numpy() * np.float32(ctx.factor))
+
+
+BOUND = Tanh.apply  # as libraries do when they are imported
+
+
+def tanh(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return BOUND(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def pointers(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return Pointers.apply(x, 0.5)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def several(block: Block, x: torch.Tensor) -> torch.Tensor:
+    product, mask, nothing, same = Several.apply(x, block.weight)  # type: ignore[no-untyped-call]
+    assert nothing is None
+    return product * mask + same  # type: ignore[no-any-return]
+
+
+def one_of_several(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return Several.apply(x, block.weight)[0]  # type: ignore[no-any-return,no-untyped-call]
+
+
+def in_context(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return InContext.apply(x, block.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def dropout(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return Dropout.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def once(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return Once.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def noise(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return Noise.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+
+def plain(block: Block, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x)
+
+
+HABITS = [tanh, pointers, several, one_of_several, in_context, dropout, once, noise]
+
+
+class Block(nn.Module):
+    def __init__(self, habit: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.habit, self.norm = habit, nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.weight = nn.Parameter(torch.randn(4 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.habit(self, self.up(self.norm(x))))  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    def __init__(self, habit: Callable[[Block, torch.Tensor], torch.Tensor], depth: int = 4) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(habit) for _ in range(depth))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean()
+
+
+def net(habit: Callable[[Block, torch.Tensor], torch.Tensor]) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    return Net(habit), torch.randn(128, WIDTH)
+
+
+def two_steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Losses, parameters and what functions have appended, of two steps with an optimizer."""
+    SEEN.clear()
+    torch.manual_seed(1)
+    random.seed(1)
+    optimizer, found = torch.optim.AdamW(model.parameters(), 0.01), []
+    for _ in range(2):
+        loss = model(x)
+        loss.backward()
+        found.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(p.detach() for p in model.parameters()), *SEEN]
+
+
+def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
+    assert len(first) == len(second)
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("habit", HABITS, ids=lambda habit: habit.__name__)
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": "min"}, {"budget": "min", "kernels": "fused"}, {"budget": "1GiB", "host_budget": "1GiB"}],
+    ids=["floor", "fused", "offload"],
+)
+def test_bits(habit: Any, options: dict[str, Any]) -> None:
+    model, x = net(habit)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, costs="estimate", **options)
+    assert isinstance(memplan.plan_of(planned), memplan.Plan)
+    assert_same(two_steps(model, x), two_steps(planned, x))
+
+
+@pytest.mark.parametrize("habit", [h for h in HABITS if h is not once], ids=lambda habit: habit.__name__)
+def test_the_step_holds_what_is_predicted(habit: Any) -> None:
+    model, x = net(habit)
+    memplan.apply(model, x, "min")
+    plan = memplan.plan_of(model)
+    assert plan is not None
+    two_steps(model, x)
+    meter = LiveMeter()
+    meter.register([*model.parameters(), x])
+    with meter:
+        model(x).backward()
+    assert meter.peak_bytes <= plan.peak_bytes
+
+
+def test_the_floor_is_that_of_plain_ops() -> None:
+    floors = []
+    for habit in (plain, tanh):
+        model, x = net(habit)
+        memplan.apply(model, x, "min")
+        plan = memplan.plan_of(model)
+        assert plan is not None
+        floors.append(plan.peak_bytes)
+    assert floors[1] <= 1.01 * floors[0]
+
+
+@pytest.mark.parametrize("habit", [once, noise], ids=lambda habit: habit.__name__)
+def test_what_leaves_traces_in_python_runs_once(habit: Any) -> None:
+    model, x = net(habit)
+    memplan.apply(model, x, "min")
+    plan = memplan.plan_of(model)
+    assert plan is not None
+    graph = plan.problem.graph
+    assert not any(op.recomputable for op in graph.ops if op.kind.startswith("memplan.island"))
+
+
+def test_half_way_in_a_copy() -> None:
+    model, x = net(several)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, 0.8, costs="estimate")
+    assert_same(two_steps(model, x), two_steps(copy.deepcopy(planned), x))
+
+
+def test_two_forwards_before_their_backwards() -> None:
+    model, x = net(tanh)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "min", costs="estimate", in_flight=2)
+    for each in (model, planned):
+        first, second = each(x), each(2 * x)
+        second.backward()
+        first.backward()
+    assert_same([p.grad for p in model.parameters() if p.grad is not None],
+                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+
+
+def test_a_second_backward() -> None:
+    model, x = net(tanh)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "min", costs="estimate")
+    for each in (model, planned):
+        loss = each(x)
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_same([p.grad for p in model.parameters() if p.grad is not None],
+                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+
+
+def test_other_lengths() -> None:
+    model, x = net(tanh)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    for length in (128, 96, 64):
+        assert_same(two_steps(model, x[:length]), two_steps(planned, x[:length]))
+
+
+def test_under_autocast() -> None:
+    class Dtypes(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cpu")
+        def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            x.data_ptr()
+            ctx.save_for_backward(x, w)
+            return torch.nn.functional.linear(x, w.diag())
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cpu")
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, w = ctx.saved_tensors
+            return grad * w, torch.nn.functional.linear(grad.t(), x.t()).diagonal().to(w.dtype)
+
+    def dtypes(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return Dtypes.apply(x, block.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = net(dtypes)
+    planned = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        memplan.apply(planned, x, "min", costs="estimate")
+    assert isinstance(memplan.plan_of(planned), memplan.Plan)
+    for each in (model, planned):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(x)
+        loss.backward()
+    assert_same([p.grad for p in model.parameters() if p.grad is not None],
+                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+
+
+class Alternating(torch.autograd.Function):
+    """Gives another number of saved tensors from call to call."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        Alternating.calls += 1
+        ctx.save_for_backward(*([x.exp()] * (1 + Alternating.calls % 2)))
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0]
+
+
+class Fails(torch.autograd.Function):
+    """Fails in its second run."""
+
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        Fails.calls += 1
+        if Fails.calls > 1:
+            raise RuntimeError("a second time")
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad
+
+
+class Writes(torch.autograd.Function):
+    """Writes to its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+@pytest.mark.parametrize("function", [Alternating, Writes], ids=lambda f: f.__name__)
+def test_what_is_no_island_is_left_as_it_is(function: Any) -> None:
+    def habit(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return function.apply(x * 1)  # type: ignore[no-any-return]
+
+    model, x = net(habit)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    Alternating.calls = 0
+    plain = two_steps(model, x)
+    Alternating.calls = 0
+    assert_same(plain, two_steps(planned, x))
+
+
+def test_what_belongs_to_the_model_is_not_given_to_a_copy() -> None:
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
+            ctx.layer = layer
+            return x * float(layer.weight.detach().numpy()[0, 0])
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return grad * float(ctx.layer.weight.detach().numpy()[0, 0]), None
+
+    def reads(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return Reads.apply(x, block.down)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = net(reads)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    copied = copy.deepcopy(planned)
+    plain = two_steps(model, x)
+    assert_same(plain, two_steps(planned, x))
+    assert_same(plain, two_steps(copied, x))
