@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.ops.island import IslandKernel, OtherIsland
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call
@@ -47,7 +48,7 @@ class Recovery:
 
     def mends(self, error: Exception) -> bool:
         """Whether `after` may be able to recover from an error."""
-        return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch))
+        return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch, OtherIsland))
 
     def _rescue(
         self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
@@ -170,6 +171,11 @@ class Recovery:
         if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
             return
+        if isinstance(problem, OtherIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
+            log.warning("planning again, because %s", problem)
+            self._choice.planner.capturing.make_no_island_of(problem.function)
+            self._choice.forget()
+            return
         sized = isinstance(step, WholeStep) and step.sized is not None
         fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
         if fixed or not repeats or not isinstance(problem, OtherResults):
@@ -215,6 +221,12 @@ class Recovery:
             limits.learn(self._choice.model, step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
                 self._choice.forget()
+
+
+def _islands_repeat(step: PlannedStep) -> bool:
+    """Whether a forward may run again without a trace in Python that it would not leave in one run."""
+    kernels = step.capture.traced.kernels if isinstance(step, WholeStep) else ()
+    return all(k.target.island.repeats for k in kernels if isinstance(k.target, IslandKernel))
 
 
 def _layouts(tangents: dict[int, torch.Tensor]) -> dict[int, TangentLayout]:

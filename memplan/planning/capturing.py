@@ -14,6 +14,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
 from memplan.capture.capture import Capture, capture, model_device
+from memplan.capture.ops.island import NoIsland
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, islands_of
@@ -50,6 +51,7 @@ class Capturing:
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._islands = NO_ISLANDS
+        self._no_islands: frozenset[str] = frozenset()  # functions, by name
 
     def stop_deciding(self) -> None:
         """Capture from now on without running forward to see its branches: it takes too many ways."""
@@ -62,6 +64,11 @@ class Capturing:
     def depend_again_on(self, value: str) -> None:
         """Capture what depends on this value after all, because it can't be left out."""
         self.unsteady -= {value}
+
+    def make_no_island_of(self, function: str) -> None:
+        """Capture from now on only what does not call this autograd function, which gives something else each time."""
+        self._no_islands |= {function}
+        self._islands = NO_ISLANDS
 
     @private.without_saved_tensor_hooks()
     def capture(
@@ -166,6 +173,7 @@ class Capturing:
                 refusal = error.with_traceback(None)
             first = first or refusal
             new, other = islands_of(refusal, applied - islands.functions)
+            new = {function for function in new if function.__qualname__ not in self._no_islands}
             if not looks or not (new - islands.functions or other.items() - given.items()):
                 raise first
             given |= other
@@ -174,7 +182,7 @@ class Capturing:
             try:
                 with private.functions_applied_by(run.apply):
                     self._one_forward(model, forward, sample)
-            except (UnsupportedModel, ForwardFails) as error:
+            except (NoIsland, UnsupportedModel, ForwardFails) as error:
                 log.info("no island is made of %s, because %s", ", ".join(f.__qualname__ for f in new), error)
                 raise first from None
             islands = run.islands

@@ -402,6 +402,32 @@ def test_what_is_no_island_is_left_as_it_is(function: Any) -> None:
     assert_same(plain, two_steps(planned, x))
 
 
+class NonZero(torch.autograd.Function):
+    """Saves as many numbers as are positive."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        ctx.save_for_backward(x[x > 0], x > 0)
+        return x.clamp(min=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        positive, mask = ctx.saved_tensors
+        return torch.zeros_like(grad).masked_scatter(mask, grad[mask] * positive.sign())
+
+
+def test_what_saves_as_much_as_data_say_is_planned_around() -> None:
+    def non_zero(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return NonZero.apply(x)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = net(non_zero)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    assert_same(two_steps(model, x), two_steps(planned, x))
+    assert not isinstance(memplan.plan_of(planned), memplan.Plan)
+
+
 def test_what_belongs_to_the_model_is_not_given_to_a_copy() -> None:
     class Reads(torch.autograd.Function):
         @staticmethod

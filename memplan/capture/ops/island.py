@@ -32,8 +32,16 @@ from memplan.errors import UnsupportedModel
 Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
 
 
+class NoIsland(Exception):
+    """A call can't be an op, for the reason that the message says."""
+
+
 class OtherIsland(UnsupportedModel):
-    """A call does something else in this run than when it was looked at."""
+    """A call gave, or saved, other tensors in this run than when it was looked at. function: what was called."""
+
+    def __init__(self, message: str, function: str) -> None:
+        super().__init__(message)
+        self.function = function
 
 
 class Layout(NamedTuple):
@@ -217,7 +225,7 @@ class Island:
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the forward op: its results, then the ticket. Raises OtherIsland."""
+        """Run the forward op: its results, then the ticket. Raises OtherIsland or NoIsland."""
         outputs, saved, graph, single = self._recorded(tensors)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         facts = ForwardFacts(
@@ -231,7 +239,7 @@ class Island:
         if self.forward_facts is None:
             self.forward_facts = facts
         elif facts != self.forward_facts:
-            raise OtherIsland(f"{self.title} gives, or saves, other tensors than in its first run")
+            raise OtherIsland(f"{self.title} gives, or saves, other tensors than in its first run", self.function)
         return [*results, _ticket(graph)]
 
     def _recorded(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor], _RecordedGraph, bool]:
@@ -263,7 +271,7 @@ class Island:
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
         _take_attributes(graph, saved)
         if [t._version for t in tensors] != versions:
-            raise UnsupportedModel(f"{self.title} writes to its arguments")
+            raise NoIsland(f"{self.title} writes to its arguments")
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], saved, graph, single
 
     # -- backward ---------------------------------------------------------------------------------------------------
@@ -271,7 +279,7 @@ class Island:
     def backward(self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the backward op: its results, then 8 bytes that nobody reads. kept: the ticket, then what backward reads.
 
-        Raises OtherIsland.
+        Raises UnsupportedModel where the gradients are others than in its first run.
         """
         assert self.forward_facts is not None
         graph = _GRAPHS[int(kept[0])]
@@ -285,7 +293,7 @@ class Island:
                 [end for end, _ in pairs], graph.begin, tensors, allow_unused=True, retain_graph=True
             )
         if [t._version for t in (*tensors, *sources.values())] != versions:
-            raise OtherIsland(f"the backward of {self.title} writes to what it is given")
+            raise NoIsland(f"the backward of {self.title} writes to what it is given")
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
         places, results = _PlaceFinder(sources), list[torch.Tensor]()
         facts = BackwardFacts(
@@ -297,7 +305,9 @@ class Island:
         if self.backward_facts is None:
             self.backward_facts = facts
         elif facts != self.backward_facts:
-            raise OtherIsland(f"the backward of {self.title} gives other gradients than in its first run")
+            raise UnsupportedModel(
+                f"the backward of {self.title} gives other gradients than in its first run; remove the plan for it"
+            )
         return [*results, torch.zeros((), dtype=torch.int64)]
 
 
@@ -310,14 +320,14 @@ class _PlaceFinder:
             self._homes.setdefault(storage_key(tensor), (source, tensor))
 
     def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:
-        """The place of a tensor. Where that is new memory, it is added to the results. Raises UnsupportedModel."""
+        """The place of a tensor. Where that is new memory, it is added to the results. Raises NoIsland."""
         if (
             tensor.layout is not torch.strided
             or tensor.is_conj()
             or tensor.is_neg()
             or type(tensor) is not torch.Tensor
         ):
-            raise UnsupportedModel("an opaque call gives, or saves, tensors of a kind that has no place")
+            raise NoIsland("an opaque call gives, or saves, tensors of a kind that has no place")
         key = storage_key(tensor)
         if key not in self._homes:
             self._homes[key] = ((kind, len(results)), _whole(tensor))
@@ -325,7 +335,7 @@ class _PlaceFinder:
         source, home = self._homes[key]
         begin_bytes = int(tensor.storage_offset() * tensor.element_size() - home.storage_offset() * home.element_size())
         if begin_bytes < 0:
-            raise UnsupportedModel("an opaque call gives, or saves, tensors that begin before its argument does")
+            raise NoIsland("an opaque call gives, or saves, tensors that begin before its argument does")
         return Place(source, Layout.of(tensor), begin_bytes)
 
 
@@ -347,7 +357,7 @@ def _with_results(facts: Any, results: Sequence[torch.Tensor]) -> Any:
 
 
 def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:
-    """Take tensors out of the contexts of functions, and add them to what was saved. Raises UnsupportedModel."""
+    """Take tensors out of the contexts of functions, and add them to what was saved. Raises NoIsland."""
     pending = [edge.node for edge in graph.ends if edge is not None]
     seen: set[Any] = set(pending)
     while pending:
@@ -358,7 +368,7 @@ def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:
                     graph.attributes.append((node, name, len(saved)))
                     saved.append(value.detach())
                 elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-                    raise UnsupportedModel(
+                    raise NoIsland(
                         f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
                     )
         for target, _ in node.next_functions:

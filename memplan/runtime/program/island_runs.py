@@ -16,7 +16,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, attribute_tables
 from memplan.capture.attributes.named_state import state_behind
-from memplan.capture.ops.island import Island, IslandCost, Layout, Place
+from memplan.capture.ops.island import Island, IslandCost, Layout, NoIsland, Place
 from memplan.capture.trace.islands import Islands, is_lasting, static_arguments
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
@@ -68,21 +68,21 @@ class IslandRuns:
                 AttributesKept(nn.Identity(), run=named, given=island.static) as attributes,
             ):
                 self._look(island, args, returned, before, attributes)
-        except UnsupportedModel:
+        except NoIsland:
             raise
         except Exception as error:
-            raise UnsupportedModel(f"{island.title} fails when it runs a second time: {error}") from error
+            raise NoIsland(f"{island.title} fails when it runs a second time: {error}") from error
         finally:
             restore_held_rng(self._device, after)
         if any(p.grad is not g for p, g in zip(self._parameters, gradients, strict=True)):
-            raise UnsupportedModel(f"the backward of {island.title} writes to .grad of parameters")
+            raise NoIsland(f"the backward of {island.title} writes to .grad of parameters")
         self._calls.append(island)
         return returned
 
     def _of(self, function: Any, args: tuple[Any, ...], original: Any) -> Island:
         tensors, static = [a for a in args if isinstance(a, torch.Tensor)], static_arguments(args)
         if any(id(a) in self._own and not is_lasting(a) for a in static):
-            raise UnsupportedModel(f"{function.__qualname__} is given what belongs to the model; a copy has another")
+            raise NoIsland(f"{function.__qualname__} is given what belongs to the model; a copy has another")
         places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
 
         def call(*given: torch.Tensor) -> Any:
