@@ -184,7 +184,7 @@ def apply(
         refuse_without_forward(model)
         before = planned_forward(model)
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
-        planner = Planner(settings, runs_forward=group is None and shards is None)
+        planner = Planner(settings, decides=group is None and shards is None and in_flight == 1, looks=group is None)
         with _unplanned(model) as original:
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
             planner.check_optimizer(model)
@@ -262,7 +262,7 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """
     _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))
-    planner = Planner(_settings("plan", budget, settings, but=("dynamic",)), runs_forward=True)
+    planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
     with (
         _compiled_aside(model, planner.settings.kernels) as model,
         _unplanned(model) as original,
@@ -280,7 +280,7 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     """
     _refuse_other_kinds(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
-    planner = Planner(_settings("explore", None, settings, without), runs_forward=True)
+    planner = Planner(_settings("explore", None, settings, without))
     with (
         _compiled_aside(model, planner.settings.kernels) as model,
         _unplanned(model) as original,

@@ -38,16 +38,15 @@ _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than on
 class Capturing:
     """Captures the steps of one model.
 
-    - runs_forward: forward is run once on the sample where it calls what can't be traced, branches on what it computes,
-      or fills caches. The step is then captured with what the calls gave, the branches that it took and the caches that
-      it left.
-    - decides: it is run for branches and caches.
+    - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
+      then captured with the branches that it took and the caches that it left.
+    - looks: it is run where it calls what can't be traced. Such calls are ops of their own then.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
-    def __init__(self, settings: Settings, placement: Placement, runs_forward: bool) -> None:
-        self._settings, self._placement, self.runs_forward = settings, placement, runs_forward
-        self.decides = runs_forward and settings.in_flight == 1
+    def __init__(self, settings: Settings, placement: Placement, decides: bool, looks: bool) -> None:
+        self._settings, self._placement, self.decides = settings, placement, decides
+        self.looks = looks and settings.shards is None
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._islands = NO_ISLANDS
@@ -125,7 +124,7 @@ class Capturing:
             backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
         )  # fmt: skip
         is_real = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-        decides, looks = self.decides and is_real, self.runs_forward and is_real
+        decides, looks = self.decides and is_real, self.looks and is_real
 
         def traced() -> Capture:
             try:

@@ -45,21 +45,22 @@ class Planner:
     """Steps of one model, one for each kind of call, with a plan each.
 
     Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
-    live, `capturing` knows when forward is run on the sample. runs_forward: see `Capturing`.
+    live, `capturing` knows when forward is run on the sample. decides, looks: see `Capturing`.
     """
 
     def __init__(
         self,
         settings: Settings,
         *,
-        runs_forward: bool = False,
+        decides: bool = False,
+        looks: bool = True,
         limits: Limits | None = None,
         placement: Placement | None = None,
     ) -> None:
         self.settings = settings
         self.limits = limits or Limits(settings)
         self.placement = placement or Placement(settings)
-        self.capturing = Capturing(settings, self.placement, runs_forward)
+        self.capturing = Capturing(settings, self.placement, decides, looks)
         self._problems = Problems(settings, self.limits, self.placement)
         self._plans = WholePlans(settings, self.limits, self.placement, self._problems)
         self._at_hand = AtHand(self.limits, self.placement, self._problems)
@@ -154,7 +155,7 @@ class Planner:
             call = self.capturing.call_of(model, forward, sample)
 
             def plan_with(settings: Settings, call: Call | Sample) -> Plan | PartialPlan:
-                other = Planner(settings, runs_forward=self.capturing.runs_forward)
+                other = Planner(settings, decides=self.capturing.decides, looks=self.capturing.looks)
                 other.limits.margin = self.limits.margin
                 try:
                     return other.plan(model, forward, call)
@@ -388,7 +389,9 @@ class Planner:
             return self
         settings = dataclasses.replace(self.settings, update="step", optimizer=None)
         limits, placement = copy.copy(self.limits), self.placement.for_copy(settings)
-        return Planner(settings, runs_forward=self.capturing.runs_forward, limits=limits, placement=placement)
+        return Planner(
+            settings, decides=self.capturing.decides, looks=self.capturing.looks, limits=limits, placement=placement
+        )
 
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
