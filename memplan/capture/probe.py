@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import random
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
@@ -33,10 +33,11 @@ from memplan.capture.capture import capture_part
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.call import Call, CallReader, Forward
+from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.islands import CompiledCode
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.capture.trace.source_lines import lines_within, stack_depth
-from memplan.capture.trace.trace import CompiledCode
 from memplan.errors import UnsupportedModel
 
 Kind = Literal["captured", "opaque", "block", "plain"]
@@ -113,37 +114,6 @@ class Site:
     kind: Kind
     reason: str
     answers: tuple[Answer, ...] = ()
-
-
-@contextlib.contextmanager
-def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
-    """A context in which modules have other forwards; None is the one of their class. All are put back at the end.
-
-    Where Dynamo looks at a call of a module, in a branch of `torch.cond` say, the module keeps the forward that it has.
-    """
-    kept = [(vars(module), vars(module).get("forward")) for module in forwards]
-    try:
-        for module, forward in forwards.items():
-            _set_forward(vars(module), forward and _but_for_dynamo(module.forward, forward))
-        yield
-    finally:
-        for table, own in kept:
-            _set_forward(table, own)
-
-
-def _but_for_dynamo(original: Forward, exchanged: Forward) -> Forward:
-    @functools.wraps(original)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (original if torch.compiler.is_dynamo_compiling() else exchanged)(*args, **kwargs)
-
-    return forward
-
-
-def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
-    if forward is None:
-        table.pop("forward", None)
-    else:
-        table["forward"] = forward
 
 
 def find_sites(

@@ -50,7 +50,7 @@ class Capturing:
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._islands = NO_ISLANDS
-        self._no_islands: frozenset[str] = frozenset()  # functions, by name
+        self._no_islands: frozenset[str] = frozenset()  # functions by name, modules by path
 
     def stop_deciding(self) -> None:
         """Capture from now on without running forward to see its branches: it takes too many ways."""
@@ -65,7 +65,7 @@ class Capturing:
         self.unsteady -= {value}
 
     def make_no_island_of(self, function: str) -> None:
-        """Capture from now on only what does not call this autograd function, which gives something else each time."""
+        """Capture from now on only what does not call this function or module, which gives something else each time."""
         self._no_islands |= {function}
         self._islands = NO_ISLANDS
 
@@ -171,18 +171,18 @@ class Capturing:
             except UnsupportedModel as error:
                 refusal = error.with_traceback(None)
             first = first or refusal
-            new, other = islands_of(refusal, applied - islands.functions)
-            new = {function for function in new if function.__qualname__ not in self._no_islands}
-            if not looks or not (new - islands.functions or other.items() - given.items()):
+            new, other = islands_of(refusal, applied - islands.callables)
+            new = {c for c in new if _name_of(c) not in self._no_islands}
+            if not looks or not (new - islands.callables or other.items() - given.items()):
                 raise first
             given |= other
             device = self._placement.device or model_device(model)
-            run = IslandRuns(model, islands.functions | new, given, device)
+            run = IslandRuns(model, islands.callables | new, given, device)
             try:
-                with private.functions_applied_by(run.apply):
+                with run.watching():
                     self._one_forward(model, forward, sample)
             except (NoIsland, UnsupportedModel, ForwardFails) as error:
-                log.info("no island is made of %s, because %s", ", ".join(f.__qualname__ for f in new), error)
+                log.info("no island is made of %s, because %s", ", ".join(map(_name_of, new)), error)
                 raise first from None
             islands = run.islands
 
@@ -217,6 +217,11 @@ class Capturing:
         with torch.no_grad():
             fetched = FetchedWhereUsed(self._placement.away(model), device, model)
             return one_forward(model, run, call.detached(device), fetched)
+
+
+def _name_of(island: Any) -> str:
+    """The name of an autograd function, or the path of a module."""
+    return island if isinstance(island, str) else str(island.__qualname__)
 
 
 def _with_caches(

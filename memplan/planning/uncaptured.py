@@ -13,7 +13,7 @@ from memplan.capture.capture import UnplannableArgument, model_device, refuse_wr
 from memplan.capture.probe import BackwardWithin
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.escapes import EscapedTensors
-from memplan.capture.trace.trace import CompiledCode
+from memplan.capture.trace.islands import CompiledCode
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step

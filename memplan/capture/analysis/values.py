@@ -22,6 +22,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.island import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.trace.islands import OpenIsland
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
@@ -217,8 +218,9 @@ class _StepBuilder:
 
     def _add_op(self, node: fx.Node, phase: Phase, writes: Sequence[fx.Node]) -> None:
         if node.target in op_facts.UNPLANNABLE:
-            where = self.raw.layers.get(node.name) or "the model"
-            raise UnsupportedModel(f"{node.target} in {where} can't be planned: {op_facts.UNPLANNABLE[node.target]}")
+            where = self.raw.layers.get(node.name, "")
+            reason = op_facts.UNPLANNABLE[node.target]
+            raise OpenIsland(f"{node.target} in {where or 'the model'} can't be planned: {reason}", {where} - {""})
         if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
             raise UnsupportedModel(
                 f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"

@@ -24,8 +24,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
+from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import UnsupportedModel
 
@@ -94,14 +97,14 @@ class ForwardFacts:
     """What one run of a call gave.
 
     - outputs: where each output lies; of what is no tensor, the thing itself.
-    - single: it returned one output, and no tuple.
+    - spec: how outputs are nested.
     - differentiable: by output.
     - saved: where each tensor lies that its graph saves.
     - results: layouts of what the forward op makes.
     """
 
     outputs: tuple[Any, ...]
-    single: bool
+    spec: pytree.TreeSpec
     differentiable: tuple[bool, ...]
     saved: tuple[Place, ...]
     results: tuple[Layout, ...]
@@ -195,7 +198,8 @@ class Island:
     - name: no other call of the step has it.
     - function: what is called. title: it and the line that calls it, for messages.
     - static: arguments that are no tensors; None in the place of one.
-    - call: takes the tensors, and gives what was returned.
+    - module: path of the module that is called; None for a function.
+    - call: takes that module and the tensors, and gives what was returned.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
     - around, around_backward: make the contexts in which it and its backward run.
     - device: of the plan.
@@ -209,6 +213,7 @@ class Island:
     function: str
     title: str
     static: tuple[Any, ...]
+    module: str | None
     call: Callable[..., Any]
     inputs: tuple[Layout, ...]
     needs: tuple[bool, ...]
@@ -224,13 +229,14 @@ class Island:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def forward(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Run the forward op: its results, then the ticket. Raises OtherIsland or NoIsland."""
-        outputs, saved, graph, single = self._recorded(tensors)
+        module = None if self.module is None else model.get_submodule(self.module)
+        outputs, saved, graph, spec = self._recorded(module, tensors)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         facts = ForwardFacts(
             tuple(places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs),
-            single,
+            spec,
             tuple(edge is not None for edge in graph.ends),
             tuple(places.of(t, "result", results) for t in saved),
             (),
@@ -242,17 +248,21 @@ class Island:
             raise OtherIsland(f"{self.title} gives, or saves, other tensors than in its first run", self.function)
         return [*results, _ticket(graph)]
 
-    def _recorded(self, tensors: Sequence[torch.Tensor]) -> tuple[list[Any], list[torch.Tensor], _RecordedGraph, bool]:
-        """Run the call. Gives its outputs, what its graph saved, the graph, and whether there was one output."""
+    def _recorded(
+        self, module: nn.Module | None, tensors: Sequence[torch.Tensor]
+    ) -> tuple[list[Any], list[torch.Tensor], _RecordedGraph, pytree.TreeSpec]:
+        """Run the call. Gives its outputs, what its graph saved, the graph, and how the outputs were nested."""
         saved, unpacked = list[torch.Tensor](), list[torch.Tensor]()
         graph = _RecordedGraph([], [], [], unpacked)
 
-        def pack(tensor: torch.Tensor) -> int:
+        def pack(tensor: torch.Tensor) -> int | torch.Tensor:
+            if isinstance(tensor, private.FakeTensor):  # higher-order ops trace their branches
+                return tensor
             saved.append(tensor.detach())
             return len(saved) - 1
 
-        def unpack(position: int) -> torch.Tensor:
-            return unpacked[position]
+        def unpack(place: int | torch.Tensor) -> torch.Tensor:
+            return unpacked[place] if isinstance(place, int) else place
 
         versions, given = [t._version for t in tensors], list(tensors)
         records = any(self.needs)
@@ -264,15 +274,14 @@ class Island:
                 for i, tensor in zip(positions, entered, strict=True):
                     given[i] = tensor
                 graph.begin = [get_gradient_edge(t) for t in entered]
-            returned = self.call(*given)
-        single = not isinstance(returned, tuple)
-        outputs: list[Any] = [returned] if single else list(returned)
+            returned = self.call(module, *given)
+        outputs, spec = pytree.tree_flatten(returned)
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
         _take_attributes(graph, saved)
         if [t._version for t in tensors] != versions:
             raise NoIsland(f"{self.title} writes to its arguments")
-        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], saved, graph, single
+        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], saved, graph, spec
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -435,8 +444,9 @@ class IslandKernel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "__name__", f"island{'' if self.forward else '_backward'}_{self.island.function}")
 
-    def __call__(self, *args: Any) -> list[torch.Tensor]:
-        return self.island.forward(*args) if self.forward else self.island.backward(*args)
+    def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
+        """Run it. store: knows the model that runs."""
+        return self.island.forward(store.model, *args) if self.forward else self.island.backward(*args)
 
     @property
     def is_random(self) -> bool:

@@ -7,78 +7,124 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
+from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
+from memplan.capture.trace.call import Forward
 from memplan.errors import UnsupportedModel
 
 
 class OpenIsland(UnsupportedModel):
-    """A step can't be traced through calls of autograd functions. A run of forward would tell what these give.
+    """A step can't be traced through some calls. A run of forward would tell what these give.
 
-    - functions: the functions.
+    - callables: autograd functions, and paths of modules.
     - given: which outputs get gradients, by name of a call of which only another backward has been looked at.
     """
 
     def __init__(
-        self, message: str, functions: frozenset[Any], given: Mapping[str, tuple[bool, ...]] | None = None
+        self, message: str, callables: Collection[Any], given: Mapping[str, tuple[bool, ...]] | None = None
     ) -> None:
         super().__init__(message)
-        self.functions, self.given = functions, dict(given or {})
+        self.callables, self.given = frozenset(callables), dict(given or {})
+
+
+class CompiledCode(OpenIsland):
+    """Forward calls code that went through torch.compile.
+
+    Such code must not even run while a step is looked at: from then on PyTorch would run it without what was compiled.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Islands:
     """What is known of the calls of a step that can't be traced.
 
-    - functions: autograd functions whose calls are such.
+    - callables: autograd functions, and paths of modules, whose calls are such.
     - calls: these calls, in the order in which forward makes them.
     """
 
-    functions: frozenset[Any] = frozenset()
+    callables: frozenset[Any] = frozenset()
     calls: tuple[Island, ...] = ()
 
 
 NO_ISLANDS = Islands()
 
 
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """What a call is given.
+
+    - static: the arguments, with None in the place of tensors.
+    - tensors: those among the arguments, then parameters and buffers of a module that is called.
+    """
+
+    static: tuple[Any, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+    @staticmethod
+    def of(args: Any, kwargs: Any, module: nn.Module | None = None) -> Arguments:
+        """The arguments of a call. In those of a function, autograd looks for tensors in no container."""
+        leaves, spec = (args, None) if module is None else pytree.tree_flatten((args, kwargs))
+        static = (spec, *(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+        state = () if module is None else (t for _, t in (*module.named_parameters(), *module.named_buffers()))
+        return Arguments(static, (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *state))
+
+
+def arguments_of(static: tuple[Any, ...], places: Sequence[int], tensors: Sequence[torch.Tensor]) -> Any:
+    """The arguments of a call: of a function, a list; of a module, args and kwargs.
+
+    static: see `Arguments`. places, tensors: what stands where there.
+    """
+    spec, *leaves = static
+    for place, tensor in zip(places, tensors, strict=True):
+        leaves[place] = tensor
+    return leaves if spec is None else pytree.tree_unflatten(leaves, spec)
+
+
 class IslandsTraced:
     """The islands of one trace. Each call that is one becomes two ops."""
 
     def __init__(self, islands: Islands) -> None:
-        self._functions, self._waiting = islands.functions, iter(islands.calls)
+        self._callables, self._waiting = islands.callables, iter(islands.calls)
         self.used: dict[str, Island] = {}
         self.given: dict[str, tuple[bool, ...]] = {}  # where it is other than has been looked at
 
     def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         """What a call of an autograd function gives. See `private.functions_applied_by`."""
-        if function not in self._functions:
+        if function not in self._callables:
             return original(*args)
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        island = next(self._waiting, None)
-        if any(private.has_symbolic_shape(t) for t in tensors):
-            raise private.FixedSize(f"the autograd function {function.__qualname__} runs as it is, for one size")
-        if island is None or not _is_call_of(island, args, tensors):
-            raise UnsupportedModel(
-                f"the autograd function {function.__qualname__} can't be traced, and calls of it change"
-            )
-        self.used[island.name] = island
-        return self.in_place_of(island, tensors)
+        return self._in_place_of(function.__qualname__, Arguments.of(args, {}))
 
-    def in_place_of(self, island: Island, tensors: Sequence[torch.Tensor]) -> Any:
+    def forwards(self, model: nn.Module) -> dict[nn.Module, Forward]:
+        """Forwards for modules that are islands."""
+
+        def forward_of(path: str, module: nn.Module) -> Forward:
+            return lambda *args, **kwargs: self._in_place_of(path, Arguments.of(args, kwargs, module))
+
+        return {m: forward_of(path, m) for path, m in model.named_modules() if path in self._callables}
+
+    def _in_place_of(self, name: str, arguments: Arguments) -> Any:
         """What a call of an island gives in a trace."""
+        island = next(self._waiting, None)
+        if any(private.has_symbolic_shape(t) for t in arguments.tensors):
+            raise private.FixedSize(f"{name} runs as it is, for one size")
+        if island is None or not _is_call_of(island, arguments):
+            raise UnsupportedModel(f"{name} can't be traced, and calls of it change")
+        self.used[island.name] = island
         facts = island.forward_facts
         assert facts is not None
-        made = _AsOps.apply(self, island, *tensors)  # type: ignore[no-untyped-call]
+        made = _AsOps.apply(self, island, *arguments.tensors)  # type: ignore[no-untyped-call]
         found = iter(made if isinstance(made, tuple) else (made,))
         outputs = [next(found) if _is_place(output) else output for output in facts.outputs]
-        return outputs[0] if facts.single else tuple(outputs)
+        return pytree.tree_unflatten(outputs, facts.spec)
 
     def check(self) -> None:
         """Raise OpenIsland where backward hands other gradients to a call than has been looked at."""
         if self.given:
-            raise OpenIsland("gradients arrive at other outputs of an opaque call", self._functions, self.given)
+            raise OpenIsland("gradients arrive at other outputs of an opaque call", self._callables, self.given)
 
 
 def refuse_failed(error: Exception, message: str) -> UnsupportedModel:
@@ -86,29 +132,25 @@ def refuse_failed(error: Exception, message: str) -> UnsupportedModel:
     function = private.function_that_failed(error)
     if function is None or function is _AsOps or is_library_code(function):
         return UnsupportedModel(message)
-    return OpenIsland(message, frozenset({function}))
+    return OpenIsland(message, {function})
 
 
 def islands_of(refusal: UnsupportedModel, applied: Collection[Any]) -> tuple[set[Any], dict[str, tuple[bool, ...]]]:
-    """Functions whose calls may be why a step can't be traced, and `given` of `OpenIsland`.
+    """What may be why a step can't be traced, and `given` of `OpenIsland`.
 
-    applied: those that were traced through. Any of them may have left what the refusal is about.
+    applied: functions that were traced through. Any of them may have left what the refusal is about.
     """
     if isinstance(refusal, OpenIsland):
-        return set(refusal.functions), refusal.given
+        return set(refusal.callables), refusal.given
     return {f for f in applied if not is_library_code(f)}, {}
 
 
-def static_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
-    """The arguments of a call, with None in the place of tensors."""
-    return tuple(None if isinstance(a, torch.Tensor) else a for a in args)
-
-
-def _is_call_of(island: Island, args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+def _is_call_of(island: Island, arguments: Arguments) -> bool:
+    tensors, static = arguments.tensors, arguments.static
     layouts, needs = tuple(map(Layout.of, tensors)), tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
-    if (layouts, needs) != (island.inputs, island.needs) or len(args) != len(island.static):
+    if (layouts, needs) != (island.inputs, island.needs) or len(static) != len(island.static):
         return False
-    here = zip(static_arguments(args), island.static, strict=True)
+    here = zip(static, island.static, strict=True)
     return all(a is b or (is_lasting(a) and type(a) is type(b) and a == b) for a, b in here)
 
 
@@ -116,7 +158,7 @@ def is_lasting(thing: Any) -> bool:
     """Whether a thing is the same in each step if it is equal in two."""
     if isinstance(thing, tuple):
         return all(map(is_lasting, thing))
-    return isinstance(thing, (bool, int, float, complex, str, type(None), torch.dtype, torch.device))
+    return isinstance(thing, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, pytree.TreeSpec))
 
 
 def _is_place(output: Any) -> TypeGuard[Place]:

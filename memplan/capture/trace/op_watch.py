@@ -18,6 +18,7 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.islands import OpenIsland
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
@@ -65,9 +66,10 @@ class OpWatch(private.TorchDispatchMode):
         self._around.close()
 
     def _refuse_higher_order(self, name: str) -> None:
-        raise UnsupportedModel(
+        raise OpenIsland(
             f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
-            f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own"
+            f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own",
+            {self._notes.where} - {""},
         )
 
     def _run(self, op: Any, *args: Any) -> Any:

@@ -26,8 +26,9 @@ from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.escapes import MadeTensors
+from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.generators import generator_kept, seeding_itself
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, OpenIsland, refuse_failed
+from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, IslandsTraced, OpenIsland, refuse_failed
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
@@ -38,13 +39,6 @@ from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.capture.trace.tensor_hooks import watching_tensors
 from memplan.capture.trace.trace_notes import TraceNotes
 from memplan.errors import UnsupportedModel
-
-
-class CompiledCode(UnsupportedModel):
-    """Forward calls code that went through torch.compile.
-
-    Such code must not even run while a step is looked at: from then on PyTorch would run it without what was compiled.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +133,7 @@ class _StepTrace:
             stack.enter_context(results_forgotten(request.model))
             stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
             stack.enter_context(private.functions_applied_by(self._islands.apply))
+            stack.enter_context(forwards_exchanged(self._islands.forwards(request.model)))
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
             with self._errors_in_words():
@@ -196,7 +191,8 @@ class _StepTrace:
             if private.is_call_of_compiled_code(error):
                 raise CompiledCode(
                     f"forward calls a function that went through torch.compile: module {self._notes.module}, "
-                    f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out"
+                    f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
+                    {self._notes.where} - {""},
                 ) from error
             raise refuse_failed(
                 error,
@@ -360,7 +356,7 @@ def _refuse_state_of_backward(edges: Edges) -> None:
         raise OpenIsland(
             f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
             "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            frozenset(depend),
+            depend,
         )
 
 

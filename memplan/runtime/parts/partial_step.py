@@ -16,8 +16,8 @@ from torch import nn
 
 from memplan.capture.capture import model_device
 from memplan.capture.key import ArgumentsKey, ModesKey
-from memplan.capture.probe import forwards_exchanged
 from memplan.capture.trace.call import Call, Forward
+from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.errors import PlanMismatch
 from memplan.logs import log
 from memplan.plans.partial_plan import PartialPlan

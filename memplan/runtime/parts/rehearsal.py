@@ -24,9 +24,10 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.capture.attributes.kept_memory import has_memory
 from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.probe import BackwardWithin, DataFollowed, NotedReads, UnitCall, forwards_exchanged, nothing_saved
+from memplan.capture.probe import BackwardWithin, DataFollowed, NotedReads, UnitCall, nothing_saved
 from memplan.capture.trace.call import Call, CallReader, Forward, OutputTemplate
 from memplan.capture.trace.edges import Edge, Edges
+from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.runtime.parts.forward_writes import WritesUndone

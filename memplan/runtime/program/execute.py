@@ -94,6 +94,7 @@ def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Ite
 class ParameterStore:
     """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
 
+    - model: the model.
     - transfers: the model's copies to and from host memory.
     - updates: the optimizer that steps in backward, where there is one.
     - gathers: of sharded parameters, where there are any.
@@ -102,7 +103,7 @@ class ParameterStore:
     def __init__(
         self, model: nn.Module, names: Iterable[str], device: torch.device, gathers: Gathers | None = None
     ) -> None:
-        self.transfers = Transfers(device)
+        self.model, self.transfers = model, Transfers(device)
         self.updates: UpdatesInBackward | None = None
         self.gathers = gathers
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}

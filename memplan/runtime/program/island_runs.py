@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import time
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, attribute_tables
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.ops.island import Island, IslandCost, Layout, NoIsland, Place
-from memplan.capture.trace.islands import Islands, is_lasting, static_arguments
+from memplan.capture.trace.call import Forward
+from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -26,93 +30,142 @@ from memplan.runtime.watch.meter import LiveMeter
 
 
 class IslandRuns:
-    """Looks at each call of some autograd functions while forward runs.
+    """Looks at each call of some autograd functions and modules while forward runs.
 
     Each such call runs twice more by itself, and its backward twice, on made-up gradients. What that leaves behind in
     Python is put back.
     """
 
     def __init__(
-        self, model: nn.Module, functions: frozenset[Any], given: Mapping[str, tuple[bool, ...]], device: torch.device
+        self, model: nn.Module, callables: frozenset[Any], given: Mapping[str, tuple[bool, ...]], device: torch.device
     ) -> None:
         """Prepare for a run of the model's forward.
 
-        - functions: whose calls are looked at.
+        - callables: functions, and paths of modules, whose calls are looked at.
         - given: which outputs get gradients, by name of a call, where these are not all that can have one.
         - device: of the plan.
         """
-        self._parameters, self._functions, self._given = list(model.parameters()), functions, given
-        self._device, self._own = device, {id(thing) for thing in _own_things(model)}
+        self._model, self._callables, self._given, self._device = model, callables, given, device
+        self._parameters, self._own = list(model.parameters()), {id(thing) for thing in _own_things(model)}
         self._calls: list[Island] = []
+        self._within = False
 
     @property
     def islands(self) -> Islands:
         """What the run has shown."""
-        return Islands(self._functions, tuple(self._calls))
+        return Islands(self._callables, tuple(self._calls))
 
-    def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
-        """What a call of a function gives. See `private.functions_applied_by`."""
-        if function not in self._functions:
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context for the run."""
+        modules = {m: self._forward(path, m) for path, m in self._model.named_modules() if path in self._callables}
+        with private.functions_applied_by(self._apply), forwards_exchanged(modules):
+            yield
+
+    def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
+        if function not in self._callables or self._within:
             return original(*args)
-        before, python_before = held_rng(self._device), _python_generators()
-        returned = original(*args)
-        after, drawn = held_rng(self._device), _python_generators() != python_before
-        island = self._of(function, args, original)
-        island.random = before != after
-        island.repeats = not drawn and state_behind(vars(function).get("forward")) is None
-        named = functools.partial(lambda *_: function, *island.static)  # what it reads, and what it is given
-        gradients = [p.grad for p in self._parameters]
-        try:
-            with (
-                torch.no_grad(),
-                AttributesKept(nn.Identity(), run=named, given=island.static) as attributes,
-            ):
-                self._look(island, args, returned, before, attributes)
-        except NoIsland:
-            raise
-        except Exception as error:
-            raise NoIsland(f"{island.title} fails when it runs a second time: {error}") from error
-        finally:
-            restore_held_rng(self._device, after)
-        if any(p.grad is not g for p, g in zip(self._parameters, gradients, strict=True)):
-            raise NoIsland(f"the backward of {island.title} writes to .grad of parameters")
-        self._calls.append(island)
-        return returned
-
-    def _of(self, function: Any, args: tuple[Any, ...], original: Any) -> Island:
-        tensors, static = [a for a in args if isinstance(a, torch.Tensor)], static_arguments(args)
-        if any(id(a) in self._own and not is_lasting(a) for a in static):
-            raise NoIsland(f"{function.__qualname__} is given what belongs to the model; a copy has another")
+        arguments = Arguments.of(args, {})
+        static = arguments.static
         places = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
 
-        def call(*given: torch.Tensor) -> Any:
-            filled = list(static)
-            for place, tensor in zip(places, given, strict=True):
-                filled[place] = tensor
-            return original(*filled)
+        def call(module: nn.Module | None, *given: torch.Tensor) -> Any:
+            return original(*arguments_of(static, places, given))
 
-        autocast = Autocast.ambient(self._device.type)
-        return Island(
-            name=f"{function.__qualname__} {len(self._calls)}",
-            function=function.__qualname__,
-            title=f"{function.__qualname__} at {caller_line()}",
-            static=static,
+        named = functools.partial(lambda *_: function, *static)  # what it reads, and what it is given
+        repeats = state_behind(vars(function).get("forward")) is None
+        kept = functools.partial(AttributesKept, nn.Identity(), run=named, given=static)
+        return self._looked_at(function.__qualname__, None, arguments, call, lambda: original(*args), kept, repeats)
+
+    def _forward(self, path: str, module: nn.Module) -> Forward:
+        original = module.forward
+
+        @functools.wraps(original)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._within:
+                return original(*args, **kwargs)
+            arguments = Arguments.of(args, kwargs, module)
+            static, leaves = arguments.static, pytree.tree_leaves((args, kwargs))
+            places = [i for i, a in enumerate(leaves) if isinstance(a, torch.Tensor)]
+            names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+
+            def call(module: nn.Module | None, *given: torch.Tensor) -> Any:
+                assert module is not None
+                own_args, own_kwargs = arguments_of(static, places, given[: len(places)])
+                state = dict(zip(names, given[len(places) :], strict=True))
+                with private.in_place_of_state(module, state):
+                    return module.forward(*own_args, **own_kwargs)
+
+            kept = functools.partial(AttributesKept, module, run=original)
+            return self._looked_at(path, path, arguments, call, lambda: original(*args, **kwargs), kept, True)
+
+        return forward
+
+    def _looked_at(
+        self,
+        name: str,
+        module: str | None,
+        arguments: Arguments,
+        call: Callable[..., Any],
+        run: Callable[[], Any],
+        kept: Callable[[], AttributesKept],
+        repeats: bool,
+    ) -> Any:
+        """What a call gives, which is looked at on the way.
+
+        - module: path of the module that is called; None for a function.
+        - call: see `Island`.
+        - run: makes the call as forward does.
+        - kept: puts back the Python state that the call may change.
+        - repeats: whether it may run again, as far as its code tells.
+        """
+        if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
+            raise NoIsland(f"{name} is given what belongs to the model; a copy has another")
+        before, python_before, self._within = held_rng(self._device), _python_generators(), True
+        autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
+        island = Island(
+            name=f"{name} {len(self._calls)}",
+            function=name,
+            title=f"{name} at {caller_line()}",
+            static=arguments.static,
+            module=module,
             call=call,
             inputs=tuple(map(Layout.of, tensors)),
             needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
             device=self._device,
             around=autocast.context,
         )
+        gradients = [p.grad for p in self._parameters]
+        try:
+            returned = run()
+            after = held_rng(self._device)
+            island.random = before != after
+            island.repeats = repeats and _python_generators() == python_before
+            try:
+                with torch.no_grad(), kept() as attributes:
+                    self._look(island, tensors, returned, before, attributes)
+            except NoIsland:
+                raise
+            except Exception as error:
+                raise NoIsland(f"{island.title} fails when it runs a second time: {error}") from error
+            finally:
+                restore_held_rng(self._device, after)
+        finally:
+            self._within = False
+        if any(p.grad is not g for p, g in zip(self._parameters, gradients, strict=True)):
+            raise NoIsland(f"the backward of {island.title} writes to .grad of parameters")
+        self._calls.append(island)
+        return returned
 
     def _look(
-        self, island: Island, args: tuple[Any, ...], returned: Any, state: Any, attributes: AttributesKept
+        self, island: Island, given: Sequence[torch.Tensor], returned: Any, state: Any, attributes: AttributesKept
     ) -> None:
         """Run the call and its backward by themselves. state: of the generators, before the call."""
-        tensors = [a.detach() for a in args if isinstance(a, torch.Tensor)]
+        tensors = [t.detach() for t in given]
 
         def forward() -> list[torch.Tensor]:
             restore_held_rng(self._device, state)
-            return island.forward(tensors)
+            return island.forward(self._model, tensors)
 
         with private.outside_of_tracing():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
@@ -122,10 +175,10 @@ class IslandRuns:
             sources = {("input", i): t for i, t in enumerate(tensors)}
             sources |= {("result", i): t for i, t in enumerate(results)}
             outputs = [p.seen_in(sources[p.source]) if isinstance(p, Place) else None for p in facts.outputs]
-            island.repeats &= all(map(_same_bits, outputs, [returned] if facts.single else returned))
+            island.repeats &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
             if any(facts.differentiable):
-                given = zip(outputs, self._given.get(island.name, facts.differentiable), strict=True)
-                grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in given]
+                pairs = zip(outputs, self._given.get(island.name, facts.differentiable), strict=True)
+                grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
                 kept = [ticket, *(sources[source] for source in facts.kept)]
                 _, island.backward_cost = self._twice(lambda: island.backward(grads, kept), [*grads, *kept])
 

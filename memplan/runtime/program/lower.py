@@ -339,6 +339,8 @@ class _Lowering:
         given = kernel.repeat_args if again else kernel.args
         args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
         again_as = None
+        if isinstance(kernel.target, IslandKernel):
+            args = (self.side.store, *args)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)

@@ -1,0 +1,44 @@
+"""Other forwards in the place of those that modules have, for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.capture.trace.call import Forward
+
+
+@contextlib.contextmanager
+def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
+    """A context in which modules have other forwards; None is the one of their class. All are put back at the end.
+
+    Where Dynamo looks at a call of a module, in a branch of `torch.cond` say, the module keeps the forward that it has.
+    """
+    kept = [(vars(module), vars(module).get("forward")) for module in forwards]
+    try:
+        for module, forward in forwards.items():
+            _set_forward(vars(module), forward and _but_for_dynamo(module.forward, forward))
+        yield
+    finally:
+        for table, own in kept:
+            _set_forward(table, own)
+
+
+def _but_for_dynamo(original: Forward, exchanged: Forward) -> Forward:
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (original if torch.compiler.is_dynamo_compiling() else exchanged)(*args, **kwargs)
+
+    return forward
+
+
+def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
+    if forward is None:
+        table.pop("forward", None)
+    else:
+        table["forward"] = forward
