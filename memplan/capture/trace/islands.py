@@ -127,12 +127,15 @@ class IslandsTraced:
             raise OpenIsland("gradients arrive at other outputs of an opaque call", self._callables, self.given)
 
 
-def refuse_failed(error: Exception, message: str) -> UnsupportedModel:
-    """The refusal for an error in a trace: OpenIsland where it came from an autograd function of a user."""
+def refuse_failed(error: Exception, message: str, module: str = "") -> UnsupportedModel:
+    """The refusal for an error in a trace: OpenIsland where it came from an autograd function, or from a module.
+
+    module: path of the one that could run as it is.
+    """
     function = private.function_that_failed(error)
-    if function is None or function is _AsOps or is_library_code(function):
-        return UnsupportedModel(message)
-    return OpenIsland(message, {function})
+    if function is not None and function is not _AsOps and not is_library_code(function):
+        return OpenIsland(message, {function})
+    return OpenIsland(message, {module}) if module else UnsupportedModel(message)
 
 
 def islands_of(refusal: UnsupportedModel, applied: Collection[Any]) -> tuple[set[Any], dict[str, tuple[bool, ...]]]:

@@ -198,6 +198,7 @@ class _StepTrace:
                 error,
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {self._notes.module}, {line_of(error)}",
+                self._notes.where,
             ) from error
 
     # -- what is traced ---------------------------------------------------------------------------------------------
