@@ -1,0 +1,198 @@
+"""Traces of PyTorch's CUDA allocator, to hold `memplan.problem.caching_allocator` to.
+
+    python -m tests.support.allocator_traces FOLDER      # on a machine with a CUDA device
+
+writes new ones. Each process has its own allocator, so each trace is recorded in one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from memplan.problem.caching_allocator import CachingAllocator, OutOfReserved
+
+FOLDER = Path(__file__).with_name("traces")
+_LIMIT_BYTES = 600 << 20
+_HELD_BYTES = 400 << 20  # about what random sequences hold
+_SEGMENT = 1 << 46  # addresses of an expandable segment, in the replay
+KINDS = ("random", "limited", "steps")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What the allocator was asked for, and what it did.
+
+    - torch: the version that was recorded.
+    - limit_bytes: what it was allowed to reserve.
+    - events: ("alloc", bytes, stream, address, reserved bytes after it), ("free", address, reserved), ("empty",
+      reserved) for `empty_cache`, ("refused", bytes, stream, reserved). Addresses are those of a device where segments
+      lie one after the other, in the order in which they were made.
+    """
+
+    torch: str
+    expandable: bool
+    limit_bytes: int | None
+    events: list[list[Any]]
+
+    def save(self, path: Path) -> None:
+        path.write_bytes(gzip.compress(json.dumps(asdict(self), separators=(",", ":")).encode(), mtime=0))
+
+    @staticmethod
+    def load(path: Path) -> Trace:
+        return Trace(**json.loads(gzip.decompress(path.read_bytes())))
+
+
+def first_difference(trace: Trace) -> str | None:
+    """Where the replay does something else than the allocator did; None where it never does."""
+    allocator = CachingAllocator(trace.expandable, trace.limit_bytes)
+    for index, (kind, *what, reserved_bytes) in enumerate(trace.events):
+        address = None
+        if kind == "alloc":
+            address = allocator.allocate(what[0], what[1])
+        elif kind == "free":
+            allocator.free(what[0])
+        elif kind == "empty":
+            allocator.empty_cache()
+        else:
+            try:
+                allocator.allocate(what[0], what[1])
+            except OutOfReserved:
+                pass
+            else:
+                return f"event {index}, {kind} {what}: the replay does not refuse it"
+        if allocator.reserved_bytes != reserved_bytes:
+            return f"event {index}, {kind} {what}: {allocator.reserved_bytes} reserved, recorded {reserved_bytes}"
+        if address is not None and address != what[2]:
+            return f"event {index}, {kind} {what}: at {address}"
+    return None
+
+
+def record(kind: str, expandable: bool, seed: int, count: int) -> Trace:
+    """A trace of this process, which must not have used its CUDA device. Its allocator's setting is `expandable`."""
+    import torch
+
+    torch.cuda.init()
+    limit_bytes = None
+    if kind == "limited":
+        whole_bytes = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(_LIMIT_BYTES / whole_bytes)
+        limit_bytes = int(_LIMIT_BYTES / whole_bytes * whole_bytes)
+    torch.cuda.memory._record_memory_history(max_entries=1 << 30, stacks="python", context=None)
+    emptied: list[int] = []
+    if kind == "steps":
+        _steps()
+    else:
+        _random_requests(random.Random(seed), count, emptied, 2 if kind == "limited" else 1)
+    (recorded,) = torch.cuda.memory._snapshot()["device_traces"]
+    return Trace(str(torch.__version__), expandable, limit_bytes, _events(recorded, expandable, emptied))
+
+
+def _random_requests(rng: random.Random, count: int, emptied: list[int], stream_count: int) -> None:
+    """Ask for blocks of many sizes and free them. emptied: gets the number of requests before each `empty_cache`."""
+    import torch
+
+    streams = [torch.cuda.current_stream(), *(torch.cuda.Stream() for _ in range(stream_count - 1))]
+    sizes = (1, 512, 513, 4096, 100_000, 600_000, (1 << 20) - 511, 1 << 20, (1 << 20) + 1, 2 << 20, 3 << 20)
+    sizes += ((10 << 20) - 1, 10 << 20, 20 << 20, 33 << 20)
+    held: list[torch.Tensor] = []
+    done = 0
+    for _ in range(count):
+        if held and (sum(t.nbytes for t in held) > _HELD_BYTES or rng.random() < 0.45):
+            held.pop(rng.randrange(len(held)))
+        elif rng.random() < 0.01:
+            torch.cuda.empty_cache()
+            emptied.append(done)
+            continue
+        else:
+            size = rng.choice(sizes) if rng.random() < 0.5 else int(2 ** rng.uniform(9, 26))
+            try:
+                with torch.cuda.stream(rng.choice(streams)):
+                    held.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                pass
+        done += 1
+    held.clear()
+
+
+def _steps() -> None:
+    """Training steps of a convolutional net, by an optimizer with state."""
+    import torch
+    from torch import nn
+
+    def block(width: int) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+
+    net = nn.Sequential(nn.Conv2d(3, 48, 3), *(block(48) for _ in range(4)), nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    net.append(nn.Linear(48, 1000)).cuda()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    for size in (96, 96, 80, 112, 96):
+        net(torch.ones(8, 3, size, size, device="cuda")).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _events(recorded: Iterable[dict[str, Any]], expandable: bool, emptied: list[int]) -> list[list[Any]]:
+    """The events of a trace, from what `_record_memory_history` has recorded."""
+    events: list[list[Any]] = []
+    segments: list[tuple[int, int, int]] = []  # (address, bytes, address in the replay)
+    streams: dict[int, int] = {}
+    reserved_bytes, end, done = 0, 2 << 20, 0
+    waiting = list(emptied)
+
+    def replayed(address: int) -> int:
+        return next(there + address - start for start, size, there in segments if start <= address < start + size)
+
+    for entry in recorded:
+        action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
+        stream = streams.setdefault(entry["stream"], len(streams))
+        if waiting and waiting[0] == done and action not in ("segment_free", "segment_unmap", "free_requested"):
+            events.append(["empty", reserved_bytes])
+            waiting.pop(0)
+        if action in ("segment_alloc", "segment_map"):
+            reserved_bytes += size
+            size = size if action == "segment_alloc" else _SEGMENT
+            if not any(start <= address < start + length for start, length, _ in segments):
+                segments.append((address, size if action == "segment_alloc" else 1 << 36, end))
+                end += size
+        elif action in ("segment_free", "segment_unmap"):
+            reserved_bytes -= size
+            segments = segments if expandable else [s for s in segments if s[0] != address]
+        elif action == "alloc":
+            events.append(["alloc", size, stream, replayed(address), reserved_bytes])
+        elif action == "free_completed":
+            events.append(["free", replayed(address), reserved_bytes])
+        elif action == "oom":
+            events.append(["refused", size, stream, reserved_bytes])
+        done += action in ("alloc", "free_completed", "oom")
+    return events
+
+
+def record_in_a_process(kind: str, expandable: bool, seed: int, count: int, path: Path) -> None:
+    """Record a trace in a process of its own, into a file."""
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    arguments = [str(path), kind, str(int(expandable)), str(seed), str(count)]
+    subprocess.run([sys.executable, "-m", "tests.support.allocator_traces", *arguments], check=True, env=environment)
+
+
+def _main(arguments: list[str]) -> None:
+    if len(arguments) > 1:
+        path, kind, *numbers = arguments
+        record(kind, bool(int(numbers[0])), int(numbers[1]), int(numbers[2])).save(Path(path))
+        return
+    for kind in KINDS:
+        for expandable in (False, True):
+            name = f"{kind}_{'expandable' if expandable else 'default'}.json.gz"
+            record_in_a_process(kind, expandable, 0, 1500, Path(arguments[0]) / name)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1:])
