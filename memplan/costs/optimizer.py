@@ -8,7 +8,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,10 +22,30 @@ from memplan.problem.data import Roofline
 _EXAMPLE = (2048, 2048)
 
 
+class OptimizerMemory(NamedTuple):
+    """What an optimizer takes on a device.
+
+    - state_bytes: bytes of its state once it has stepped.
+    - step_bytes: bytes that a step allocates beyond that.
+    - requests: of its first step, in order, as in `Requests.update`.
+    """
+
+    state_bytes: int = 0
+    step_bytes: int = 0
+    requests: tuple[tuple[int, int], ...] = ()
+
+
 def optimizer_needs(
     optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
 ) -> tuple[int, int]:
-    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), with parameters on `device`.
+    """(bytes of its state once it has stepped, bytes that a step allocates beyond that), as `optimizer_memory` says."""
+    return optimizer_memory(optimizer, device, without)[:2]
+
+
+def optimizer_memory(
+    optimizer: torch.optim.Optimizer, device: torch.device, without: Collection[torch.Tensor] = ()
+) -> OptimizerMemory:
+    """What an optimizer takes with parameters on `device`.
 
     without: parameters that are left out, because they live elsewhere.
 
@@ -41,11 +61,13 @@ def optimizer_needs(
                 group["foreach"] = False  # parameters of several devices are stepped one by one
             group["params"] = here
         twin.state = defaultdict(dict, {p: s for p, s in twin.state.items() if id(p) not in elsewhere})
-        peak_bytes = _step(twin, device).peak_bytes
+        there = tuple((-1 - i, n) for i, n in enumerate(_state_sizes(twin, device)))  # if it has stepped before
+        meter = _step(twin, device)
+        requests = (*there, *meter.requests)
         state_bytes = _state_bytes(twin, device)
         left_out = {id(p) for p in without}
         grown = state_bytes - _state_bytes(optimizer, device, left_out)
-        return state_bytes, max(0, peak_bytes - grown)
+        return OptimizerMemory(state_bytes, max(0, meter.peak_bytes - grown), requests)
 
 
 def update_needs(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[torch.Tensor, int]:
@@ -222,10 +244,14 @@ def _copied(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> int:
+    return sum(_state_sizes(optimizer, device, left_out))
+
+
+def _state_sizes(optimizer: torch.optim.Optimizer, device: torch.device, left_out: Collection[int] = ()) -> list[int]:
     states = [s for p, s in optimizer.state.items() if id(p) not in left_out]
     tensors = [t for s in states for t in s.values() if isinstance(t, torch.Tensor)]
     storages = {storage_key(t): t for t in tensors if t.device.type == device.type}
-    return sum(allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values())
+    return [allocated_bytes(t.untyped_storage().nbytes(), device) for t in storages.values()]
 
 
 class _AllocationMeter(private.TorchDispatchMode):
@@ -233,12 +259,14 @@ class _AllocationMeter(private.TorchDispatchMode):
 
     - peak_bytes: the most that were alive at once.
     - traffic_bytes: what ops read and wrote.
+    - requests: what was allocated and freed, in order, as in `Requests.update`.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._device = device
-        self._known: dict[int, int] = {}
+        self._known: dict[int, tuple[int, int]] = {}  # (name among requests, bytes)
+        self.requests: list[tuple[int, int]] = []
         self._live_bytes = self.peak_bytes = self.traffic_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -262,13 +290,18 @@ class _AllocationMeter(private.TorchDispatchMode):
     def _add(self, tensor: torch.Tensor) -> None:
         key, storage = storage_key(tensor), tensor.untyped_storage()
         size = allocated_bytes(storage.nbytes(), self._device)
-        self._known[key] = size
+        self._known[key] = name, _ = len(self.requests), size
+        if size:
+            self.requests.append((name, size))
         self._live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self._live_bytes)
         weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        self._live_bytes -= self._known.pop(key, 0)
+        name, size = self._known.pop(key, (0, 0))
+        if size:
+            self.requests.append((name, 0))
+        self._live_bytes -= size
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:

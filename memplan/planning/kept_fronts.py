@@ -2,8 +2,8 @@
 
     front = kept_front(problem, config, lambda: solve_front(problem, config))
 
-A problem has the graph, every size, the costs, and what is held beside the step. Budgets steer no search, so a front
-serves all of them. Each of its orders is accounted for anew when it is read, and the one that is chosen goes through
+A problem has the graph, every size, the costs, and what is held beside the step. Budgets steer no search, nor does the
+device's allocator, so a front serves all of them. Each of its orders is accounted for anew when it is read, and the one that is chosen goes through
 `simulate`, as after a search. What is damaged, or was made by other solvers, is searched for again.
 
 The schedule of the smallest peak is kept by graph and configuration alone, and joins every front of that graph. A
@@ -36,7 +36,7 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
 
     In it is the schedule of the smallest peak that is known for the graph, if it is no larger here than what was found.
     """
-    content = problem_to_json(dataclasses.replace(problem, budget_bytes=None))
+    content = problem_to_json(dataclasses.replace(problem, budget_bytes=None, requests=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
     try:

@@ -18,7 +18,7 @@ from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
 from memplan.costs.libraries import library_bytes
 from memplan.costs.measure import estimate, measure
-from memplan.costs.optimizer import host_update_s_per_byte, optimizer_needs
+from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
 from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, with_homes
 from memplan.planning.limits import Limits
@@ -26,7 +26,7 @@ from memplan.planning.placement import Placement
 from memplan.planning.residency import all_names
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
-from memplan.problem.data import Buffers, Costs, Problem
+from memplan.problem.data import Buffers, Costs, Problem, Requests
 from memplan.runtime.program.sized_plan import SizedPlan
 
 
@@ -42,15 +42,16 @@ class Problems:
         quick: as for `costs`.
         """
         settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
-        needs = (0, 0)  # with a host budget it depends on where parameters live, unless they are sharded
+        needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless they are sharded
         if self._placement.host_budget is None or settings.shards is not None:
-            needs = self.optimizer_needs(traced.device)
+            needs = self._optimizer(traced.device)
         costs = self.costs(model, captured, quick)
         held, later = self._around(traced)
         problem = Problem(
-            traced.graph, costs, None, needs[0] + held, accumulate, needs[1] + later, in_flight=settings.in_flight,
+            traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
+            in_flight=settings.in_flight,
             takes_gradients=settings.surroundings.takes_gradients and settings.grads == "surface",
-            knows_optimizer=settings.optimizer is not None,
+            knows_optimizer=settings.optimizer is not None, requests=_requests(traced, needs),
         )  # fmt: skip
         if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
@@ -90,29 +91,34 @@ class Problems:
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
-            here = self.optimizer_needs(captured.traced.device, [counted[name] for name in names if name in counted])
+            here = self._optimizer(captured.traced.device, [counted[name] for name in names if name in counted])
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
-            there = self.optimizer_needs(torch.device("cpu"), others) if names else (0, 0)
+            there = self._optimizer(torch.device("cpu"), others) if names else OptimizerMemory()
             graph = with_homes(captured.traced, names, lasting).graph
             held, later = self._around(captured.traced)
             if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
-                problem, graph=graph, extra_resident_bytes=here[0] + held, update_bytes=here[1] + later,
-                extra_host_bytes=there[0], host_update_s_per_byte=update_s,
+                problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
+                update_bytes=here.step_bytes + later, extra_host_bytes=there.state_bytes,
+                host_update_s_per_byte=update_s, requests=_requests(captured.traced, here),
             )  # fmt: skip
 
         return parts, problem_of
 
-    def optimizer_needs(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> tuple[int, int]:
-        """Bytes of the optimizer's state on a device, and what its step allocates there after backward.
+    def optimizer_needs(self, device: torch.device) -> tuple[int, int]:
+        """Bytes of the optimizer's state on a device, and what its step allocates there after backward."""
+        return self._optimizer(device)[:2]
 
-        without: parameters that are not counted.
-        """
+    def _optimizer(self, device: torch.device, without: Sequence[torch.Tensor] = ()) -> OptimizerMemory:
+        """What the optimizer takes on a device. without: parameters that are not counted."""
         if self._settings.optimizer is None:
-            return 0, 0
-        state_bytes, step_bytes = optimizer_needs(self._settings.optimizer, device, without)
-        return state_bytes, step_bytes if self._settings.update == "step" else 0
+            return OptimizerMemory()
+        found = optimizer_memory(self._settings.optimizer, device, without)
+        if self._settings.update == "step":
+            return found
+        state = Requests(update=found.requests).state
+        return found._replace(step_bytes=0, requests=tuple(state.items()))
 
     def sized(self, captured: Capture, plan: Plan) -> SizedPlan | None:
         """A plan of a captured step at all its sizes; None where it has but one.
@@ -179,6 +185,15 @@ class Problems:
         around = self._settings.surroundings
         held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
         return held + library_bytes(traced) + around.held_bytes, later + around.after_bytes
+
+
+def _requests(traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
+    """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
+    if traced.device.type != "cuda" or not private.pytorch_allocates():
+        return None
+    held_bytes = library_bytes(traced)
+    workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
+    return Requests(private.segments_expand(), workspaces, optimizer.requests)
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

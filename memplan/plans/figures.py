@@ -8,6 +8,7 @@ from typing import Literal
 
 from memplan.problem.addresses import host_bytes_beside, place_host_copies
 from memplan.problem.data import Problem
+from memplan.problem.reserved import reserved_bytes
 from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned
 
@@ -46,6 +47,24 @@ class PlanFigures:
     def peak_bytes(self) -> int:
         """Most bytes held at any moment of the step: everything that the budget counts, kernel scratch included."""
         return self.timeline.peak_bytes
+
+    @cached_property
+    def reserved_bytes(self) -> int:
+        """Most bytes that PyTorch's CUDA allocator reserves in a training loop of such steps: what a GPU runs out of.
+
+        They are `peak_bytes`, what rounding adds, and holes between blocks that nothing fits. It is `reserved_with` for
+        the setting with which the plan was made. On a device without such an allocator it is `peak_bytes`.
+        """
+        requests = self.problem.requests
+        return self.peak_bytes if requests is None else self.reserved_with(requests.expandable)
+
+    def reserved_with(self, expandable: bool) -> int:
+        """What PyTorch's CUDA allocator reserves with its setting `expandable_segments`, or without it, in bytes.
+
+        The allocator is replayed over a loop of ten steps that begins with nothing reserved. What the process reserves
+        before the loop, other threads and streams, and memory that is no tensor's come on top.
+        """
+        return reserved_bytes(self.problem, self.schedule, expandable)
 
     @property
     def knows_floor_time(self) -> bool:

@@ -32,7 +32,7 @@ class OutOfReserved(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class _Block:
+class _Chunk:
     """A range of a segment.
 
     - free: nobody holds it. mapped: there is memory behind it (always, but in expandable segments).
@@ -44,8 +44,8 @@ class _Block:
     pool: _Pool
     free: bool = True
     mapped: bool = True
-    before: _Block | None = None
-    after: _Block | None = None
+    before: _Chunk | None = None
+    after: _Chunk | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -60,14 +60,14 @@ class _Pool:
     small: bool
     free: list[tuple[int, int]] = field(default_factory=list)
     unmapped: list[int] = field(default_factory=list)
-    at: dict[int, _Block] = field(default_factory=dict)
+    at: dict[int, _Chunk] = field(default_factory=dict)
 
     @property
     def page_bytes(self) -> int:
         """What an expandable segment grows by."""
         return SMALL_SEGMENT_BYTES if self.small else LARGE_SEGMENT_BYTES
 
-    def put(self, block: _Block) -> None:
+    def put(self, block: _Chunk) -> None:
         """Enter a free or unmapped block."""
         self.at[block.address] = block
         if block.mapped:
@@ -75,7 +75,7 @@ class _Pool:
         else:
             insort(self.unmapped, block.address)
 
-    def take(self, block: _Block) -> None:
+    def take(self, block: _Chunk) -> None:
         """Remove a free or unmapped block."""
         del self.at[block.address]
         if block.mapped:
@@ -101,7 +101,7 @@ class CachingAllocator:
         """
         self._expandable, self._limit = expandable, limit_bytes
         self._pools: dict[tuple[int, bool], _Pool] = {}
-        self._held: dict[int, _Block] = {}
+        self._held: dict[int, _Chunk] = {}
         self._end = SMALL_SEGMENT_BYTES  # of all segments so far
         self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.retries = 0
 
@@ -163,7 +163,7 @@ class CachingAllocator:
         self.reserved_bytes += size_bytes
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
-    def _best_fit(self, pool: _Pool, size: int) -> _Block | None:
+    def _best_fit(self, pool: _Pool, size: int) -> _Chunk | None:
         """The smallest free block that is large enough, taken out of the pool. (`get_free_block`)
 
         In an expandable segment the block that can still grow counts with what it can grow to.
@@ -181,7 +181,7 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _split(self, block: _Block, size: int) -> None:
+    def _split(self, block: _Chunk, size: int) -> None:
         """Split off what is left of a block, if that is worth it. (`should_split`, `alloc_found_block`)"""
         left = block.size_bytes - size
         if left >= MIN_BLOCK_BYTES if block.pool.small or self._expandable else left > SMALL_BYTES:
@@ -189,15 +189,15 @@ class CachingAllocator:
             assert block.after is not None
             block.pool.put(block.after)
 
-    def _cut(self, block: _Block, size: int) -> None:
-        rest = _Block(
+    def _cut(self, block: _Chunk, size: int) -> None:
+        rest = _Chunk(
             block.address + size, block.size_bytes - size, block.pool, True, block.mapped, block, block.after
         )  # fmt: skip
         if block.after is not None:
             block.after.before = rest
         block.size_bytes, block.after = size, rest
 
-    def _merge(self, block: _Block) -> None:
+    def _merge(self, block: _Chunk) -> None:
         """Merge a block, which is in no pool, with neighbours that are free like it. (`try_merge_blocks`)"""
         before, after = block.before, block.after
         if before is not None and before.free and before.mapped == block.mapped:
@@ -212,7 +212,7 @@ class CachingAllocator:
             if block.after is not None:
                 block.after.before = block
 
-    def _reserve(self, pool: _Pool, size: int) -> _Block | None:
+    def _reserve(self, pool: _Pool, size: int) -> _Chunk | None:
         """A free block of new memory; None over the limit. (`alloc_block`, `get_allocation_size`)"""
         if size <= SMALL_BYTES:
             segment_bytes = SMALL_SEGMENT_BYTES
@@ -225,11 +225,11 @@ class CachingAllocator:
         if self._expandable:
             return self._expand(pool, size)
         self._grow(segment_bytes)
-        return _Block(self._place(segment_bytes), segment_bytes, pool)
+        return _Chunk(self._place(segment_bytes), segment_bytes, pool)
 
     # -- expandable segments ----------------------------------------------------------------------------------------
 
-    def _expand(self, pool: _Pool, size: int) -> _Block:
+    def _expand(self, pool: _Pool, size: int) -> _Chunk:
         """A free block of the segment with pages mapped where they are missing. (`try_allocate_expandable_block`)"""
         block = self._room(pool, size)
         if not block.mapped:
@@ -240,26 +240,26 @@ class CachingAllocator:
         pool.take(block)
         return block
 
-    def _room(self, pool: _Pool, size: int) -> _Block:
+    def _room(self, pool: _Pool, size: int) -> _Chunk:
         """Where the segment has room for this size, pages that are not mapped included. (`find_expandable_block`)
 
         It is the lowest unmapped block, with the free one before it, behind which enough is free or unmapped.
         """
         if not pool.unmapped:
-            pool.put(_Block(self._place(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES, pool, mapped=False))
+            pool.put(_Chunk(self._place(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES, pool, mapped=False))
         for address in pool.unmapped:
             first = pool.at[address]
             if first.before is not None and first.before.free:
                 first = first.before
             room = 0
-            block: _Block | None = first
+            block: _Chunk | None = first
             while room < size and block is not None and block.free:
                 room, block = room + block.size_bytes, block.after
             if room >= size:
                 return first
         raise AssertionError("an expandable segment ends with more address space than a device has memory")
 
-    def _map(self, block: _Block, size: int) -> _Block:
+    def _map(self, block: _Chunk, size: int) -> _Chunk:
         """Map pages at the start of an unmapped block, for this size or all of the block. (`map_block`)"""
         pool = block.pool
         mapped_bytes = min(block.size_bytes, -(-size // pool.page_bytes) * pool.page_bytes)
@@ -274,7 +274,7 @@ class CachingAllocator:
         self._grow(mapped_bytes)
         return block
 
-    def _unmap(self, block: _Block) -> None:
+    def _unmap(self, block: _Chunk) -> None:
         """Unmap the whole pages of a free block. (`unmap_block`)"""
         pool, page = block.pool, block.pool.page_bytes
         start = self._start(block)
@@ -297,13 +297,13 @@ class CachingAllocator:
         self._merge(block)
         pool.put(block)
 
-    def _start(self, block: _Block) -> int:
+    def _start(self, block: _Chunk) -> int:
         """Where the block's segment begins."""
         while block.before is not None:
             block = block.before
         return block.address
 
 
-def _growable_bytes(block: _Block) -> int:
+def _growable_bytes(block: _Chunk) -> int:
     after = block.after
     return block.size_bytes + (after.size_bytes if after is not None and not after.mapped else 0)

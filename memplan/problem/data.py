@@ -286,6 +286,32 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
+class Requests:
+    """What a CUDA device's caching allocator is asked for beside the values of a step.
+
+    - expandable: its setting `expandable_segments`.
+    - workspaces: bytes of each that libraries keep.
+    - update: (name, bytes) that the optimizer's first step asks for, and (name, 0) for what it frees, in order. What it
+      does not free is its state. Later steps ask for the rest.
+    """
+
+    expandable: bool = False
+    workspaces: tuple[int, ...] = ()
+    update: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def state(self) -> dict[int, int]:
+        """Bytes of the optimizer's state, by name."""
+        freed = {name for name, size_bytes in self.update if not size_bytes}
+        return {name: size_bytes for name, size_bytes in self.update if name not in freed}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held from the first step on."""
+        return sum(self.workspaces) + sum(self.state.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Problem:
     """A graph with its costs and the limit that a schedule must keep.
 
@@ -303,6 +329,8 @@ class Problem:
     - host_update_s_per_byte: seconds that the CPU takes to update parameters that live on the host, for each byte of
       their gradients.
     - knows_optimizer: what the optimizer holds is in these figures, even if that is nothing.
+    - requests: what a CUDA device's allocator is asked for beside values. It is in these figures too, and says how they
+      come about. None where no such allocator serves the step.
     """
 
     graph: Graph
@@ -318,6 +346,7 @@ class Problem:
     takes_gradients: bool = False
     host_update_s_per_byte: float = 0.0
     knows_optimizer: bool = False
+    requests: Requests | None = None
 
     @property
     def frees_gradients(self) -> bool:

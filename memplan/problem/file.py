@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.errors import InvalidPlanFile
-from memplan.problem.data import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Value
+from memplan.problem.data import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Requests, Value
 
 _FORMAT = "memplan.problem"
 _VERSION = 4
@@ -50,6 +50,7 @@ def problem_to_json(problem: Problem) -> dict[str, Any]:
         "in_flight": problem.in_flight,
         "host_update_s_per_byte": problem.host_update_s_per_byte,
         "knows_optimizer": problem.knows_optimizer,
+        "requests": None if problem.requests is None else asdict(problem.requests),
         "link": None if problem.link is None else asdict(problem.link),
         "gather": None if problem.gather is None else asdict(problem.gather),
         "costs": asdict(problem.costs),
@@ -79,6 +80,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
         Reader.typed(content, "takes_gradients", bool),
         Reader.typed(content, "host_update_s_per_byte", float),
         Reader.typed({"knows_optimizer": False} | content, "knows_optimizer", bool),  # older files do not say
+        _read_requests(content.get("requests")),  # older files have none
     )
 
 
@@ -208,6 +210,25 @@ def _read_gather(content: Any) -> GatherSpeed | None:
     if not gather.bytes_per_s:
         raise InvalidPlanFile("gathers of no bytes per second")
     return gather
+
+
+def _read_requests(content: Any) -> Requests | None:
+    if content is None:
+        return None
+    update = [tuple(pair) for pair in Reader.typed(content, "update", list)]
+    if any(len(pair) != 2 or any(type(n) is not int for n in pair) or pair[1] < 0 for pair in update):
+        raise InvalidPlanFile("a request is a name and a number of bytes")
+    live = set[int]()
+    for name, size_bytes in update:
+        if (name in live) == bool(size_bytes):
+            raise InvalidPlanFile(f"request {name} is made twice, or freed and not made")
+        live ^= {name}
+    workspaces = Reader.typed(content, "workspaces", list)
+    return Requests(
+        Reader.typed(content, "expandable", bool),
+        tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
+        tuple(update),
+    )
 
 
 def _read_value(content: Any, index: int) -> Value:

@@ -16,6 +16,8 @@ from memplan.torch_private.devices import attention_order as attention_order
 from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
 from memplan.torch_private.devices import float32_precisions as float32_precisions
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
+from memplan.torch_private.devices import pytorch_allocates as pytorch_allocates
+from memplan.torch_private.devices import segments_expand as segments_expand
 from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of

@@ -130,3 +130,17 @@ def blas_workspace_bytes() -> int:
         return sum(1024 * int(size) * int(count) for size, count in pairs)
     major, _ = torch.cuda.get_device_capability()
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
+
+
+def segments_expand() -> bool:
+    """Whether PyTorch's CUDA allocator grows its segments page by page, so that hardly anything lies between blocks."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    torch.cuda.init()
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def pytorch_allocates() -> bool:
+    """Whether PyTorch's own caching allocator serves CUDA devices, and not CUDA's, or one that was put in its place."""
+    backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)
+    return backend is not None and backend() == "native"

@@ -24,10 +24,10 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import libraries
 from memplan.costs.measure import _Bench
-from memplan.costs.optimizer import optimizer_needs
+from memplan.costs.optimizer import optimizer_memory, optimizer_needs
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.settings import Settings
-from memplan.problem.data import Costs, Problem
+from memplan.problem.data import Costs, Problem, Requests
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.host.transfers import CudaStreams, FakeStreams
@@ -277,6 +277,25 @@ def test_an_optimizer_that_steps_all_parameters_at_once_takes_copies_of_them() -
     assert one_by_one == optimizer_needs(torch.optim.AdamW(parameters()), torch.device("cpu"))[1]
     fused = optimizer_needs(torch.optim.AdamW(parameters(), fused=True), CUDA)
     assert fused == (2 * SIZES + 2 * 512, 0)  # counts of steps are on the device then
+
+
+def test_an_optimizers_requests_are_its_state_and_what_it_frees_again() -> None:
+    optimizer = torch.optim.AdamW(parameters())
+    memory = optimizer_memory(optimizer, CUDA)
+    found = Requests(update=memory.requests)
+    assert list(found.state.values()) == [n for p in parameters() for n in 2 * [p.numel() * 4]]
+    held = most = 0
+    sizes = dict(found.state)
+    for name, size_bytes in memory.requests:
+        held += size_bytes or -sizes[name]
+        sizes[name] = size_bytes
+        most = max(most, held)
+    assert held == memory.state_bytes and most == memory.state_bytes + memory.step_bytes
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    stepped = Requests(update=optimizer_memory(optimizer, CUDA).requests)
+    assert sorted(stepped.state.values()) == sorted(found.state.values())
 
 
 def test_parameters_of_which_some_are_on_the_host_are_stepped_one_by_one() -> None:

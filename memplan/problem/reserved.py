@@ -1,0 +1,208 @@
+"""What a schedule makes PyTorch's CUDA allocator reserve: its requests, in the order in which the runtime makes them.
+
+Budgets and peaks count allocated bytes. What a device runs out of is reserved bytes: allocated ones, what rounding
+adds, and holes between blocks that no request fits. Where the holes are depends on all requests before. So a whole
+training loop is replayed: parameters, workspaces of libraries, then up to ten steps, in the first of which the
+optimizer makes its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator
+from memplan.problem.data import Problem
+from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
+
+_MOST_STEPS = 10
+# Kernels ask for their outputs in order, then for scratch, but for these, as recorded on CUDA.
+_LAST_OUTPUT_FIRST = frozenset({"aten.native_dropout.default"})
+_SCRATCH_FIRST = frozenset({"aten.convolution_backward.default"})
+
+
+def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool) -> int:
+    """The most that the allocator reserves in a training loop, in bytes.
+
+    The loop begins with an allocator that has reserved nothing. Each step's inputs arrive while those of the step
+    before are there; outputs and gradients are freed at its end.
+
+    expandable: the allocator's setting `expandable_segments`.
+    """
+    return _Loop(problem, schedule, expandable).peak_bytes()
+
+
+class _Loop:
+    """A training loop: what it holds between steps, and the steps themselves.
+
+    - state: bytes of the optimizer's state, by name; empty once it is made.
+    - stays: addresses of copies that stay on the device, by value.
+    - gradients: addresses of gradients that wait for the optimizer, by value.
+    - returned: addresses of outputs of the last microbatch, which the caller lets go before the next one.
+    - left: addresses of its inputs, which go when the next ones have arrived.
+    """
+
+    def __init__(self, problem: Problem, schedule: Schedule, expandable: bool) -> None:
+        self.problem, self.graph = problem, problem.graph
+        self.allocator = allocator = CachingAllocator(expandable)
+        boundary = schedule.index(Boundary())
+        self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
+        requests = problem.requests
+        self.update_requests = () if requests is None else requests.update
+        self.state = {} if requests is None else requests.state
+        self.made = False
+        self.stays: dict[int, int] = {}
+        self.gradients: dict[int, int] = {}
+        self.returned: list[int] = []
+        for role in ("parameter", "buffer", "constant"):
+            for value in self.graph.values:
+                if value.role == role and value.home == "device" and value.reuses is None:
+                    allocator.allocate(value.size_bytes)
+        known_bytes = 0 if requests is None else requests.held_bytes
+        allocator.allocate(max(0, problem.extra_resident_bytes - known_bytes))  # an engine's
+        self.left = self.inputs()  # the sample's
+        for size_bytes in () if requests is None else requests.workspaces:
+            allocator.allocate(size_bytes)
+
+    def inputs(self) -> list[int]:
+        """Addresses of the inputs of another microbatch."""
+        values = [v for v in self.graph.values if v.role == "input" and v.home == "device" and v.reuses is None]
+        return [self.allocator.allocate(v.size_bytes) for v in values]
+
+    def peak_bytes(self) -> int:
+        """The most that is reserved in ten steps, or until a step begins with what an earlier one began with."""
+        seen: list[object] = []
+        while len(seen) < _MOST_STEPS and (free := self.allocator.free_blocks) not in seen:
+            seen.append(free)
+            self._step()
+        return self.allocator.peak_reserved_bytes
+
+    def _step(self) -> None:
+        """Microbatches up to an optimizer's step, and that step."""
+        waiting: list[_Microbatch] = []
+        in_flight = self.problem.in_flight
+        several = self.problem.accumulate or in_flight > 1
+        for _ in range(in_flight + several):  # so that as many are in flight when there are gradients of earlier ones
+            waiting.append(_Microbatch(self))
+            waiting[-1].run(self.forward)
+            if len(waiting) == in_flight:
+                waiting.pop(0).finish(self.backward)
+        for microbatch in waiting:
+            microbatch.finish(self.backward)
+        self._update()
+        for address in self.gradients.values():
+            self.allocator.free(address)
+        self.gradients.clear()
+
+    def _update(self) -> None:
+        """The optimizer's step, and what else comes after backward."""
+        held: dict[int, int] = {}
+        held_bytes = most_bytes = 0
+        for name, size_bytes in self.update_requests:
+            if name in self.state:
+                if not self.made:
+                    self.allocator.allocate(size_bytes)
+            elif size_bytes:
+                held[name] = self.allocator.allocate(size_bytes)
+                most_bytes = max(most_bytes, held_bytes := held_bytes + size_bytes)
+            else:
+                self.allocator.free(held.pop(name))
+        self.made = True
+        self.allocator.free(self.allocator.allocate(max(0, self.problem.update_bytes - most_bytes)))
+
+
+class _Microbatch:
+    """What one forward and its backward hold.
+
+    - held: addresses of live values.
+    - inputs: addresses of inputs.
+    """
+
+    def __init__(self, loop: _Loop) -> None:
+        self.loop, self.values, self.allocator = loop, loop.graph.values, loop.allocator
+        self.held: dict[int, int] = {}
+        for address in loop.returned:
+            self.allocator.free(address)
+        self.inputs = loop.inputs()
+        for address in loop.left:
+            self.allocator.free(address)
+        loop.returned, loop.left = [], []
+
+    def run(self, steps: Schedule) -> None:
+        """Make the requests of these steps."""
+        outputs: tuple[int, ...] = ()
+        unread: list[int] = []  # outputs that are dropped at once: the program frees them after the op's inputs
+        for step in steps:
+            if unread and not isinstance(step, Drop):
+                self._free(unread)
+                unread = []
+            match step:
+                case Compute(op):
+                    self._compute(op)
+                    outputs = self.loop.graph.ops[op].outputs
+                case Drop(value):
+                    if value in outputs:
+                        unread.append(value)
+                    else:
+                        self._free((value,))
+                case Prefetch(value):
+                    self._make(value)
+                case Stay(value):
+                    if value not in self.loop.stays:
+                        self.loop.stays[value] = self.allocator.allocate(self.values[value].size_bytes)
+                case SurfaceGrads(values):
+                    self._surface(values)
+        self._free(unread)
+
+    def finish(self, backward: Schedule) -> None:
+        """Run backward. What is there then, the caller holds: gradients, outputs and inputs."""
+        for value in self.loop.graph.tangents:
+            self._make(value)
+        self.run(backward)
+        self._free(self.loop.graph.tangents)
+        for value, address in self.held.items():
+            if self.values[value].role == "gradient":
+                self.loop.gradients[value] = address
+            else:
+                self.loop.returned.append(address)
+        self.loop.left += self.inputs
+
+    def _make(self, value: int) -> None:
+        self.held[value] = self.allocator.allocate(self.values[value].size_bytes)
+
+    def _free(self, values: Sequence[int]) -> None:
+        for value in values:
+            if value in self.held:
+                self.allocator.free(self.held.pop(value))
+
+    def _compute(self, index: int) -> None:
+        """A run of an op. An output that is there already is made again and thrown away, as `simulate` says."""
+        op, thrown_away = self.loop.graph.ops[index], list[int]()
+        scratch = self._scratch(index) if op.kind in _SCRATCH_FIRST else []
+        for value in reversed(op.outputs) if op.kind in _LAST_OUTPUT_FIRST else op.outputs:
+            taken = self.values[value].reuses
+            if taken is None:
+                if value in self.held:
+                    thrown_away.append(self.held[value])
+                self._make(value)
+            elif taken in self.held:
+                if value in self.held:
+                    thrown_away.append(self.held[value])
+                self.held[value] = self.held.pop(taken)
+        for address in (*(scratch or self._scratch(index)), *thrown_away):
+            self.allocator.free(address)
+
+    def _scratch(self, index: int) -> list[int]:
+        """Addresses of an op's scratch: copies of an operand and a small rest, if it comes to that, or one block."""
+        scratch_bytes = self.loop.problem.costs.scratch_bytes[index]
+        operands = [self.values[v].size_bytes for v in self.loop.graph.ops[index].inputs]
+        rest = scratch_bytes % max((n for n in operands if 0 < n <= scratch_bytes), default=1)
+        if rest > SMALL_BYTES:
+            rest = 0
+        return [self.allocator.allocate(scratch_bytes - rest), self.allocator.allocate(rest)]
+
+    def _surface(self, values: Sequence[int]) -> None:
+        """Hand gradients over. They are freed if they are added to earlier ones, or if somebody takes them."""
+        for value in values:
+            self.allocator.free(self.allocator.allocate(self.values[value].update_bytes))
+            if self.loop.problem.takes_gradients or value in self.loop.gradients:
+                self._free((value,))
