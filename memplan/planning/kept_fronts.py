@@ -2,9 +2,10 @@
 
     front = kept_front(problem, config, lambda: solve_front(problem, config))
 
-A problem has the graph, every size, the costs, and what is held beside the step. Budgets steer no search, nor does the
-device's allocator, so a front serves all of them. Each of its orders is accounted for anew when it is read, and the one that is chosen goes through
-`simulate`, as after a search. What is damaged, or was made by other solvers, is searched for again.
+A problem has the graph, every size, the costs, and what is held beside the step. Neither budgets nor the device's
+allocator steer a search, so a front serves all of them. Each of its orders is accounted for anew when it is read, and
+the one that is chosen goes through `simulate`, as after a search. What is damaged, or was made by other solvers, is
+searched for again.
 
 The schedule of the smallest peak is kept by graph and configuration alone, and joins every front of that graph. A
 search with costs that were measured anew may end elsewhere, but a budget that was once named as enough stays enough.

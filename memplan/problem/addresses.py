@@ -1,6 +1,6 @@
-"""Host memory: where in its slab each offloaded value goes, decided before the step runs, and what all of it takes.
+"""Memory in one slab: where in it each offloaded value goes, or each block of the device, and what all of it takes.
 
-Lifetimes are known, so this is two-dimensional packing: first fit, the largest areas (bytes times steps) first.
+Lifetimes are known before the step runs, so `pack_slab` finds the places.
 
 PyTorch's allocator of pinned memory rounds each block up to a power of two. So it does with the slab, and with each
 parameter that lives on the host and its gradient; a host budget counts what is taken.
@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.problem.data import Graph, Problem
+from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
+from memplan.problem.reserved import device_blocks
 from memplan.problem.schedule import DropHost, Offload, Schedule
 
 _ALIGNMENT_BYTES = 512
@@ -52,20 +54,18 @@ def host_bytes_beside(problem: Problem) -> int:
 
 def place_host_copies(graph: Graph, schedule: Schedule) -> HostMemory:
     """Addresses of everything that the schedule offloads; gradients have memory of their own."""
-    lifetimes: list[tuple[int, int, int]] = []  # size in bytes, first and last index
+    blocks: list[LiveRange] = []
     began: dict[int, int] = {}
     for index, step in enumerate(schedule):
         if isinstance(step, Offload) and graph.values[step.value].home == "device":
             began[step.value] = index
         elif isinstance(step, DropHost):
             size_bytes = -(-graph.values[step.value].size_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-            lifetimes.append((size_bytes, began.pop(step.value), index))
-    placed: list[tuple[int, int, int, int]] = []  # offset, size, first, last
-    for size_bytes, first, last in sorted(lifetimes, key=lambda x: (-x[0] * (x[2] - x[1]), x[1])):
-        offset = 0
-        for other, other_bytes in sorted((p[0], p[1]) for p in placed if p[2] < last and first < p[3]):
-            if other - offset >= size_bytes:
-                break
-            offset = max(offset, other + other_bytes)
-        placed.append((offset, size_bytes, first, last))
-    return HostMemory({first: offset for offset, _, first, _ in placed}, max((p[0] + p[1] for p in placed), default=0))
+            blocks.append(LiveRange(size_bytes, began.pop(step.value), index))
+    packing = pack_slab(blocks, pinned_bytes(most_alive(blocks)))  # the slab is rounded up to a power of two
+    return HostMemory({b.first: at for b, at in zip(blocks, packing.offsets, strict=True)}, packing.size_bytes)
+
+
+def place_on_device(problem: Problem, schedule: Schedule) -> Packing:
+    """Offsets in one slab of all that a step asks the device's allocator for, in order, as `device_blocks` gives it."""
+    return pack_slab(device_blocks(problem, schedule))

@@ -9,9 +9,11 @@ optimizer makes its state.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
-from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
 from memplan.problem.data import Problem
+from memplan.problem.packing import LiveRange
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 
 _MOST_STEPS = 10
@@ -28,7 +30,58 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool) -> in
 
     expandable: the allocator's setting `expandable_segments`.
     """
-    return _Loop(problem, schedule, expandable).peak_bytes()
+    allocator = CachingAllocator(expandable)
+    _Loop(problem, schedule, allocator).run(allocator)
+    return allocator.peak_reserved_bytes
+
+
+def device_blocks(problem: Problem, schedule: Schedule) -> tuple[LiveRange, ...]:
+    """What a step asks the device's allocator for from forward to the end of backward, in order of the requests.
+
+    Times are numbers of requests. Gradients, and what the step returns, last to its end. Sizes are rounded up as the
+    allocator does. Parameters, inputs and the optimizer's state are not among them.
+    """
+    record = _Record()
+    loop = _Loop(problem, schedule, record)
+    microbatch = _Microbatch(loop)
+    before = len(record.begins)
+    microbatch.run(loop.forward)
+    microbatch.finish(loop.backward)
+    end = len(record.begins)
+    return tuple(
+        LiveRange(size_bytes, index - before, record.ends.get(index + 1, end) - before)
+        for index, size_bytes in enumerate(record.begins[before:], before)
+    )
+
+
+class _Allocator(Protocol):
+    """Who gets the requests of a loop."""
+
+    def allocate(self, size_bytes: int) -> int:
+        """A name of a new block; 0 for 0 bytes."""
+
+    def free(self, address: int) -> None:
+        """Free a block; 0 is none."""
+
+
+class _Record:
+    """Notes requests.
+
+    - begins: bytes of each, in order; the first is number 1.
+    - ends: by number, how many were made before it was freed.
+    """
+
+    def __init__(self) -> None:
+        self.begins: list[int] = []
+        self.ends: dict[int, int] = {}
+
+    def allocate(self, size_bytes: int) -> int:
+        if size_bytes:
+            self.begins.append(-(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
+        return len(self.begins) if size_bytes else 0
+
+    def free(self, address: int) -> None:
+        self.ends[address] = len(self.begins)
 
 
 class _Loop:
@@ -41,9 +94,8 @@ class _Loop:
     - left: addresses of its inputs, which go when the next ones have arrived.
     """
 
-    def __init__(self, problem: Problem, schedule: Schedule, expandable: bool) -> None:
-        self.problem, self.graph = problem, problem.graph
-        self.allocator = allocator = CachingAllocator(expandable)
+    def __init__(self, problem: Problem, schedule: Schedule, allocator: _Allocator) -> None:
+        self.problem, self.graph, self.allocator = problem, problem.graph, allocator
         boundary = schedule.index(Boundary())
         self.forward, self.backward = schedule[:boundary], schedule[boundary + 1 :]
         requests = problem.requests
@@ -68,13 +120,12 @@ class _Loop:
         values = [v for v in self.graph.values if v.role == "input" and v.home == "device" and v.reuses is None]
         return [self.allocator.allocate(v.size_bytes) for v in values]
 
-    def peak_bytes(self) -> int:
-        """The most that is reserved in ten steps, or until a step begins with what an earlier one began with."""
+    def run(self, allocator: CachingAllocator) -> None:
+        """Run ten steps, or fewer if one begins with what an earlier one began with."""
         seen: list[object] = []
-        while len(seen) < _MOST_STEPS and (free := self.allocator.free_blocks) not in seen:
+        while len(seen) < _MOST_STEPS and (free := allocator.free_blocks) not in seen:
             seen.append(free)
             self._step()
-        return self.allocator.peak_reserved_bytes
 
     def _step(self) -> None:
         """Microbatches up to an optimizer's step, and that step."""

@@ -7,6 +7,7 @@ writes the plan of each loop, and what was reserved in it. Each runs in a proces
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.plans.plan import plan_to_bytes
 
 FOLDER = Path(__file__).with_name("loops")
 _STEPS = 10
@@ -96,7 +98,7 @@ def _run(path: Path, name: str) -> None:
         del loss
     plan = memplan.plan_of(net)
     assert plan is not None and plan.problem.requests is not None
-    plan.save(path)
+    path.write_bytes(gzip.compress(plan_to_bytes(plan), mtime=0))
     figures: dict[str, Any] = {
         "torch": str(torch.__version__),
         "expandable": plan.problem.requests.expandable,
