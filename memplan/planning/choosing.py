@@ -11,10 +11,29 @@ from memplan.plans.plan import Plan
 from memplan.plans.plan_text import peak_in_short
 from memplan.plans.step_memory import step_memory
 from memplan.problem.data import Problem
+from memplan.problem.reserved import reserved_bytes, runs_within
 from memplan.problem.simulate import simulate
 from memplan.solvers import Candidate, Front
 from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
+
+_MOST_REPLAYED = 32  # candidates; each is replayed over up to ten steps
+
+
+def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candidate | None:
+    """The fastest candidate for which PyTorch's CUDA allocator reserves no more than the limit.
+
+    Where there is none, it is the fastest that runs within the limit because the allocator gives cached memory back,
+    which takes time in each step; where there is none either, None. Of long fronts a part is tried.
+    """
+    requests = problem.requests
+    assert requests is not None
+    fitting = [point for point in reversed(front.points) if point.peak_bytes <= limit_bytes]
+    tried = fitting[:: -(-len(fitting) // _MOST_REPLAYED) or 1]
+    for point in tried:
+        if reserved_bytes(problem, point.schedule, requests.expandable) <= limit_bytes:
+            return point
+    return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, limit_bytes)), None)
 
 
 def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:

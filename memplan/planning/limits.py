@@ -36,6 +36,12 @@ class Limits:
         budget = self._settings.budget
         return self.budget_bytes or (None if budget is None else device_bytes(budget))
 
+    @property
+    def is_of_device(self) -> bool:
+        """Whether the budget is one of bytes, which a device has, and no figure relative to the step."""
+        budget = self._settings.budget
+        return budget is None or device_bytes(budget) is not None
+
     def settle(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
         """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned.
 
@@ -90,8 +96,7 @@ class Limits:
 
         A budget that is a fraction is then one of the unplanned peak with these gradients.
         """
-        budget, before = self._settings.budget, self.budget_bytes
-        known = budget is None or device_bytes(budget) is not None
+        before, known = self.budget_bytes, self.is_of_device
         self.accumulate, self.budget_bytes = True, before if known else self._with_gradients
         try:
             yield

@@ -11,7 +11,14 @@ from torch import nn
 from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.logs import log
-from memplan.planning.choosing import infeasible, no_room, plan_of_front, plan_of_residency, plan_with_gathers
+from memplan.planning.choosing import (
+    fastest_reserved,
+    infeasible,
+    no_room,
+    plan_of_front,
+    plan_of_residency,
+    plan_with_gathers,
+)
 from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -23,6 +30,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
 from memplan.problem.simulate import unplanned
 from memplan.solvers import Front, solve_front
+from memplan.units import format_bytes
 
 _MUCH = 0.05  # of a step, that could be saved
 _RUNGS = 6  # schedules for calls of other sizes
@@ -63,10 +71,21 @@ class WholePlans:
     def _within(self, problem: Problem, front: Front) -> Plan:
         """The fastest plan of a front within the budget. Raises BudgetInfeasible."""
         limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes, front.floor.peak_bytes)
-        chosen = front.best(self._limits.less_margin(limit)) or front.floor
+        within = self._limits.less_margin(limit)
+        chosen = front.best(within) or front.floor
         if chosen.peak_bytes > limit:
             raise infeasible(problem, front.floor, limit)
-        return plan_of_front(problem, front, chosen, limit)
+        if problem.requests is None or not self._limits.is_of_device:
+            return plan_of_front(problem, front, chosen, limit)
+        reserved = fastest_reserved(problem, front, within)
+        plan = plan_of_front(problem, front, reserved or chosen, limit)
+        if reserved is None:
+            log.warning(
+                "a step holds at most %s, but PyTorch's allocator reserves %s for it, and may run out of memory on a "
+                "device with %s: lower the budget, or set PYTORCH_ALLOC_CONF=expandable_segments:True if it is not set",
+                format_bytes(plan.peak_bytes), format_bytes(plan.reserved_bytes), format_bytes(limit),
+            )  # fmt: skip
+        return plan
 
     def curve(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""

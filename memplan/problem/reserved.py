@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, OutOfReserved
 from memplan.problem.data import Problem
 from memplan.problem.packing import LiveRange
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
@@ -33,6 +33,19 @@ def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool) -> in
     allocator = CachingAllocator(expandable)
     _Loop(problem, schedule, allocator).run(allocator)
     return allocator.peak_reserved_bytes
+
+
+def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
+    """Whether a training loop runs while the allocator may reserve no more than the limit.
+
+    Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
+    """
+    allocator = CachingAllocator(expandable, limit_bytes)
+    try:
+        _Loop(problem, schedule, allocator).run(allocator)
+    except OutOfReserved:
+        return False
+    return True
 
 
 def device_blocks(problem: Problem, schedule: Schedule) -> tuple[LiveRange, ...]:

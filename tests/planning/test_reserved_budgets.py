@@ -1,0 +1,80 @@
+"""Budgets in bytes on CUDA: what PyTorch's allocator reserves for a plan fits them, where a schedule allows that."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.config import Config
+from memplan.planning import choosing, problems
+from memplan.planning.choosing import fastest_reserved
+from memplan.problem.data import Requests
+from memplan.problem.reserved import reserved_bytes, runs_within
+from memplan.solvers import solve_front
+from tests.support.random_graphs import unet_like
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+def test_the_fastest_that_fits_is_taken(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choosing, "_MOST_REPLAYED", 10_000)
+    problem = replace(unet_like(4), requests=Requests(expandable))
+    front = solve_front(problem, Config(methods=("rotor",), points=8))
+    found = {p: reserved_bytes(problem, p.schedule, expandable) for p in front.points}
+    for limit_bytes in (*found.values(), front.floor.peak_bytes, front.keep_all.peak_bytes):
+        chosen = fastest_reserved(problem, front, limit_bytes)
+        fitting = [p for p, size_bytes in found.items() if size_bytes <= limit_bytes]
+        if fitting:
+            assert chosen is not None and chosen.time_s == min(p.time_s for p in fitting)
+        elif chosen is not None:
+            assert runs_within(problem, chosen.schedule, expandable, limit_bytes)
+        else:
+            assert not any(runs_within(problem, p.schedule, expandable, limit_bytes) for p in found)
+
+
+def test_less_than_is_reserved_may_do() -> None:
+    """The allocator gives back what it has cached, as far as nobody holds any of it."""
+    problem = replace(unet_like(4), requests=Requests())
+    front = solve_front(problem, Config(methods=("rotor",), points=8))
+    for point in front.points:
+        most = reserved_bytes(problem, point.schedule, False)
+        assert runs_within(problem, point.schedule, False, most)
+        assert not runs_within(problem, point.schedule, False, point.peak_bytes - 1)
+
+
+class _Wide(nn.Module):
+    """Layers whose activations take mebibytes, of several sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x))
+            x = torch.cat((x, x[: len(x) // (index + 2)]))
+        return x.square().mean()
+
+
+def test_plans_for_budgets_in_bytes_fit_what_is_reserved(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    net, sample = _Wide(), torch.rand(8000, 64)
+    plain = memplan.plan(net, sample, "min", costs="estimate")
+    monkeypatch.setattr(problems, "_requests", lambda traced, optimizer: Requests())
+    caplog.set_level(logging.WARNING, "memplan")
+    low = memplan.plan(net, sample, "min", costs="estimate")
+    assert low.peak_bytes == plain.peak_bytes < low.reserved_bytes and not caplog.records
+    assert "by PyTorch's allocator" in low.report()
+    for budget in range(low.reserved_bytes, 2 * low.reserved_bytes, 8 * MIB):
+        plan = memplan.plan(net, sample, budget, costs="estimate")
+        assert plan.reserved_bytes <= budget and not caplog.records
+    tight = memplan.plan(net, sample, low.peak_bytes + 1000, costs="estimate")
+    assert tight.reserved_bytes > low.peak_bytes + 1000
+    assert "PyTorch's allocator reserves" in caplog.text
