@@ -17,14 +17,15 @@ from memplan.solvers import Candidate, Front
 from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
+_UNSURE = 0.04  # of a limit: where memory is given back in every step, small differences matter
 _MOST_REPLAYED = 32  # candidates; each is replayed over up to ten steps
 
 
 def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candidate | None:
     """The fastest candidate for which PyTorch's CUDA allocator reserves no more than the limit.
 
-    Where there is none, it is the fastest that runs within the limit because the allocator gives cached memory back,
-    which takes time in each step; where there is none either, None. Of long fronts a part is tried.
+    Where there is none, it is the fastest that runs well within the limit because the allocator gives cached memory
+    back, which takes time in each step; where there is none either, None. Of long fronts a part is tried.
     """
     requests = problem.requests
     assert requests is not None
@@ -33,7 +34,8 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
     for point in tried:
         if reserved_bytes(problem, point.schedule, requests.expandable) <= limit_bytes:
             return point
-    return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, limit_bytes)), None)
+    room_bytes = int(limit_bytes * (1 - _UNSURE))
+    return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, room_bytes)), None)
 
 
 def plan_of_front(problem: Problem, front: Front, chosen: Candidate, budget_bytes: int) -> Plan:
