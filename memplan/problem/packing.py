@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 _CLOSE = 0.008  # of the bound: what is not worth a search
-_FEW = 3000  # a block is small if so many take no more than the bound
+_FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
+_SHORT = 10  # it does not last if so many in a row would
 _ROUNDS, _TRIES = 6, 4  # sizes of slabs that are tried, and searches for each
 _STEPS = 10_000  # placements of one search
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
@@ -66,8 +67,8 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     orders = (np.lexsort((-lasting, -size)), np.lexsort((first, -size * lasting)))
     best = min((_first_fit(size, first, last, order) for order in orders), key=lambda at: _height(at, size))
     close_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
-    large = np.nonzero(size * _FEW >= bound_bytes)[0]  # others fall into gaps
-    small = orders[0][size[orders[0]] * _FEW < bound_bytes]
+    matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
+    large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
     least_bytes, draws = bound_bytes, np.random.default_rng(0)
     for round_ in range(_ROUNDS):
         height_bytes = _height(best, size)
