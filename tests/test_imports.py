@@ -66,9 +66,8 @@ ARROWS = {
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
 THEIRS = {
-    **{
-        place: set[str]() for place in ("units", "errors", "logs", "config", "cache", "problem", "__init__", "__main__")
-    },
+    **{place: set[str]() for place in ("units", "errors", "logs", "config", "cache", "__init__", "__main__")},
+    "problem": {"numpy"},
     "plans": {"networkx"},
     "solvers": NUMERIC,
     **dict.fromkeys(
