@@ -26,7 +26,7 @@ from memplan.installed.recovery import OnOutOfMemory
 from memplan.installed.unplanned import UnplannedLoss, is_disabled, leave_unplanned
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
@@ -177,6 +177,8 @@ def apply(
         "fused" if plan is not None and plan.exact == "program" else kernels,
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
+    here = settings.target_device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    prepare_allocator(here)
     given, began_s = model, time.monotonic()
     is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))
     with contextlib.ExitStack() as aside:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -130,3 +132,46 @@ def blas_workspace_bytes() -> int:
         return sum(1024 * int(size) * int(count) for size, count in pairs)
     major, _ = torch.cuda.get_device_capability()
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
+
+
+def segments_expand() -> bool:
+    """Whether PyTorch's CUDA allocator grows its segments page by page, so that hardly anything lies between blocks."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return False
+    torch.cuda.init()
+    return bool(torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"])
+
+
+def can_expand_segments(device: torch.device) -> bool:
+    """Whether the segments of a CUDA device expand, or `expand_segments` may make them do so.
+
+    It may not where another allocator is set or a setting names them, and can't on all platforms and drivers.
+    """
+    if segments_expand():
+        return True
+    told = [torch._C._accelerator_getAllocatorSettings()]
+    told += [os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_")]
+    if torch.cuda.get_allocator_backend() != "native" or any("expandable_segments" in text for text in told):
+        return False
+    return sys.platform == "linux" and torch.version.hip is None and _maps_memory(device)
+
+
+def expand_segments() -> None:
+    """Let segments of PyTorch's CUDA allocator expand from now on. Those that are there stay as they are."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
+
+
+_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102  # of CUdevice_attribute
+
+
+def _maps_memory(device: torch.device) -> bool:
+    """Whether the driver maps memory into reserved addresses, which some virtual GPUs can't."""
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # PyTorch has one all the same
+        return True
+    index = torch.cuda.current_device() if device.index is None else device.index
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, index)
+    return not failed and bool(found.value)

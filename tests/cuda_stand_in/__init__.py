@@ -271,6 +271,7 @@ def _take_over(torch: Any, native: Any) -> None:
         "max_memory_reserved": lambda device=None: native.most(index_of(device)),
         "reset_peak_memory_stats": lambda device=None: native.forget_most(index_of(device)),
         "memory_stats": memory_stats,
+        "_snapshot": lambda device=None: {"allocator_settings": {"expandable_segments": True}},
         "empty_cache": lambda: None,
         "mem_get_info": lambda device=None: (native.total() - native.held(index_of(device)), native.total()),
         "set_per_process_memory_fraction": lambda share, device=None: native.limit(index_of(device), share),

@@ -26,6 +26,7 @@ from memplan.costs import libraries
 from memplan.costs.measure import _Bench
 from memplan.costs.optimizer import optimizer_needs
 from memplan.installed.planned_forward import planned_forward
+from memplan.planning.automatic import automatic_bytes, prepare_allocator
 from memplan.planning.settings import Settings
 from memplan.problem.data import Costs, Problem
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
@@ -507,3 +508,63 @@ def test_no_copy_that_ops_waited_for_reads_parameters_when_forward_returns() -> 
     fetches = [step.value for step in forward if isinstance(step, Prefetch) and values[step.value].fetched]
     waited = [event for event, v in zip(streams.fetched, fetches, strict=True) if Wait(v) in forward]
     assert waited and all(event in streams.finished for event in waited)
+
+
+# -- the allocator ----------------------------------------------------------------------------------------------------
+
+
+class Segments:
+    """Stands for the settings of PyTorch's CUDA allocator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: str = "", backend: str = "native") -> None:
+        self.settings, self.told = settings, list[str]()
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * MIB)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", self._snapshot)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self._set)
+        monkeypatch.setattr("memplan.torch_private.devices._maps_memory", lambda device: True)
+        monkeypatch.setattr("sys.platform", "linux")
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"allocator_settings": {"expandable_segments": "expandable_segments:True" in self.settings}}
+
+    def _set(self, settings: str) -> None:
+        self.told.append(settings)
+        self.settings = settings
+
+
+def test_segments_expand_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = Segments(monkeypatch, "garbage_collection_threshold:0.8")
+    assert automatic_bytes(CUDA) == 80 * MIB, "as they will expand"
+    with caplog.at_level("INFO", logger="memplan"):
+        for _ in range(2):
+            prepare_allocator(CUDA)
+    assert segments.told == ["garbage_collection_threshold:0.8,expandable_segments:True"], "once, and beside the others"
+    assert caplog.text.count("expandable_segments:True from now on") == 1
+    prepare_allocator(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("reason", ["settings", "environment", "backend", "platform", "driver"])
+def test_a_choice_of_the_users_or_the_platforms_stays_and_costs_a_larger_reserve(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = "expandable_segments:False" if reason == "settings" else ""
+    segments = Segments(monkeypatch, settings, "cudaMallocAsync" if reason == "backend" else "native")
+    if reason == "environment":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    if reason == "platform":
+        monkeypatch.setattr("sys.platform", "win32")
+    if reason == "driver":
+        monkeypatch.setattr("memplan.torch_private.devices._maps_memory", lambda device: False)
+    prepare_allocator(CUDA)
+    assert segments.told == []
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.text
+    assert automatic_bytes(CUDA) == 65 * MIB
