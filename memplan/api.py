@@ -136,8 +136,9 @@ def apply(
         on a size.
     - on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
-    - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
-        margin and runs the step again, with nothing lost. The margin is remembered for such models.
+    - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" runs the step again
+        with all free memory in one piece, then with plans of larger and larger margins, and nothing is lost. The margin
+        is kept until the process ends.
     - on_infeasible: what happens where no schedule fits the budget: "advise" looks for what would make it fit (offload,
         smaller batches, another loss, ...), each by a plan of its own, and raises BudgetInfeasible with what it found;
         "raise" raises at once; "min" raises the budget to the least, with a warning.

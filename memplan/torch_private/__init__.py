@@ -17,6 +17,7 @@ from memplan.torch_private.devices import expand_segments as expand_segments
 from memplan.torch_private.devices import float32_precisions as float32_precisions
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
 from memplan.torch_private.devices import segments_expand as segments_expand
+from memplan.torch_private.devices import unallocated_bytes as unallocated_bytes
 from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of

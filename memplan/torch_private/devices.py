@@ -103,6 +103,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_pytorchs and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
+def unallocated_bytes(error: BaseException) -> int:
+    """What the allocator had reserved and could not use, in pieces, when it ran out of memory. 0 if it does not say."""
+    found = re.search(r"([\d.]+) (bytes|KiB|MiB|GiB) is reserved by PyTorch but unallocated", str(error))
+    return 0 if found is None else int(float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(found[2]))
+
+
 def wait_for_scaler_copies() -> Callable[[], None]:
     """Let every `GradScaler` wait for copies of its scale from a GPU to the host. Gives a function that undoes that."""
     original = _MultiDeviceReplicator.get

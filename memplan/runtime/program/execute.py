@@ -608,7 +608,10 @@ class Runner:
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
-        return self.backward(again, tangents)
+        try:
+            return self.backward(again, tangents)
+        finally:
+            state.surfacing = again.surfacing
 
     def _backward_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers
