@@ -170,6 +170,7 @@ def apply(
         raise TypeError(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
+    automatic = plan is None and (budget or budget_of_environment() or AUTOMATIC) == AUTOMATIC
     if plan is None:
         budget = _named(budget, model, device)
     settings = Settings(
@@ -179,6 +180,8 @@ def apply(
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
     here = settings.target_device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    if automatic and here.type == "cuda" and optimizer is None and settings.surroundings == Surroundings():
+        log.warning("the budget 'auto' leaves no room for an optimizer's state, which comes later: pass optimizer=")
     prepare_allocator(here)
     given, began_s = model, time.monotonic()
     is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))

@@ -212,7 +212,7 @@ class Recovery:
         told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
         advice = (
             "Other processes or pieces between blocks may take the rest: lower the budget, set "
-            "PYTORCH_ALLOC_CONF=expandable_segments:True, or plan with on_oom='replan'"
+            "PYTORCH_ALLOC_CONF=expandable_segments:True" + ", or plan with on_oom='replan'" * (self.on_oom == "raise")
         )
         if self.on_oom == "replan" and not repeats:
             advice = (
