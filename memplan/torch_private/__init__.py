@@ -37,6 +37,7 @@ from memplan.torch_private.hooks import without_saved_tensor_hooks as without_sa
 from memplan.torch_private.inductor import CompiledCall as CompiledCall
 from memplan.torch_private.inductor import MemoryLayout as MemoryLayout
 from memplan.torch_private.inductor import compiled_graph as compiled_graph
+from memplan.torch_private.inductor import deterministic_options as deterministic_options
 from memplan.torch_private.inductor import functional_trace as functional_trace
 from memplan.torch_private.inductor import inductor_cache_dir as inductor_cache_dir
 from memplan.torch_private.inductor import keeps_to_seed as keeps_to_seed
