@@ -75,7 +75,7 @@ class CudaStreams:
         event.synchronize()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def computing(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -142,7 +142,7 @@ class FakeStreams:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         with private.outside_of_tracing():  # no meter counts it, for it is not on the device
-            return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+            return torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
 
     def computing(self) -> Any:
         return None
@@ -421,7 +421,7 @@ def measure_link(device: torch.device) -> Link:
 def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:
     out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
     there = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    host = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     best = [0.0, 0.0]
     for _ in range(3):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]
