@@ -166,7 +166,7 @@ class Problems:
                 return None
             tensor = inputs[position] if kind == "input" else tensors[name]
             if tensor.is_meta and init is not None:
-                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                 init(name, tensor)
             return private.plain(tensor).to(captured.traced.device)
 
@@ -178,7 +178,9 @@ class Problems:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
         around = self._settings.surroundings
         held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
-        return held + library_bytes(traced) + around.held_bytes, later + around.after_bytes
+        return held + library_bytes(
+            traced, self._settings.costs == "measure"
+        ) + around.held_bytes, later + around.after_bytes
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

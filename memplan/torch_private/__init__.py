@@ -11,11 +11,14 @@ from memplan.torch_private.autograd import run_backward as run_backward
 from memplan.torch_private.autograd import versions_kept as versions_kept
 from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order
+from memplan.torch_private.devices import blas_keeps_workspaces as blas_keeps_workspaces
 from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace_bytes
 from memplan.torch_private.devices import can_expand_segments as can_expand_segments
 from memplan.torch_private.devices import expand_segments as expand_segments
 from memplan.torch_private.devices import float32_precisions as float32_precisions
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
+from memplan.torch_private.devices import keep_busy as keep_busy
+from memplan.torch_private.devices import requested_bytes as requested_bytes
 from memplan.torch_private.devices import segments_expand as segments_expand
 from memplan.torch_private.devices import unallocated_bytes as unallocated_bytes
 from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies

@@ -140,6 +140,36 @@ def blas_workspace_bytes() -> int:
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
+def blas_keeps_workspaces(device: torch.device) -> bool:
+    """Whether cuBLAS's workspaces stay when a product is done. PyTorch 2.15 takes one for each product.
+
+    Workspaces that are there are given back, for it takes a product to see that.
+    """
+    with torch.cuda.device(device), torch.no_grad():
+        square = torch.zeros(8, 8, device=device)
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        before_bytes, _ = requested_bytes(device)
+        torch.mm(square, square)
+        return requested_bytes(device)[0] > before_bytes
+
+
+def requested_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors on a CUDA device have asked for: now, and the most since the peak was reset.
+
+    The allocator holds more, where too little would be left of a block to split it. An allocator that does not count
+    what it is asked for tells what it has given.
+    """
+    stats = torch.cuda.memory_stats(device)
+    kind = "requested" if stats.get("requested_bytes.all.peak", 0) else "allocated"
+    return stats.get(f"{kind}_bytes.all.current", 0), stats.get(f"{kind}_bytes.all.peak", 0)
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current CUDA device wait, so that what is launched next begins when all of it is there."""
+    torch.cuda._sleep(cycles)
+
+
 def segments_expand() -> bool:
     """Whether PyTorch's CUDA allocator grows its segments page by page, so that hardly anything lies between blocks."""
     if torch.cuda.get_allocator_backend() != "native":

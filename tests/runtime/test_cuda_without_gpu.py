@@ -24,7 +24,7 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import libraries
 from memplan.costs.measure import _Bench
-from memplan.costs.optimizer import optimizer_needs
+from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_needs
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.automatic import automatic_bytes, prepare_allocator
 from memplan.planning.settings import Settings
@@ -299,9 +299,19 @@ def test_workspaces_of_libraries_are_in_the_budget(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(private, "blas_workspace_bytes", lambda: 32 * MIB)
     multiplies = _traced(nn.Linear(4, 4), torch.randn(2, 4))
     elementwise = _traced(nn.PReLU(), torch.randn(2, 4))
-    assert libraries.library_bytes(multiplies) == 0
-    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA)) == 64 * MIB
-    assert libraries.library_bytes(dataclasses.replace(elementwise, device=CUDA)) == 0
+    keeps = True
+    monkeypatch.setattr(libraries, "_keeps_workspaces", lambda device: keeps)
+    for measured in (False, True):
+        assert libraries.library_bytes(multiplies, measured) == 0
+        assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), measured) == 64 * MIB
+        assert libraries.library_bytes(dataclasses.replace(elementwise, device=CUDA), measured) == 0
+    keeps = False  # they are scratch of each product
+    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), True) == 0
+    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), False) == 32 * MIB
+    convolves = dataclasses.replace(_traced(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 8, 8)), device=CUDA)
+    assert libraries.library_bytes(convolves, True) == 0
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert libraries.multiplies_matrices(convolves)
 
 
 def test_the_size_of_a_workspace_is_what_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,9 +332,13 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = self.peak = 1000
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.held)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: self.peak)
+        monkeypatch.setattr(torch.cuda, "memory_stats", self._stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: setattr(self, "peak", self.held))
+
+    def _stats(self, device: object = None) -> dict[str, int]:
+        """Blocks are larger than what is asked for."""
+        return {f"{kind}_bytes.all.{when}": bytes_ * factor for kind, factor in (("requested", 1), ("allocated", 2))
+                for when, bytes_ in (("current", self.held), ("peak", self.peak))}  # fmt: skip
 
     def touch(self, size_bytes: int) -> None:
         """Hold so much for a moment."""
@@ -568,3 +582,20 @@ def test_a_choice_of_the_users_or_the_platforms_stays_and_costs_a_larger_reserve
     assert segments.told == []
     assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.text
     assert automatic_bytes(CUDA) == 65 * MIB
+
+
+# -- a default device -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_the_host_stays_there_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(4, 4))], lr=torch.tensor(1e-3))
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    optimizer.step()  # makes its count of steps, which is read as a number
+    monkeypatch.setattr("memplan.costs.optimizer._EXAMPLE", (4, 4))
+    with torch.device("meta"):
+        made.append(FakeStreams().pinned(8))
+        assert host_update_s_per_byte(optimizer, measured=True) > 0
+        made += _Example.of(optimizer)._twin().param_groups[0]["params"]  # type: ignore[union-attr]
+        assert optimizer_needs(optimizer, torch.device("cpu"))[0] > 0
+    assert {t.device.type for t in made} == {"cpu"}
