@@ -19,6 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import _check_devices, capture
 from memplan.capture.key import ArgumentsKey
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
@@ -599,3 +600,32 @@ def test_what_is_on_the_host_stays_there_whatever_the_default_device(monkeypatch
         made += _Example.of(optimizer)._twin().param_groups[0]["params"]  # type: ignore[union-attr]
         assert optimizer_needs(optimizer, torch.device("cpu"))[0] > 0
     assert {t.device.type for t in made} == {"cpu"}
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cuda_adds_in_any_order_is_kept() -> None:
+    with private.FakeTensorMode():
+        on_gpu, on_cpu = torch.empty(4, device=CUDA), torch.empty(4)
+        count = torch.empty(4, dtype=torch.int64, device=CUDA)
+    index = torch.zeros(4, dtype=torch.int64)
+    other = op_facts.may_give_other_bits
+    for op, args in (
+        (aten.index_add.default, (on_gpu, 0, index, on_gpu)),
+        (aten.index_put.default, (on_gpu, [index], on_gpu, True)),
+        (aten.cumsum.default, (on_gpu, 0)),
+        (aten.scatter_add_.default, (on_gpu, 0, index, on_gpu)),
+    ):
+        assert other(op, args, {}, on_gpu)
+        assert not other(op, args, {}, on_cpu)
+        assert not other(op, args, {}, count), "integers add up in any order"
+    assert not other(aten.index_put.default, (on_gpu, [index], on_gpu), {}, on_gpu)
+    assert not other(aten.mm.default, (on_gpu, on_gpu), {}, on_gpu)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert other(aten.cumsum.default, (on_gpu, 0), {}, on_gpu)
+        torch.use_deterministic_algorithms(True)
+        assert not other(aten.cumsum.default, (on_gpu, 0), {}, on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -227,7 +227,8 @@ class _StepBuilder:
             node=node, target=target, args=args, kwargs=kwargs, phase=phase,
             reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
             made=[], outputs=[], effects=[],
-            random=op_facts.draws_random_numbers(target, args, kwargs), recomputable=True,
+            random=op_facts.draws_random_numbers(target, args, kwargs),
+            recomputable=not op_facts.may_give_other_bits(target, args, kwargs, node.meta.get("val")),
             layer=self.raw.layers.get(node.name, ""),
         )  # fmt: skip
         hidden = op_facts.HIDDEN_WRITES.get(node.target)
