@@ -9,6 +9,7 @@ from memplan.torch_private.autograd import backward_keeps_graph as backward_keep
 from memplan.torch_private.autograd import engine_reaches as engine_reaches
 from memplan.torch_private.autograd import run_backward as run_backward
 from memplan.torch_private.autograd import versions_kept as versions_kept
+from memplan.torch_private.autograd import without_accumulators as without_accumulators
 from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order
 from memplan.torch_private.devices import blas_keeps_workspaces as blas_keeps_workspaces
