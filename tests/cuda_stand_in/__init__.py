@@ -275,6 +275,8 @@ def _take_over(torch: Any, native: Any) -> None:
         "_snapshot": lambda device=None: {"allocator_settings": {"expandable_segments": True}},
         "empty_cache": lambda: None,
         "_sleep": lambda cycles: None,
+        "init": lambda: None,
+        "get_allocator_backend": lambda: "native",
         "mem_get_info": lambda device=None: (native.total() - native.held(index_of(device)), native.total()),
         "set_per_process_memory_fraction": lambda share, device=None: native.limit(index_of(device), share),
         "get_device_properties": lambda device=None: properties,
