@@ -169,9 +169,10 @@ class Recovery:
     def again(self, problem: Exception, repeats: bool) -> bool:
         """Whether a step that ran out of memory may run once more as it is. Memory that nothing holds is freed first.
 
-        repeats: the step can run once more. Where parameters are sharded, it can't on this rank alone.
+        repeats: the step can run once more. With other ranks it may not, for it may have collectives in it.
         """
-        wanted = self.on_oom == "replan" and repeats and self._choice.alone
+        trains_alone = self._choice.alone and self._choice.agreement is None
+        wanted = self.on_oom == "replan" and repeats and trains_alone
         if not wanted or not private.is_out_of_memory(problem):
             return False
         gc.collect()
