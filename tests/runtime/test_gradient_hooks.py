@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,8 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
+from memplan.installed.planned_forward import planned_forward
+from memplan.runtime.host.transfers import FakeStreams
 from tests.support.zoo import assert_same_bits
 
 
@@ -99,3 +102,37 @@ def test_gradients_of_other_layouts_are_laid_out_as_autograd_does() -> None:
     assert net.weight.grad is not None and planned.weight.grad is not None
     assert planned.weight.grad.stride() == net.weight.grad.stride()
     assert_same_bits(net.weight.grad, planned.weight.grad)
+
+
+def test_only_the_thread_that_updates_waits_for_gradients_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+    finish = FakeStreams.finish
+
+    def noted(streams: FakeStreams, event: Any) -> None:
+        waited.append(threading.current_thread().name)
+        finish(streams, event)
+
+    link = memplan.Link(1e9, 1e9)
+    results = []
+    for update in ("step", "backward"):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(6))).train()
+        optimizer, x = torch.optim.SGD(net.parameters(), lr=0.1), torch.randn(16, 64)
+        settings: dict[str, Any] = {"costs": "estimate", "optimizer": optimizer, "host_budget": "1GiB", "link": link}
+        floor = memplan.plan(net, x, 1 << 40, costs="estimate").floor_bytes
+        memplan.apply(net, x, int(0.6 * floor), update=update, **settings)
+        planned = planned_forward(net)
+        assert planned is not None and planned._planner.placement.host
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeStreams, "finish", noted)
+            waited.clear()
+            for _ in range(2):
+                net(x).pow(2).mean().backward()
+                during = [*waited]
+                optimizer.step()
+                optimizer.zero_grad()
+        assert during
+        results.append([p.detach().clone() for p in net.parameters()])
+        names = {name.partition("_")[0] for name in during}
+        assert ("memplan-updates" in names) == (update == "backward")
+    assert_same_bits(*results)
