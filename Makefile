@@ -56,7 +56,8 @@ test-full: $(STAMP)
 
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu
+	PYTORCH_ALLOC_CONF=expandable_segments:True CUBLAS_WORKSPACE_CONFIG=:4096:8 \
+		$(BIN)/python -m pytest -m gpu -rs --tb=short
 
 # The same on a stand-in for such a device, which is compiled first (tests/cuda_stand_in).
 test-stand-in: $(STAMP)

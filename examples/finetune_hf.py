@@ -66,7 +66,7 @@ def train(*callbacks: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 def main() -> int:
     plain_losses, plain_weights = train()
-    callback = MemplanCallback(0.5, count_optimizer=True)
+    callback = MemplanCallback(0.5)
     losses, weights = train(callback)
     assert callback.plan is not None
     print(f"{'loss of step':12}{'unplanned':>24}{'planned':>24}")

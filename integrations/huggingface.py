@@ -30,7 +30,8 @@ class MemplanCallback(TrainerCallback):
       here. `accumulate` is on where gradients are accumulated over several batches. `grads` is "edges" where
       DistributedDataParallel looks for unused parameters, as the Trainer asks for by default. `device` is the Trainer's
       where there is a `host_budget`.
-    - count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget.
+    - count_optimizer: count the state of the Trainer's optimizer, and its `step()`, into the budget. None: yes, if it
+      is one of PyTorch or transformers; of another one a warning says that it is not counted.
     - model: one that does not fit on the device, for a `host_budget`. The Trainer moves other models to the device when
       it is made, and leaves this one on the CPU. What the plan wants on the device goes there with the first batch.
 
@@ -42,15 +43,15 @@ class MemplanCallback(TrainerCallback):
         self,
         budget: int | float | str | memplan.Budget | None = None,
         *,
-        count_optimizer: bool = False,
+        count_optimizer: bool | None = None,
         model: nn.Module | None = None,
         **apply_keywords: Any,
     ) -> None:
         for name in ("sample", "plan", "optimizer", "loss_fn"):
             if name in apply_keywords:
                 raise TypeError(
-                    f"MemplanCallback takes no {name}=: the Trainer has the batches, the optimizer (count it with "
-                    "count_optimizer=True) and the loss, and the plan is made for the first batch"
+                    f"MemplanCallback takes no {name}=: the Trainer has the batches, the optimizer (see "
+                    "count_optimizer=) and the loss, and the plan is made for the first batch"
                 )
         self._budget, self._count_optimizer, self._keywords = budget, count_optimizer, apply_keywords
         self._model: nn.Module | None = None
@@ -91,8 +92,9 @@ class MemplanCallback(TrainerCallback):
             keywords.setdefault("on_infeasible", "raise")
         if self._offloads:  # some may be there from training before
             keywords.setdefault("device", args.device)
-        if self._count_optimizer:
-            keywords["optimizer"] = _own_optimizer(kwargs["optimizer"])
+        optimizer = kwargs.get("optimizer")
+        if optimizer is not None and _counts_optimizer(_own_optimizer(optimizer), self._count_optimizer):
+            keywords["optimizer"] = _own_optimizer(optimizer)
         model.train()  # as the Trainer does before each step: the plan is one of training
         self._model = memplan.apply(model, None, self._budget, **keywords)
 
@@ -205,3 +207,16 @@ def _own_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     inner = getattr(optimizer, "optimizer", optimizer)
     assert isinstance(inner, torch.optim.Optimizer)
     return inner
+
+
+def _counts_optimizer(optimizer: torch.optim.Optimizer, asked: bool | None) -> bool:
+    """Whether plans count an optimizer. asked: None is yes if its step can be foreseen; a warning says if not."""
+    if asked is not None:
+        return asked
+    known = type(optimizer).step.__module__.startswith(("torch.optim.", "transformers."))
+    if not known:
+        log.warning(
+            "the state of %s is not in the budget, for its step may not be foreseen: leave room for it, or try "
+            "count_optimizer=True", type(optimizer).__name__,
+        )  # fmt: skip
+    return known

@@ -6,6 +6,7 @@ trainer.fit(module, loader)
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -16,6 +17,8 @@ try:
     from pytorch_lightning import Callback, LightningModule, Trainer
 except ImportError:
     from lightning.pytorch import Callback, LightningModule, Trainer  # type: ignore[no-redef]
+
+log = logging.getLogger("memplan")
 
 _SHARDING = ("FSDPStrategy", "DeepSpeedStrategy", "ModelParallelStrategy")
 
@@ -30,7 +33,8 @@ class MemplanCallback(Callback):
       where DistributedDataParallel looks for unused parameters.
     - part: the name of the submodule that `training_step` calls, such as "net". None is the LightningModule itself, for
       a `training_step` that calls `self(...)`.
-    - count_optimizer: count the state of the optimizer, and its `step()`, into the budget.
+    - count_optimizer: count the state of the optimizer, and its `step()`, into the budget. None: yes, if there is one,
+      of PyTorch; else a warning says that nothing is counted.
 
     When training begins, raises ValueError for a Trainer that a plan can't be combined with, saying what to change,
     AttributeError where there is no such part, and what `memplan.apply` raises.
@@ -41,14 +45,14 @@ class MemplanCallback(Callback):
         budget: int | float | str | memplan.Budget | None = None,
         *,
         part: str | None = None,
-        count_optimizer: bool = False,
+        count_optimizer: bool | None = None,
         **apply_keywords: Any,
     ) -> None:
         for name in ("sample", "plan", "optimizer", "loss_fn"):
             if name in apply_keywords:
                 raise TypeError(
-                    f"MemplanCallback takes no {name}=: Lightning has the batches, the optimizer (count it with "
-                    "count_optimizer=True) and the loss, and the plan is made for the first batch"
+                    f"MemplanCallback takes no {name}=: Lightning has the batches, the optimizer (see "
+                    "count_optimizer=) and the loss, and the plan is made for the first batch"
                 )
         self._budget, self._part, self._count_optimizer = budget, part, count_optimizer
         self._keywords = apply_keywords
@@ -69,7 +73,7 @@ class MemplanCallback(Callback):
             "accumulate": self._keywords.get("update") != "backward",  # which leaves no gradients
             **self._keywords,
         }
-        if self._count_optimizer:
+        if _counts_optimizer(trainer, self._count_optimizer):
             keywords["optimizer"] = _only_optimizer(trainer)
         model = pl_module if self._part is None else pl_module.get_submodule(self._part)
         self._model = memplan.apply(model, None, self._budget, **keywords)
@@ -98,6 +102,18 @@ def _refuse_sharding(trainer: Trainer) -> None:
             'strategy="ddp" or one device, or plan in a loop of your own with memplan.integrations.fsdp or '
             "memplan.integrations.deepspeed"
         )
+
+
+def _counts_optimizer(trainer: Trainer, asked: bool | None) -> bool:
+    """Whether plans count the optimizer. asked: None is yes if there is one and its step can be foreseen."""
+    if asked is not None:
+        return asked
+    kinds = [type(optimizer) for optimizer in trainer.optimizers]
+    known = len(kinds) == 1 and kinds[0].step.__module__.startswith("torch.optim.")
+    if not known:
+        names = ", ".join(kind.__name__ for kind in kinds) or "no optimizer"
+        log.warning("optimizer state is not in the budget: the module has %s. Leave room for what it takes", names)
+    return known
 
 
 def _only_optimizer(trainer: Trainer) -> Any:

@@ -26,7 +26,7 @@ from memplan.installed.recovery import OnOutOfMemory
 from memplan.installed.unplanned import UnplannedLoss, is_disabled, leave_unplanned
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
-from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
+from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
@@ -136,8 +136,9 @@ def apply(
         on a size.
     - on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,
         which is kept; "raise" raises PlanMismatch with what changed.
-    - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" plans with a larger
-        margin and runs the step again, with nothing lost. The margin is remembered for such models.
+    - on_oom: what an out-of-memory error of the device does: "raise" adds advice to it; "replan" runs the step again
+        with all free memory in one piece, then with plans of larger and larger margins, and nothing is lost. The margin
+        is kept until the process ends.
     - on_infeasible: what happens where no schedule fits the budget: "advise" looks for what would make it fit (offload,
         smaller batches, another loss, ...), each by a plan of its own, and raises BudgetInfeasible with what it found;
         "raise" raises at once; "min" raises the budget to the least, with a warning.
@@ -169,6 +170,7 @@ def apply(
         raise TypeError(
             "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
         )
+    automatic = plan is None and (budget or budget_of_environment() or AUTOMATIC) == AUTOMATIC
     if plan is None:
         budget = _named(budget, model, device)
     settings = Settings(
@@ -177,6 +179,10 @@ def apply(
         "fused" if plan is not None and plan.exact == "program" else kernels,
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
+    here = settings.target_device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    if automatic and here.type == "cuda" and optimizer is None and settings.surroundings == Surroundings():
+        log.warning("the budget 'auto' leaves no room for an optimizer's state, which comes later: pass optimizer=")
+    prepare_allocator(here)
     given, began_s = model, time.monotonic()
     is_compiled = settings.kernels == "fused" and any(map(private.is_compiled, model.modules()))
     with contextlib.ExitStack() as aside:

@@ -482,6 +482,7 @@ def _switches() -> dict[str, Any]:
         "cudnn.benchmark": cudnn.benchmark,
         "cudnn.deterministic": cudnn.deterministic,
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "deterministic algorithms' warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "flash sdp": cuda.flash_sdp_enabled(),
         "memory-efficient sdp": cuda.mem_efficient_sdp_enabled(),
         "math sdp": cuda.math_sdp_enabled(),

@@ -1,10 +1,13 @@
 """What CUDA's libraries keep on the device beside what ops return: cuBLAS has a workspace for each thread and stream.
 
 The forward pass runs on the thread that calls the model, the backward pass on autograd's own thread, so there are two.
-They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper.
+They come from PyTorch's allocator when a thread first multiplies matrices, and stay: 32 MiB each on a Hopper. From
+PyTorch 2.15 on they are scratch of each product instead, which measured costs have.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -13,28 +16,40 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.layout import allocated_bytes
 
 _THREADS = 2
+_CONVOLVE = frozenset(f"aten.{name}.default" for name in ("convolution", "convolution_backward"))
 _MULTIPLY = frozenset(
     f"aten.{name}.default"
     for name in (
         "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "addr", "dot", "vdot", "_addmm_activation",
-        "_scaled_mm", "_int_mm",
+        "_scaled_mm", "_int_mm", "_grouped_mm",
     )
 )  # fmt: skip
 
 
 def multiplies_matrices(traced: Traced) -> bool:
     """Whether a step on a CUDA device calls cuBLAS."""
-    return traced.device.type == "cuda" and any(op.kind in _MULTIPLY for op in traced.graph.ops)
+    kinds = _MULTIPLY if torch.backends.cudnn.enabled else _MULTIPLY | _CONVOLVE
+    return traced.device.type == "cuda" and any(op.kind in kinds for op in traced.graph.ops)
 
 
-def library_bytes(traced: Traced) -> int:
-    """Bytes that libraries hold on the device once the step has run."""
-    return most_library_bytes(traced.device) if multiplies_matrices(traced) else 0
+def library_bytes(traced: Traced, measured: bool) -> int:
+    """Bytes that libraries hold on the device once the step has run. measured: costs have the scratch of ops."""
+    if not multiplies_matrices(traced) or (measured and not _keeps_workspaces(traced.device)):
+        return 0
+    return most_library_bytes(traced.device)
 
 
 def most_library_bytes(device: torch.device) -> int:
-    """Bytes that libraries may hold once any step has run."""
-    return _THREADS * workspace_bytes(device) if device.type == "cuda" else 0
+    """Bytes that libraries may hold while any step runs."""
+    if device.type != "cuda":
+        return 0
+    return (_THREADS if _keeps_workspaces(device) else 1) * workspace_bytes(device)
+
+
+@functools.cache
+def _keeps_workspaces(device: torch.device) -> bool:
+    with private.outside_of_tracing():
+        return private.blas_keeps_workspaces(device)
 
 
 def workspace_bytes(device: torch.device) -> int:

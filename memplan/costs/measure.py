@@ -46,6 +46,8 @@ _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and r
 _FEWEST_RUNS, _MOST_RUNS = 2, 5
 _LONG_S = 0.1  # the first run of an op that takes longer is one of those that count
 _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
+_LAUNCH_CYCLES = 100_000  # of a GPU: longer than a CPU takes to launch an op
+_WARM_UP_CYCLES = 20_000_000  # until its clock is up
 _MARK = "memplan op "
 
 # (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
@@ -253,11 +255,11 @@ class _Bench:
             args, kwargs = self._arguments(index)
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
-            before = torch.cuda.memory_allocated(device)
+            before = private.requested_bytes(device)[0]
             torch.cuda.reset_peak_memory_stats(device)
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
-            return torch.cuda.max_memory_allocated(device) - before
+            return private.requested_bytes(device)[1] - before
 
         for done, index in enumerate(indices):
             peaks.append(self._tried(index, peak_bytes, 0))
@@ -396,6 +398,7 @@ def _count_and_dtype(fake: torch.Tensor) -> tuple[int, torch.dtype]:
 def _timed(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
     if device.type == "cuda":
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        private.keep_busy(_LAUNCH_CYCLES)  # or the time to launch the op would count
         begin.record()
         target(*args, **kwargs)
         end.record()
@@ -415,6 +418,8 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
         torch.no_grad(),
         torch.autocast(device.type, enabled=False),
     ):
+        if on_cuda:
+            private.keep_busy(_WARM_UP_CYCLES)
         yield
 
 

@@ -176,7 +176,7 @@ class _Example:
             return _step(twin, cpu).traffic_bytes
 
     def _twin(self) -> torch.optim.Optimizer:
-        parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=self.dtype))
+        parameter = torch.nn.Parameter(torch.zeros(_EXAMPLE, dtype=self.dtype, device="cpu"))
         parameter.grad = torch.ones_like(parameter)
         twin = _copied(self.optimizer)
         twin.param_groups = [{**self.group, "params": [parameter]}]
@@ -199,7 +199,7 @@ def _fakes(optimizer: torch.optim.Optimizer, device: torch.device) -> dict[int, 
     for t in counts:
         with private.outside_of_tracing():
             number = t.item()
-        memo[id(t)] = torch.tensor(number, dtype=t.dtype)
+        memo[id(t)] = torch.tensor(number, dtype=t.dtype, device="cpu")
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             here = private.part_here(parameter)

@@ -1,7 +1,7 @@
 """Compiles each distinct group once for all layers, steps and processes, and tries it.
 
-Compilers crash and hang, and take a second a group. So on CPUs groups that no process has compiled before are compiled
-by others (`workers`), in parallel, which leave the code in Inductor's cache on disk. A record beside it says what the
+Compilers crash and hang, and take a second a group. So groups that no process has compiled before are compiled by
+others (`workers`), in parallel, which leave the code in Inductor's cache on disk. A record beside it says what the
 compiled group writes over what. This process then loads the code.
 """
 
@@ -86,8 +86,7 @@ class GroupCompiler:
     def _compile(self, programs: dict[str, GroupProgram]) -> None:
         missing = {k: p for k, p in programs.items() if k not in self._kernels and k not in self._failed}
         unknown = {k: p for k, p in missing.items() if read_record(k) is None}
-        if all(layout.device == "cpu" for p in unknown.values() for layout in p.inputs):
-            self._failed |= compile_elsewhere(unknown)
+        self._failed |= compile_elsewhere(unknown)
         for key, program in missing.items():
             if key not in self._failed:
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import operator
@@ -66,7 +67,7 @@ class GroupProgram:
             tuple(private.MemoryLayout.of(node.meta["val"]) for node in group.inputs),
             tuple(private.MemoryLayout.of(node.meta["val"]) for node in group.outputs),
             dict(group.over),
-            {"size_asserts": False, "cpp.threads": torch.get_num_threads()},
+            {"size_asserts": False, **private.deterministic_options(group.outputs[0].meta["val"].device)},
         )
 
     def __call__(self, *inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -77,11 +78,16 @@ class GroupProgram:
         return [made[slot] for slot in self.results]
 
     @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return torch.device(self.outputs[0].device)
+
+    @property
     def key(self) -> str:
         """Equal for programs that are compiled to the same code."""
         identity = (
             self.steps, self.results, self.inputs, self.outputs, sorted(self.over.items()),
-            sorted(self.options.items()), torch.__version__, memplan.__version__,
+            sorted(self.options.items()), _card(self.device), torch.__version__, memplan.__version__,
         )  # fmt: skip
         return hashlib.sha256(repr(identity).encode()).hexdigest()[:20]
 
@@ -98,11 +104,12 @@ class GroupProgram:
         Where that is less than it may, it is compiled again, and keeps what it would have given away for nothing.
         Raises whatever Inductor and the compiler raise, and ValueError where results are not what they should be.
         """
-        if self.is_pointwise():
-            call = private.compiled_graph(self._with_copies, self.inputs, (), self.options)
-        else:
-            call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
-        over = self._tried(call)
+        with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
+            if self.is_pointwise():
+                call = private.compiled_graph(self._with_copies, self.inputs, (), self.options)
+            else:
+                call = private.compiled_graph(self, self.inputs, list(self.over.values()), self.options)
+            over = self._tried(call)
         if not self._may(over):
             raise ValueError("it writes over what others read")
         if len(over) == len(self.over):  # it may have put results elsewhere among the memory that it was given
@@ -136,6 +143,13 @@ class GroupProgram:
             if private.MemoryLayout.of(tensor) != wanted:
                 raise ValueError(f"a result lies as {private.MemoryLayout.of(tensor)} instead of {wanted}")
         return {o: inputs[storage_key(t)] for o, t in enumerate(made) if storage_key(t) in inputs}
+
+
+def _card(device: torch.device) -> tuple[Any, ...]:
+    """What code depends on beside the kind of a device."""
+    if device.type != "cuda":
+        return ()
+    return torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
 
 
 def _name_of(target: Any) -> str:

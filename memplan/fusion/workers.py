@@ -19,36 +19,46 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
+import torch
+
 from memplan.fusion.group_program import GroupProgram
 from memplan.fusion.records import write_record
 from memplan.logs import show_count
 
 PATIENCE_S = 300.0  # for one group
 _READY = "ready"
+_ON_GPU_BYTES = 2 << 30  # a worker holds a context there, and tries groups
+_OUT_OF_MEMORY = "OutOfMemoryError"
 
 
 def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
     """Compile programs in other processes, which leave the code on disk. Gives those that failed, with the reason.
 
-    Programs are not touched where no worker comes up.
+    Programs are not touched where no worker comes up, or a GPU has no room for what each worker holds there.
     """
     left, failed, done = list(programs.items()), dict[str, str](), 0
-    count = 0 if sys.platform == "win32" else min(len(left), os.cpu_count() or 1)  # which can't wait for pipes
-    workers = [_Worker() for _ in range(count)]
+    on_gpu = {program.device for program in programs.values() if program.device.type == "cuda"}
+    room = (torch.cuda.mem_get_info(device)[0] // _ON_GPU_BYTES for device in on_gpu)
+    count = min(len(left), os.cpu_count() or 1, *room)
+    if sys.platform == "win32":  # which can't wait for pipes
+        count = 0
+    workers = [_Worker(bool(on_gpu)) for _ in range(count)]
     try:
         while workers:
             for worker, answer in _answers(workers):
                 if worker.job is not None:
                     done += 1
                     show_count("compiling groups", done, len(programs))
-                    if answer != "":
+                    if answer != "" and not (
+                        on_gpu and answer and _OUT_OF_MEMORY in answer
+                    ):  # this process may have room
                         failed[worker.job] = answer or "the compiler crashed, or took too long"
                 elif answer != _READY:
                     left = []  # no worker can run here
                 if answer is None or not left:
                     worker.stop()
                     workers.remove(worker)
-                    workers += [_Worker()] if left else []
+                    workers += [_Worker(bool(on_gpu))] if left else []
                 else:
                     worker.give(*left.pop(0))
     finally:
@@ -60,12 +70,12 @@ def compile_elsewhere(programs: Mapping[str, GroupProgram]) -> dict[str, str]:
 class _Worker:
     """Another process. job: the key of what it compiles; None while it starts."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_gpu: bool) -> None:
         path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
         command = [sys.executable, "-c", f"from {__name__} import serve; serve()"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+            env={**os.environ, "PYTHONPATH": path, **({} if on_gpu else {"CUDA_VISIBLE_DEVICES": ""})},
         )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None

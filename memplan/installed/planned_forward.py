@@ -93,7 +93,7 @@ class PlannedForward:
 
     def _run_planned(self, call: Call) -> Any:
         self._unused.end()
-        step = self.choice.begin(call)
+        step, again = self.choice.begin(call), False
         while True:
             try:
                 return self._run(step, call)
@@ -102,8 +102,10 @@ class PlannedForward:
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
             repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
-            self.recovery.after(problem, step, repeats)
-            step = self.choice.another(call, step)
+            again = not again and self.recovery.again(problem, repeats)
+            if not again:
+                self.recovery.after(problem, step, repeats)
+                step = self.choice.another(call, step)
 
     def _is_aside(self) -> bool:
         """Whether this call runs the model's own forward."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -22,6 +23,8 @@ from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import Gradients, InFlight, OtherTangents, TangentLayout
 from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.units import format_bytes
+
+_STEP = 0.05  # by how much less a step is planned at least after an out-of-memory error
 
 OnOutOfMemory = Literal["raise", "replan"]
 
@@ -55,28 +58,33 @@ class Recovery:
     ) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
         assert state.start is not None
-        call = step.capture.call.filled(state.start.inputs)
-        with step.key.autocast.context(), torch.enable_grad():
-            changed = step.key.mismatch(call)
-            if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
-                return step.runner.backward(state, tangents)
-            repeats = changed is None and step.runner.repeats(state)
-            if not isinstance(problem, OtherTangents):
-                self.after(problem, step, repeats)
-                other = self._planned_for(step, call, tangents, state.autocast)
-            elif not repeats or self._choice.on_mismatch == "raise":
-                raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
-            else:
-                other = self._for_tangents(step, call, tangents, state.autocast, problem)
-        self._choice.in_place_of(step, other)
-        if other.forward_ops(call) != step.forward_ops(call):
-            raise problem
-        state.spend()
-        try:
-            return other.runner.repeat(state, tangents)
-        except OtherResults as error:  # a first run too
-            problem = error.with_traceback(None)
-        return self._rescue(other, state, tangents, problem)
+        call, again = step.capture.call.filled(state.start.inputs), False
+        while True:
+            with step.key.autocast.context(), torch.enable_grad():
+                changed = step.key.mismatch(call)
+                if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
+                    return step.runner.backward(state, tangents)
+                repeats, other = changed is None and step.runner.repeats(state), step
+                again = not again and self.again(problem, repeats)
+                if again:
+                    pass
+                elif not isinstance(problem, OtherTangents):
+                    self.after(problem, step, repeats)
+                    other = self._planned_for(step, call, tangents, state.autocast)
+                elif not repeats or self._choice.on_mismatch == "raise":
+                    raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
+                else:
+                    other = self._for_tangents(step, call, tangents, state.autocast, problem)
+            self._choice.in_place_of(step, other)
+            if other.forward_ops(call) != step.forward_ops(call):
+                raise problem
+            state.spend()
+            try:
+                return other.runner.repeat(state, tangents)
+            except Exception as error:
+                if not isinstance(error, OtherResults) and not private.is_out_of_memory(error):
+                    raise
+                step, problem = other, error.with_traceback(None)
 
     def _is_same(
         self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
@@ -159,6 +167,21 @@ class Recovery:
         choice.add(other)
         return other
 
+    def again(self, problem: Exception, repeats: bool) -> bool:
+        """Whether a step that ran out of memory may run once more as it is. Memory that nothing holds is freed first.
+
+        repeats: the step can run once more. With other ranks it may not, for it may have collectives in it.
+        """
+        trains_alone = self._choice.alone and self._choice.agreement is None
+        wanted = self.on_oom == "replan" and repeats and trains_alone
+        if not wanted or not private.is_out_of_memory(problem):
+            return False
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        log.info("out of memory; the step runs once more, with all free memory in one piece")
+        return True
+
     def after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:
         """Get ready to plan again after an error of a step. Raises the error where planning again does not help.
 
@@ -196,8 +219,8 @@ class Recovery:
         plan = step.plan
         told = "" if plan is None else f" at a predicted peak of {format_bytes(plan.peak_bytes)}"
         advice = (
-            "Other processes or fragmentation may take the rest: lower the budget, set "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or plan with on_oom='replan'"
+            "Other processes or pieces between blocks may take the rest: lower the budget, set "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True" + ", or plan with on_oom='replan'" * (self.on_oom == "raise")
         )
         if self.on_oom == "replan" and not repeats:
             advice = (
@@ -205,22 +228,29 @@ class Recovery:
             )
         if self.on_oom == "raise" or plan is None or not repeats:
             raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}. {advice}") from problem
-        margin = max(0.05, 2 * self._choice.planner.limits.margin)
-        if margin > 1:
-            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, at the largest margin") from problem
-        log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * margin)
-        device = step.runner.device if isinstance(step, WholeStep) else next(self._choice.model.parameters()).device
-        self._choice.planner.limits.learn(self._choice.model, device, margin)
+        if plan.peak_bytes <= plan.floor_bytes:
+            raise torch.OutOfMemoryError(f"{problem}\nmemplan: out of memory{told}, the least. {advice}") from problem
+        limits = self._choice.planner.limits
+        limit_bytes = limits.budget_bytes or plan.peak_bytes
+        pieces_bytes = private.unallocated_bytes(problem)
+        less_bytes = min(plan.peak_bytes / (1 + max(_STEP, limits.margin)), plan.peak_bytes - pieces_bytes)
+        limits.after_error = max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1)
+        log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * limits.margin)
         self._choice.forget()
 
     def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
-        """Keep a margin from now on where a step held more than predicted."""
-        margin, limits, problem = min(0.25, excess), self._choice.planner.limits, step.plan.problem
-        if self._choice.alone and margin > max(0.001, limits.margin) and problem.costs.source != "estimated":
+        """Keep a margin from now on where a step held more than predicted. One that was not needed is halved."""
+        limits, problem = self._choice.planner.limits, step.plan.problem
+        if not self._choice.alone or problem.costs.source == "estimated":
+            return
+        margin = min(0.25, excess)
+        if margin > max(0.001, limits.margin):
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
             limits.learn(self._choice.model, step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
                 self._choice.forget()
+        elif margin < limits.learnt / 2:
+            limits.learn(self._choice.model, step.runner.device, limits.learnt / 2)
 
 
 def _islands_repeat(step: PlannedStep) -> bool:

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import torch
 
+from memplan import torch_private as private
 from memplan.logs import log
 from memplan.problem.budgets import device_bytes
 from memplan.units import format_bytes
 
 AUTOMATIC = "auto"
-_RESERVE = 0.1  # of the device: for fragmentation, libraries, and what other processes come to need
+_RESERVE = 0.1  # of the device: for libraries, and what other processes come to need
+_RESERVE_FOR_PIECES = 0.25  # the same, and memory that lies in pieces between blocks
 
 
 def budget_of_environment() -> str | None:
@@ -27,7 +29,7 @@ def budget_of_environment() -> str | None:
 
 
 def automatic_bytes(device: torch.device) -> int:
-    """What a step may hold on a device, in bytes, less a reserve of a tenth of the device.
+    """What a step may hold on a device, in bytes, less a reserve (`reserve_of`).
 
     On a GPU: what is free, and what this process holds already. On a CPU: physical memory, or the limit of the
     container.
@@ -37,13 +39,34 @@ def automatic_bytes(device: torch.device) -> int:
         room_bytes = free_bytes + torch.cuda.memory_reserved(device)
     else:
         room_bytes = whole_bytes = memory_bytes()
-    budget_bytes = max(1, room_bytes - int(_RESERVE * whole_bytes))
+    reserve = reserve_of(device)
+    budget_bytes = max(1, room_bytes - int(reserve * whole_bytes))
     log.info(
         "the budget 'auto' is %s: %s of %s %s, less a reserve of %d%%",
         format_bytes(budget_bytes), format_bytes(room_bytes), device, "free or this process's" if
-        device.type == "cuda" else "memory", 100 * _RESERVE,
+        device.type == "cuda" else "memory", 100 * reserve,
     )  # fmt: skip
     return budget_bytes
+
+
+def reserve_of(device: torch.device) -> float:
+    """The share of a device that the budget "auto" leaves: a tenth, more where the allocator wastes memory."""
+    wastes = device.type == "cuda" and not private.can_expand_segments(device)
+    return _RESERVE_FOR_PIECES if wastes else _RESERVE
+
+
+def prepare_allocator(device: torch.device) -> None:
+    """On CUDA, keep PyTorch's allocator from leaving memory in pieces that no block fits. Warns where that can't be."""
+    if device.type != "cuda" or private.segments_expand():
+        return
+    if private.can_expand_segments(device):
+        private.expand_segments()
+        log.info("PyTorch's allocator has expandable_segments:True from now on, so that memory is not left in pieces")
+    else:
+        log.warning(
+            "PyTorch's allocator may leave a fifth of the device in pieces that fit nothing: start the program with "
+            "PYTORCH_ALLOC_CONF=expandable_segments:True where that works, or choose a lower budget"
+        )
 
 
 def memory_bytes() -> int:

@@ -19,16 +19,23 @@ class Limits:
     """The budget of all steps of one model.
 
     - budget_bytes: the budget in bytes. None until the first plan has told what a budget that is a fraction comes to.
-    - margin: how much more than predicted the model has been seen to hold on its device, as a fraction.
+    - learnt: how much more than predicted the model has been seen to hold on its device, as a fraction. Later processes
+      read it from disk.
+    - after_error: a larger margin, in this process, because a step ran out of memory.
     - accumulate: plans count gradients of earlier backward passes.
     """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.budget_bytes: int | None = None
-        self.margin = 0.0
+        self.learnt = self.after_error = 0.0
         self.accumulate = settings.adds_up
         self._with_gradients: int | None = None  # `budget_bytes` of plans that count gradients where others do not
+
+    @property
+    def margin(self) -> float:
+        """How much more than predicted a step may hold, as a fraction of its peak."""
+        return max(self.learnt, self.after_error)
 
     @property
     def known_bytes(self) -> int | None:
@@ -78,11 +85,11 @@ class Limits:
 
         The device is the one to plan for, else the one that the model is on.
         """
-        self.margin = known_margin(model, device)
+        self.learnt = known_margin(model, device)
 
     def learn(self, model: nn.Module, device: torch.device, margin: float) -> None:
         """Use this margin for the model from now on, in later processes too."""
-        self.margin = margin
+        self.learnt = margin
         remember_margin(model, device, margin)
 
     @property

@@ -165,7 +165,7 @@ class Placement:
         transfers = self._transfers or step.runner.store.transfers
         if self.updates is not None:
             self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}
-            self.updates.reads_done = transfers.reads_done
+            self.updates.reads_done, self.updates.arrived = transfers.reads_done, transfers.arrived
         if step.plan.problem.link is not None:
             self._transfers = transfers
         step.runner.store.share(None if step.plan.problem.link is None else transfers, self.updates)

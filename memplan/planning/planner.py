@@ -93,7 +93,7 @@ class Planner:
         """A plan, from the best schedule that fits the budget."""
         with self._advice(model, forward, sample):
             captured = self._to_look_at(model, forward, sample)
-            return _saying_what_is_unchecked(self._plans.plan(model, captured), captured)
+            return self._saying_more(self._plans.plan(model, captured), captured)
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
@@ -156,7 +156,7 @@ class Planner:
 
             def plan_with(settings: Settings, call: Call | Sample) -> Plan | PartialPlan:
                 other = Planner(settings, decides=self.capturing.decides, looks=self.capturing.looks)
-                other.limits.margin = self.limits.margin
+                other.limits.learnt = self.limits.margin
                 try:
                     return other.plan(model, forward, call)
                 except UnsupportedModel as refusal:
@@ -396,7 +396,7 @@ class Planner:
     def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         captured = self.placement.homed(captured, model)
-        plan = _saying_what_is_unchecked(plan, captured)
+        plan = self._saying_more(plan, captured)
         self.placement.move(model, captured)
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
@@ -406,10 +406,9 @@ class Planner:
         self.placement.serve(step, model)
         return step
 
-
-def _saying_what_is_unchecked(plan: Plan, captured: Capture) -> Plan:
-    unchecked = captured.key.unchecked
-    return plan if plan.unchecked == unchecked else dataclasses.replace(plan, unchecked=unchecked)
+    def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
+        """The plan, which says what is not checked and what margin it keeps."""
+        return dataclasses.replace(plan, unchecked=captured.key.unchecked, margin=self.limits.margin)
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

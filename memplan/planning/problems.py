@@ -51,7 +51,8 @@ class Problems:
             traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
             in_flight=settings.in_flight,
             takes_gradients=settings.surroundings.takes_gradients and settings.grads == "surface",
-            knows_optimizer=settings.optimizer is not None, requests=_requests(traced, needs),
+            knows_optimizer=settings.optimizer is not None,
+            requests=_requests(traced, needs, self._library_bytes(traced)),
         )  # fmt: skip
         if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
@@ -101,7 +102,8 @@ class Problems:
             return dataclasses.replace(
                 problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
                 update_bytes=here.step_bytes + later, extra_host_bytes=there.state_bytes,
-                host_update_s_per_byte=update_s, requests=_requests(captured.traced, here),
+                host_update_s_per_byte=update_s,
+                requests=_requests(captured.traced, here, self._library_bytes(captured.traced)),
             )  # fmt: skip
 
         return parts, problem_of
@@ -172,7 +174,7 @@ class Problems:
                 return None
             tensor = inputs[position] if kind == "input" else tensors[name]
             if tensor.is_meta and init is not None:
-                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+                tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                 init(name, tensor)
             return private.plain(tensor).to(captured.traced.device)
 
@@ -184,14 +186,20 @@ class Problems:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
         around = self._settings.surroundings
         held, later = _buffer_bytes(around.buffers, self._settings.in_flight, traced)
-        return held + library_bytes(traced) + around.held_bytes, later + around.after_bytes
+        return held + self._library_bytes(traced) + around.held_bytes, later + around.after_bytes
+
+    def _library_bytes(self, traced: Traced) -> int:
+        """Bytes that libraries hold beside the step."""
+        return library_bytes(traced, self._settings.costs == "measure")
 
 
-def _requests(traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
-    """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
+def _requests(traced: Traced, optimizer: OptimizerMemory, held_bytes: int) -> Requests | None:
+    """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step.
+
+    held_bytes: by libraries.
+    """
     if traced.device.type != "cuda" or not private.pytorch_allocates():
         return None
-    held_bytes = library_bytes(traced)
     workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
     return Requests(private.segments_expand(), workspaces, optimizer.requests)
 

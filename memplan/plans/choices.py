@@ -182,5 +182,5 @@ def _barred(graph: Graph, value: int, op: int) -> str:
     if graph.values[value].held:
         return "it is an output, which the caller holds"
     if maker.effects or not maker.recomputable:
-        return "its op writes to what outlives the step"
+        return "its op writes to what outlives the step, or may round otherwise"
     return ""

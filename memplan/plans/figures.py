@@ -31,6 +31,8 @@ class PlanFigures:
     - truncated: the search for the schedule was stopped before it was done.
     - unchecked: names of what the model's code may read and whose changes are not seen before a call. Files of plans do
       not have them.
+    - margin: a fraction of the peak that is kept free below the budget, because such steps have held more than was
+      predicted or run out of memory. Files of plans do not have it.
     """
 
     problem: Problem
@@ -42,6 +44,7 @@ class PlanFigures:
     floor_time_s: float
     truncated: bool = False
     unchecked: tuple[str, ...] = ()
+    margin: float = 0.0
 
     @property
     def peak_bytes(self) -> int:

@@ -27,7 +27,8 @@ def report_text(plan: PlanFigures) -> str:
 def summary(plan: PlanFigures) -> str:
     """Peak, budget, what it costs and how it is done, in one line."""
     budget_bytes, most = plan.problem.budget_bytes, format_bytes(plan.baseline_peak_bytes)
-    within = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}"
+    less = f" less a margin of {plan.margin:.1%}" if plan.margin else ""
+    within = "" if budget_bytes is None else f" of {format_bytes(budget_bytes)}{less}"
     how = [f"{len(plan.recomputed)} of {len(plan.problem.graph.ops)} ops run again"] if plan.recomputed else []
     if plan.offloaded_bytes:
         how.append(f"{format_bytes(plan.offloaded_bytes)} go to the host")
@@ -50,6 +51,11 @@ def _headline(plan: PlanFigures) -> list[str]:
     extra = "" if plan.overhead_gap is None else f"; the extra time is at most {plan.overhead_gap:.1%} over the least"
     return [
         f"budget            {budget}",
+        *(
+            [f"margin            {plan.margin:.1%} of the peak: such steps held more, or ran out of memory"]
+            if plan.margin
+            else []
+        ),
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
         *_reserved(plan),
         *_without_optimizer(plan),

@@ -21,6 +21,34 @@ def run_backward(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tens
     )
 
 
+_SEEN = "memplan has seen this node"
+
+
+class _Ends(torch.autograd.Function):
+    """A node from which those that accumulate gradients of leaves can be seen."""
+
+    @staticmethod
+    def forward(ctx: Any, *leaves: torch.Tensor) -> torch.Tensor:
+        return torch.empty(0, device="cpu")
+
+
+def without_accumulators(leaves: Sequence[torch.Tensor]) -> list[bool]:
+    """For each leaf, whether nobody holds the node that accumulates its gradient, so that no hook can be on it.
+
+    A leaf gets a new such node each time that somebody asks for it, unless somebody still holds the one before (as
+    DistributedDataParallel does, and everybody whose hook is to be called).
+    """
+
+    with torch.enable_grad():
+        ends: Any = _Ends.apply(*leaves)  # type: ignore[no-untyped-call]
+        for node, _ in ends.grad_fn.next_functions:
+            if node is not None:
+                node.metadata[_SEEN] = True
+        del ends, node
+        ends = _Ends.apply(*leaves)  # type: ignore[no-untyped-call]
+    return [node is not None and node.metadata.pop(_SEEN, None) is None for node, _ in ends.grad_fn.next_functions]
+
+
 def engine_reaches(node: Any) -> bool:
     """Whether the backward pass in progress will run this autograd node: autograd.grad for other inputs does not."""
     try:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -101,6 +103,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return is_pytorchs and any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
+def unallocated_bytes(error: BaseException) -> int:
+    """What the allocator had reserved and could not use, in pieces, when it ran out of memory. 0 if it does not say."""
+    found = re.search(r"([\d.]+) (bytes|KiB|MiB|GiB) is reserved by PyTorch but unallocated", str(error))
+    return 0 if found is None else int(float(found[1]) * 1024 ** ("bytes", "KiB", "MiB", "GiB").index(found[2]))
+
+
 def wait_for_scaler_copies() -> Callable[[], None]:
     """Let every `GradScaler` wait for copies of its scale from a GPU to the host. Gives a function that undoes that."""
     original = _MultiDeviceReplicator.get
@@ -132,6 +140,36 @@ def blas_workspace_bytes() -> int:
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 
+def blas_keeps_workspaces(device: torch.device) -> bool:
+    """Whether cuBLAS's workspaces stay when a product is done. PyTorch 2.15 takes one for each product.
+
+    Workspaces that are there are given back, for it takes a product to see that.
+    """
+    with torch.cuda.device(device), torch.no_grad():
+        square = torch.zeros(8, 8, device=device)
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        before_bytes, _ = requested_bytes(device)
+        torch.mm(square, square)
+        return requested_bytes(device)[0] > before_bytes
+
+
+def requested_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes that tensors on a CUDA device have asked for: now, and the most since the peak was reset.
+
+    The allocator holds more, where too little would be left of a block to split it. An allocator that does not count
+    what it is asked for tells what it has given.
+    """
+    stats = torch.cuda.memory_stats(device)
+    kind = "requested" if stats.get("requested_bytes.all.peak", 0) else "allocated"
+    return stats.get(f"{kind}_bytes.all.current", 0), stats.get(f"{kind}_bytes.all.peak", 0)
+
+
+def keep_busy(cycles: int) -> None:
+    """Let the current CUDA device wait, so that what is launched next begins when all of it is there."""
+    torch.cuda._sleep(cycles)
+
+
 def segments_expand() -> bool:
     """Whether PyTorch's CUDA allocator grows its segments page by page, so that hardly anything lies between blocks."""
     if torch.cuda.get_allocator_backend() != "native":
@@ -144,3 +182,38 @@ def pytorch_allocates() -> bool:
     """Whether PyTorch's own caching allocator serves CUDA devices, and not CUDA's, or one that was put in its place."""
     backend = getattr(torch._C, "_cuda_getAllocatorBackend", None)
     return backend is not None and backend() == "native"
+
+
+def can_expand_segments(device: torch.device) -> bool:
+    """Whether the segments of a CUDA device expand, or `expand_segments` may make them do so.
+
+    It may not where another allocator is set or a setting names them, and can't on all platforms and drivers.
+    """
+    if segments_expand():
+        return True
+    told = [torch._C._accelerator_getAllocatorSettings()]
+    told += [os.environ.get(f"PYTORCH_{kind}ALLOC_CONF", "") for kind in ("", "CUDA_", "HIP_")]
+    if torch.cuda.get_allocator_backend() != "native" or any("expandable_segments" in text for text in told):
+        return False
+    return sys.platform == "linux" and torch.version.hip is None and _maps_memory(device)
+
+
+def expand_segments() -> None:
+    """Let segments of PyTorch's CUDA allocator expand from now on. Those that are there stay as they are."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
+
+
+_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102  # of CUdevice_attribute
+
+
+def _maps_memory(device: torch.device) -> bool:
+    """Whether the driver maps memory into reserved addresses, which some virtual GPUs can't."""
+    found = ctypes.c_int(0)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # PyTorch has one all the same
+        return True
+    index = torch.cuda.current_device() if device.index is None else device.index
+    failed = driver.cuDeviceGetAttribute(ctypes.byref(found), _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, index)
+    return not failed and bool(found.value)

@@ -18,6 +18,7 @@ CompiledCall = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]  # empties
 class MemoryLayout(NamedTuple):
     """How a tensor lies in memory.
 
+    - device: with its number, as "cuda:1".
     - offset: of its first element, in elements of its storage.
     - storage_bytes: of all that its storage holds.
     """
@@ -32,7 +33,7 @@ class MemoryLayout(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> MemoryLayout:
         return MemoryLayout(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, int(tensor.storage_offset()),
+            tuple(tensor.shape), tensor.stride(), tensor.dtype, str(tensor.device), int(tensor.storage_offset()),
             int(tensor.untyped_storage().nbytes()),
         )  # fmt: skip
 
@@ -78,6 +79,15 @@ def compiled_graph(
             compiled: Any = compile_fx_inner(module, fakes, is_inference=False, is_backward=bool(donated))
     call: CompiledCall = compiled.current_callable
     return call
+
+
+def deterministic_options(device: torch.device) -> dict[str, Any]:
+    """Options with which a group has the same bits in every process: those on a GPU are not to depend on timings."""
+    import torch._inductor.config as inductor_config
+
+    if device.type == "cpu":
+        return {"cpp.threads": torch.get_num_threads()}
+    return {"deterministic": True} if hasattr(inductor_config, "deterministic") else {}
 
 
 class SeedOps(NamedTuple):

@@ -239,8 +239,9 @@ def _take_over(torch: Any, native: Any) -> None:
 
     def memory_stats(device: Any = None) -> dict[str, int]:
         index = index_of(device)
-        return {"allocated_bytes.all.current": native.held(index), "allocated_bytes.all.peak": native.most(index),
-                "allocation.all.allocated": native.made(index), "num_alloc_retries": 0, "num_ooms": 0}  # fmt: skip
+        held = {f"{kind}_bytes.all.{when}": bytes_ for kind in ("allocated", "requested")
+                for when, bytes_ in (("current", native.held(index)), ("peak", native.most(index)))}  # fmt: skip
+        return held | {"allocation.all.allocated": native.made(index), "num_alloc_retries": 0, "num_ooms": 0}
 
     properties = types.SimpleNamespace(
         name="stand-in", major=9, minor=0, total_memory=native.total(), L2_cache_size=1 << 20, multi_processor_count=1
@@ -271,7 +272,11 @@ def _take_over(torch: Any, native: Any) -> None:
         "max_memory_reserved": lambda device=None: native.most(index_of(device)),
         "reset_peak_memory_stats": lambda device=None: native.forget_most(index_of(device)),
         "memory_stats": memory_stats,
+        "_snapshot": lambda device=None: {"allocator_settings": {"expandable_segments": True}},
         "empty_cache": lambda: None,
+        "_sleep": lambda cycles: None,
+        "init": lambda: None,
+        "get_allocator_backend": lambda: "native",
         "mem_get_info": lambda device=None: (native.total() - native.held(index_of(device)), native.total()),
         "set_per_process_memory_fraction": lambda share, device=None: native.limit(index_of(device), share),
         "get_device_properties": lambda device=None: properties,

@@ -247,15 +247,33 @@ def test_adapters(checkpointing: bool, tmp_path: Path) -> None:
     assert isinstance(callback.plan, memplan.Plan)
 
 
-def test_the_trainers_optimizer_is_counted_when_asked(tmp_path: Path) -> None:
+def test_the_trainers_optimizer_is_counted(tmp_path: Path) -> None:
     plans = []
-    for count in (False, True):
+    for count in (False, None):
         args = arguments(tmp_path, max_steps=1, eval_strategy="no", save_strategy="no")
         callback = MemplanCallback(1.0, costs="estimate", count_optimizer=count)
         trainer_for(language_model(), args, callback).train()
         plans.append(callback.plan)
     parameters_bytes = sum(p.numel() * p.element_size() for p in language_model().parameters())
     assert plans[1].problem.resident_bytes - plans[0].problem.resident_bytes >= 2 * parameters_bytes
+
+
+def test_an_optimizer_that_nobody_knows_is_not_counted_unasked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            super().step()
+
+    net = language_model()
+    args = arguments(tmp_path, max_steps=1, eval_strategy="no", save_strategy="no")
+    optimizers = (Own(net.parameters(), lr=0.1, momentum=0.9), None)
+    callback = MemplanCallback(1.0, costs="estimate")
+    trainer = transformers.Trainer(net, args, train_dataset=Texts(30), callbacks=[callback], optimizers=optimizers)
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    assert "the state of Own is not in the budget" in caplog.text
+    assert callback.plan.problem.extra_resident_bytes == 0
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -19,13 +19,15 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capture import _check_devices, capture
 from memplan.capture.key import ArgumentsKey
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.trace.call import Call, CallReader
 from memplan.costs import libraries
 from memplan.costs.measure import _Bench
-from memplan.costs.optimizer import optimizer_memory, optimizer_needs
+from memplan.costs.optimizer import _Example, host_update_s_per_byte, optimizer_memory, optimizer_needs
 from memplan.installed.planned_forward import planned_forward
+from memplan.planning.automatic import automatic_bytes, prepare_allocator
 from memplan.planning.settings import Settings
 from memplan.problem.data import Costs, Problem, Requests
 from memplan.problem.schedule import BOUNDARY, Boundary, Prefetch, Wait, schedule_of
@@ -317,9 +319,19 @@ def test_workspaces_of_libraries_are_in_the_budget(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(private, "blas_workspace_bytes", lambda: 32 * MIB)
     multiplies = _traced(nn.Linear(4, 4), torch.randn(2, 4))
     elementwise = _traced(nn.PReLU(), torch.randn(2, 4))
-    assert libraries.library_bytes(multiplies) == 0
-    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA)) == 64 * MIB
-    assert libraries.library_bytes(dataclasses.replace(elementwise, device=CUDA)) == 0
+    keeps = True
+    monkeypatch.setattr(libraries, "_keeps_workspaces", lambda device: keeps)
+    for measured in (False, True):
+        assert libraries.library_bytes(multiplies, measured) == 0
+        assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), measured) == 64 * MIB
+        assert libraries.library_bytes(dataclasses.replace(elementwise, device=CUDA), measured) == 0
+    keeps = False  # they are scratch of each product
+    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), True) == 0
+    assert libraries.library_bytes(dataclasses.replace(multiplies, device=CUDA), False) == 32 * MIB
+    convolves = dataclasses.replace(_traced(nn.Conv2d(2, 2, 3), torch.randn(1, 2, 8, 8)), device=CUDA)
+    assert libraries.library_bytes(convolves, True) == 0
+    monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
+    assert libraries.multiplies_matrices(convolves)
 
 
 def test_the_size_of_a_workspace_is_what_pytorch_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,9 +352,13 @@ class Allocator:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.held = self.peak = 1000
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=None: self.held)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device=None: self.peak)
+        monkeypatch.setattr(torch.cuda, "memory_stats", self._stats)
         monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device=None: setattr(self, "peak", self.held))
+
+    def _stats(self, device: object = None) -> dict[str, int]:
+        """Blocks are larger than what is asked for."""
+        return {f"{kind}_bytes.all.{when}": bytes_ * factor for kind, factor in (("requested", 1), ("allocated", 2))
+                for when, bytes_ in (("current", self.held), ("peak", self.peak))}  # fmt: skip
 
     def touch(self, size_bytes: int) -> None:
         """Hold so much for a moment."""
@@ -526,3 +542,109 @@ def test_no_copy_that_ops_waited_for_reads_parameters_when_forward_returns() -> 
     fetches = [step.value for step in forward if isinstance(step, Prefetch) and values[step.value].fetched]
     waited = [event for event, v in zip(streams.fetched, fetches, strict=True) if Wait(v) in forward]
     assert waited and all(event in streams.finished for event in waited)
+
+
+# -- the allocator ----------------------------------------------------------------------------------------------------
+
+
+class Segments:
+    """Stands for the settings of PyTorch's CUDA allocator."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, settings: str = "", backend: str = "native") -> None:
+        self.settings, self.told = settings, list[str]()
+        monkeypatch.setattr(torch.cuda, "init", lambda: None)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * MIB, 100 * MIB))
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * MIB)
+        monkeypatch.setattr(torch.cuda.memory, "_snapshot", self._snapshot)
+        monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: self.settings)
+        monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", self._set)
+        monkeypatch.setattr("memplan.torch_private.devices._maps_memory", lambda device: True)
+        monkeypatch.setattr("sys.platform", "linux")
+        for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+            monkeypatch.delenv(name, raising=False)
+
+    def _snapshot(self) -> dict[str, Any]:
+        return {"allocator_settings": {"expandable_segments": "expandable_segments:True" in self.settings}}
+
+    def _set(self, settings: str) -> None:
+        self.told.append(settings)
+        self.settings = settings
+
+
+def test_segments_expand_before_anything_is_planned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = Segments(monkeypatch, "garbage_collection_threshold:0.8")
+    assert automatic_bytes(CUDA) == 80 * MIB, "as they will expand"
+    with caplog.at_level("INFO", logger="memplan"):
+        for _ in range(2):
+            prepare_allocator(CUDA)
+    assert segments.told == ["garbage_collection_threshold:0.8,expandable_segments:True"], "once, and beside the others"
+    assert caplog.text.count("expandable_segments:True from now on") == 1
+    prepare_allocator(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("reason", ["settings", "environment", "backend", "platform", "driver"])
+def test_a_choice_of_the_users_or_the_platforms_stays_and_costs_a_larger_reserve(
+    reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = "expandable_segments:False" if reason == "settings" else ""
+    segments = Segments(monkeypatch, settings, "cudaMallocAsync" if reason == "backend" else "native")
+    if reason == "environment":
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:False")
+    if reason == "platform":
+        monkeypatch.setattr("sys.platform", "win32")
+    if reason == "driver":
+        monkeypatch.setattr("memplan.torch_private.devices._maps_memory", lambda device: False)
+    prepare_allocator(CUDA)
+    assert segments.told == []
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in caplog.text
+    assert automatic_bytes(CUDA) == 65 * MIB
+
+
+# -- a default device -------------------------------------------------------------------------------------------------
+
+
+def test_what_is_on_the_host_stays_there_whatever_the_default_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.Tensor] = []
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(4, 4))], lr=torch.tensor(1e-3))
+    optimizer.param_groups[0]["params"][0].grad = torch.ones(4, 4)
+    optimizer.step()  # makes its count of steps, which is read as a number
+    monkeypatch.setattr("memplan.costs.optimizer._EXAMPLE", (4, 4))
+    with torch.device("meta"):
+        made.append(FakeStreams().pinned(8))
+        assert host_update_s_per_byte(optimizer, measured=True) > 0
+        made += _Example.of(optimizer)._twin().param_groups[0]["params"]  # type: ignore[union-attr]
+        assert optimizer_needs(optimizer, torch.device("cpu"))[0] > 0
+    assert {t.device.type for t in made} == {"cpu"}
+
+
+# -- bits -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_cuda_adds_in_any_order_is_kept() -> None:
+    with private.FakeTensorMode():
+        on_gpu, on_cpu = torch.empty(4, device=CUDA), torch.empty(4)
+        count = torch.empty(4, dtype=torch.int64, device=CUDA)
+    index = torch.zeros(4, dtype=torch.int64)
+    other = op_facts.may_give_other_bits
+    for op, args in (
+        (aten.index_add.default, (on_gpu, 0, index, on_gpu)),
+        (aten.index_put.default, (on_gpu, [index], on_gpu, True)),
+        (aten.cumsum.default, (on_gpu, 0)),
+        (aten.scatter_add_.default, (on_gpu, 0, index, on_gpu)),
+    ):
+        assert other(op, args, {}, on_gpu)
+        assert not other(op, args, {}, on_cpu)
+        assert not other(op, args, {}, count), "integers add up in any order"
+    assert not other(aten.index_put.default, (on_gpu, [index], on_gpu), {}, on_gpu)
+    assert not other(aten.mm.default, (on_gpu, on_gpu), {}, on_gpu)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert other(aten.cumsum.default, (on_gpu, 0), {}, on_gpu)
+        torch.use_deterministic_algorithms(True)
+        assert not other(aten.cumsum.default, (on_gpu, 0), {}, on_gpu)
+    finally:
+        torch.use_deterministic_algorithms(False)

@@ -88,7 +88,8 @@ def answer_to_any_draw(closure: Sequence[fx.Node]) -> bool | None:
     if dtype not in (torch.float32, torch.float64):
         return None
     with private.outside_of_tracing():
-        least, most = torch.zeros((), dtype=dtype), torch.nextafter(*torch.tensor([1, 0], dtype=dtype))
+        least = torch.zeros((), dtype=dtype, device="cpu")
+        most = torch.nextafter(*torch.tensor([1, 0], dtype=dtype, device="cpu"))
         answers = {bool(compare(number, *limit)) for number in (least, most)}
     return answers.pop() if len(answers) == 1 else None
 

@@ -23,8 +23,9 @@ UNPLANNABLE: dict[Any, str] = {
         "be planned"
     ),
     aten._cudnn_rnn.default: (
-        "its fake kernel does not know the size of the memory that backward reads. Set torch.backends.cudnn.enabled = "
-        "False: recurrent layers then run as plain ops, which can be planned"
+        "its fake kernel does not know the size of the memory that backward reads. Call the layer in "
+        "`with torch.backends.cudnn.flags(enabled=False):`, which leaves cuDNN to the rest: it then runs as plain ops, "
+        "which can be planned"
     ),
 }
 
@@ -56,6 +57,16 @@ _DROPOUT_P_ARGUMENT = {
     "aten::_scaled_dot_product_cudnn_attention": "dropout_p",
 }
 
+
+# Ops whose kernels on CUDA add in the order in which threads arrive, and the argument that says so where one does.
+_ADDS_IN_ANY_ORDER: dict[str, str | None] = {
+    "aten::index_add": None, "aten::index_add_": None, "aten::scatter_add": None, "aten::scatter_add_": None,
+    "aten::scatter_reduce": None, "aten::scatter_reduce_": None, "aten::index_reduce": None,
+    "aten::index_reduce_": None, "aten::index_put": "accumulate", "aten::index_put_": "accumulate",
+    "aten::_index_put_impl_": "accumulate", "aten::_unsafe_index_put": "accumulate", "aten::put": "accumulate",
+    "aten::put_": "accumulate", "aten::cumsum": None, "aten::cumsum_": None, "aten::bincount": None,
+    "aten::histc": None, "aten::nll_loss2d_forward": None,
+}  # fmt: skip
 
 _KNOWN = ("aten", "prims", "prim", "memplan")
 _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
@@ -91,10 +102,26 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
     if target in _SEEDED_BEFORE:
         return False
     name = _DROPOUT_P_ARGUMENT.get(target._schema.name)
-    if name is None:
-        return True
-    for position, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            given = kwargs.get(name, args[position] if position < len(args) else argument.default_value)
-            return bool(given)
-    return True
+    return name is None or bool(_argument(target, name, args, kwargs))
+
+
+def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether a second run of an op on the same values may round otherwise. result: its first, or a fake of that.
+
+    With `torch.use_deterministic_algorithms(True)` PyTorch takes other kernels, or raises.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _ADDS_IN_ANY_ORDER:
+        return False
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    tensor = result[0] if isinstance(result, (tuple, list)) else result
+    if tensor.device.type != "cuda" or not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    name = _ADDS_IN_ANY_ORDER[target._schema.name]
+    return name is None or bool(_argument(target, name, args, kwargs))
+
+
+def _argument(target: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a call gives for an argument of its schema, or the default."""
+    position, argument = next((i, a) for i, a in enumerate(target._schema.arguments) if a.name == name)
+    return kwargs.get(name, args[position] if position < len(args) else argument.default_value)

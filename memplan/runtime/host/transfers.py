@@ -75,7 +75,7 @@ class CudaStreams:
         event.synchronize()
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def computing(self) -> Any:
         return torch.cuda.current_stream(self.device)
@@ -142,7 +142,7 @@ class FakeStreams:
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         with private.outside_of_tracing():  # no meter counts it, for it is not on the device
-            return torch.full((size_bytes,), _POISON, dtype=torch.uint8)
+            return torch.full((size_bytes,), _POISON, dtype=torch.uint8, device="cpu")
 
     def computing(self) -> Any:
         return None
@@ -177,6 +177,7 @@ class Transfers:
         self._host: set[int] = set()
         self._reads: dict[int, list[Any]] = {}  # by the address of what is read
         self._kept: dict[int, _Kept] = {}
+        self._arriving: dict[int, Any] = {}  # copies of gradients to the host that nobody has waited for, by address
 
     @property
     def streams(self) -> Streams:
@@ -225,8 +226,17 @@ class Transfers:
         for event in self._reads.pop(parameter.data_ptr(), ()):
             self.streams.finish(event)
 
+    def arrives(self, gradient: torch.Tensor, event: Any) -> None:
+        """Note that a copy writes this gradient, which is on the host."""
+        self._arriving[gradient.data_ptr()] = event
+
+    def arrived(self, gradient: torch.Tensor) -> None:
+        """Return when a gradient can be read, if it is on the host."""
+        if self._arriving and (event := self._arriving.get(gradient.data_ptr())) is not None:
+            self.streams.finish(event)
+
     def all_reads_done(self) -> None:
-        """Return when no copy reads any parameter that lives on the host.
+        """Return when no copy reads any parameter that lives on the host. Every gradient has arrived by then.
 
         The CPU may step them next, and does not wait for copies by itself.
         """
@@ -234,6 +244,7 @@ class Transfers:
             for event in events:
                 self.streams.finish(event)
         self._reads.clear()
+        self._arriving.clear()
 
     def forward_reads_done(self) -> None:
         """Return, at the end of forward, when those copies are done that its ops have waited for.
@@ -363,9 +374,10 @@ def wait(slab: Slab, ticket: Ticket) -> torch.Tensor:
 def on_host(
     slab: Slab, ticket: Ticket, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int] | None, offset: int
 ) -> torch.Tensor:
-    """A gradient on the host, once the CPU can read it. stride: None is that of what was copied."""
-    slab.transfers.streams.finish(ticket.event)
-    return viewed_as(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
+    """A gradient on the host, which the CPU can read once it has `arrived`. stride: None is that of what was copied."""
+    gradient = viewed_as(ticket.data, dtype, size, ticket.stride if stride is None else stride, offset)
+    slab.transfers.arrives(gradient, ticket.event)
+    return gradient
 
 
 def viewed_as(
@@ -421,7 +433,7 @@ def measure_link(device: torch.device) -> Link:
 def _speed_of_copies(device: torch.device, size_bytes: int) -> Link:
     out, back = torch.cuda.Stream(device), torch.cuda.Stream(device)
     there = [torch.empty(size_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-    host = [torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    host = [torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True) for _ in range(2)]
     best = [0.0, 0.0]
     for _ in range(3):
         events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(2)]

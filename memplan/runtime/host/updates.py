@@ -50,11 +50,15 @@ class UpdatesInBackward:
     - parameters: those that it updates.
     - host: parameters that live on the host.
     - reads_done: returns when no copy reads such a parameter.
+    - arrived: returns when a gradient on the host can be read.
+    - hook: what is called when a parameter has its gradient; None before it is on.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.host: Collection[nn.Parameter] = ()
         self.reads_done: Callable[[torch.Tensor], None] = lambda parameter: None
+        self.arrived: Callable[[torch.Tensor], None] = lambda gradient: None
+        self.hook: Callable[[torch.Tensor], None] | None = None
         self._optimizer = optimizer
         self._groups = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [p for p in model.parameters() if p.requires_grad and p in self._groups]
@@ -80,6 +84,7 @@ class UpdatesInBackward:
             if updates is not None:
                 updates._arrived(parameter)
 
+        self.hook = arrived
         trainable = [p for p in self.parameters if p.requires_grad]
         self._handles = [p.register_post_accumulate_grad_hook(arrived) for p in trainable]
         self._handles.append(self._optimizer.register_step_pre_hook(self._stepped))
@@ -138,6 +143,8 @@ class UpdatesInBackward:
         self._updated.add(parameter)
         gradient, parameter.grad = parameter.grad, None
         if self._running is None or parameter not in self.host:
+            if gradient is not None:
+                self.arrived(gradient)
             self._update(parameter, gradient)
             return
         if self._worker is None:
@@ -146,6 +153,8 @@ class UpdatesInBackward:
 
     def _update_on_host(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         self.reads_done(parameter)
+        if gradient is not None:
+            self.arrived(gradient)
         self._update(parameter, gradient)
 
     def _update(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:

@@ -497,8 +497,8 @@ def _allocations(model: nn.Module) -> Iterator[list[int]]:
         yield grown
         return
     torch.cuda.synchronize(device)
-    before = torch.cuda.memory_allocated(device)
+    before = private.requested_bytes(device)[0]
     torch.cuda.reset_peak_memory_stats(device)
     yield grown
     torch.cuda.synchronize(device)
-    grown[0] = torch.cuda.max_memory_allocated(device) - before
+    grown[0] = private.requested_bytes(device)[1] - before

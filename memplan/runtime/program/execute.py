@@ -107,6 +107,7 @@ class ParameterStore:
         self.updates: UpdatesInBackward | None = None
         self.gathers = gathers
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
         for name in names:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -144,9 +145,30 @@ class ParameterStore:
         if self.gathers is not None:
             self.gathers.shards.begin()
 
+    def look_for_hooks(self) -> None:
+        """Find, for a backward that begins, the parameters on whose autograd nodes there can be no hooks."""
+        self._direct = {}
+        if self.gathers is not None:
+            return
+        found = {name: self[name] for name in self._homes}
+        empty = {n: p for n, p in found.items() if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
+        if empty:
+            alone = private.without_accumulators([*empty.values()])
+            self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}
+
     def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
-        """Put gradients into `.grad` through autograd, in this order, so that every kind of hook runs."""
-        pairs = [(p, g) for p, g in zip(map(self.__getitem__, names), gradients, strict=True) if p.requires_grad]
+        """Put gradients into `.grad`, in this order, so that every kind of hook runs.
+
+        That is through autograd's engine, but for those for which it would do nothing else.
+        """
+        pairs = []
+        for name, gradient in zip(names, gradients, strict=True):
+            parameter = self._direct.get(name)
+            if parameter is not None and _lands_as_it_is(parameter, gradient):
+                self._land(parameter, gradient)
+            elif self[name].requires_grad:
+                self.transfers.arrived(gradient)
+                pairs.append((self[name], gradient))
         if not pairs:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.
@@ -156,11 +178,36 @@ class ParameterStore:
                 leaves = list(map(_leaf, parameters, gradients))
             private.run_backward(leaves, gradients)
 
+    def _land(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Put a gradient into `.grad`, and call the hooks that autograd calls then."""
+        hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]
+        if self.updates is None or hooks != [self.updates.hook]:  # which waits for it by itself
+            self.transfers.arrived(gradient)
+        parameter.grad = gradient.detach()
+        for hook in hooks:
+            hook(parameter)
+
     def _accepting(self, parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """A context in which parameters have the shapes of their gradients."""
         if self.gathers is None:
             return contextlib.nullcontext()
         return self.gathers.shards.accepting([p for p in parameters if isinstance(p, nn.Parameter)])
+
+
+def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether autograd's engine would take the memory of a gradient for `.grad`, and would call no hooks before."""
+    return (
+        parameter.grad is None
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and gradient.shape == parameter.shape
+        and gradient.stride() == parameter.stride()
+        and gradient.dtype is parameter.dtype
+        and gradient.device == parameter.device
+        and parameter.is_contiguous()
+    )
 
 
 def _leaf(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -526,6 +573,8 @@ class Runner:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
+        if self.program.grads == "surface":
+            self.store.look_for_hooks()
         arguments = [self.store, functools.partial(self._surface, state), *tangents.values(), *state.saved]
         state.spend()
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
@@ -535,6 +584,9 @@ class Runner:
         except BaseException:
             self.store.transfers.settle()
             raise
+        for gradient in results:
+            if gradient is not None:
+                self.store.transfers.arrived(gradient)
         self._known_sizes.add(state.numbers)
         self.arrived = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
         self.store.transfers.all_reads_done()
@@ -609,7 +661,10 @@ class Runner:
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
-        return self.backward(again, tangents)
+        try:
+            return self.backward(again, tangents)
+        finally:
+            state.surfacing = again.surfacing
 
     def _backward_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers

@@ -119,8 +119,8 @@ class Ranks:
         self._group = torch.distributed.new_group(
             members, timeout=private.timeout_of(group), backend="gloo", use_local_synchronization=True
         )
-        self._word = torch.empty(16, dtype=torch.uint8)
-        self._words = [torch.empty(16, dtype=torch.uint8) for _ in members]
+        self._word = torch.empty(16, dtype=torch.uint8, device="cpu")  # gloo's, whatever the default device
+        self._words = [torch.empty_like(self._word) for _ in members]
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from memplan import torch_private as private
 from memplan.runtime.watch.meter import LiveMeter
 
 Done = Callable[[int, float], None]
@@ -63,7 +64,7 @@ class Observer:
             self._before_bytes = self._meter.live_bytes
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
-            self._before_bytes = torch.cuda.memory_allocated(self._device)
+            self._before_bytes = private.requested_bytes(self._device)[0]
 
     @contextlib.contextmanager
     def backward(self) -> Iterator[None]:
@@ -93,4 +94,4 @@ class Observer:
     def _peak_bytes(self) -> int:
         if self._meter is not None:
             return self._meter.peak_bytes
-        return torch.cuda.max_memory_allocated(self._device) if self._device.type == "cuda" else 0
+        return private.requested_bytes(self._device)[1] if self._device.type == "cuda" else 0
