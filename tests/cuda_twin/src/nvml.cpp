@@ -1,0 +1,11 @@
+// libnvidia-ml.so.1: one device, no links, no other processes.
+extern "C" {
+int nvmlInit_v2() { return 0; }
+int nvmlShutdown() { return 0; }
+int nvmlSystemGetCudaDriverVersion_v2(int* v) { *v = 13020; return 0; }
+int nvmlDeviceGetCount_v2(unsigned* n) { *n = 1; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned, void** d) { static int device; *d = &device; return 0; }
+int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** d) { return nvmlDeviceGetHandleByIndex_v2(0, d); }
+int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* n, void*) { *n = 0; return 0; }
+int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* n, void*) { *n = 0; return 0; }
+}
