@@ -75,9 +75,13 @@ def build(library: str, symbols: set[tuple[str, str]]) -> None:
             by_version[version].append(name)
     functions = OUT / f"{library}.c"
     names = sorted({name for names in by_version.values() for name in names})
-    functions.write_text("\n".join(["#include <stdint.h>", "void twin_note(const char*);", *(stub(n, code) for n in names)]))
+    functions.write_text(
+        "\n".join(["#include <stdint.h>", "void twin_note(const char*);", *(stub(n, code) for n in names)])
+    )
     versions = {v: " ".join(f"{n};" for n in names) for v, names in by_version.items() if v}
-    if library == "libcudart.so.13":  # its own functions have the version as well, those of the device are for the others
+    if (
+        library == "libcudart.so.13"
+    ):  # its own functions have the version as well, those of the device are for the others
         versions = {library: "cuda*; __cuda*; twin_*; local: *;"}
     script = OUT / f"{library}.map"
     script.write_text("".join(f"{version} {{ global: {names} }};\n" for version, names in versions.items()))
@@ -96,8 +100,22 @@ def build(library: str, symbols: set[tuple[str, str]]) -> None:
 def build_tracker() -> None:
     """The library that notes what the caching allocator and PyTorch's ops do, which is loaded when it is asked for."""
     torch = site() / "torch"
-    include = [torch / "include", torch / "include/torch/csrc/api/include", site() / "nvidia/cu13/include", HERE / "src"]
-    command = ["g++", "-std=c++20", "-DNDEBUG", "-O1", "-w", "-fPIC", "-shared", *(w for folder in include for w in ("-I", folder))]
+    include = [
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        site() / "nvidia/cu13/include",
+        HERE / "src",
+    ]
+    command = [
+        "g++",
+        "-std=c++20",
+        "-DNDEBUG",
+        "-O1",
+        "-w",
+        "-fPIC",
+        "-shared",
+        *(w for folder in include for w in ("-I", folder)),
+    ]
     command += [HERE / "src/tracker.cpp", f"-L{torch}/lib", "-lc10", "-lc10_cuda", "-ltorch_cpu"]
     subprocess.run([*command, OUT / "libcudart.so.13", "-o", OUT / "tracker.so"], check=True)
 

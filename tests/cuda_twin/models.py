@@ -164,7 +164,9 @@ class UNet(nn.Module):
             nn.Sequential(convolved(i, o), convolved(o, o)) for i, o in zip([3, *widths], widths, strict=False)
         )
         self.up = nn.ModuleList(nn.ConvTranspose2d(i, i // 2, 2, 2) for i in widths[:0:-1])
-        self.joined = nn.ModuleList(nn.Sequential(convolved(i, i // 2), convolved(i // 2, i // 2)) for i in widths[:0:-1])
+        self.joined = nn.ModuleList(
+            nn.Sequential(convolved(i, i // 2), convolved(i // 2, i // 2)) for i in widths[:0:-1]
+        )
         self.last = nn.Conv2d(width, 2, 1)
 
     def forward(self, x: Tensor) -> Tensor:

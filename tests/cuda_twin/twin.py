@@ -14,18 +14,18 @@ FOLDER = Path(sys.prefix) / "lib/cuda_twin"
 KINDS = (
     "malloc", "free", "kernel", "copy", "set", "record", "wait", "event_sync", "event_query", "stream_sync",
     "stream_query", "device_sync", "host_alloc", "host_free", "map", "unmap",
-    "alloc", "free_requested", "free_completed", "read", "write",
+    "alloc", "free_requested", "free_completed", "op", "read", "write",
 )  # fmt: skip
 
 
 class Call(NamedTuple):
     """One entry of the record.
 
-    - kind: one of KINDS. The last five are PyTorch's own: its caching allocator, and the memory of its ops.
+    - kind: one of KINDS. The last six are PyTorch's own: its caching allocator, its ops, and their memory.
     - stream: the number of the stream; 0 is the default stream.
     - op: the number of the PyTorch op that ran, 0 for none.
     - a, b: copy: addresses of target and source. record, wait, event_sync, event_query: a is the event. Queries: b is 1
-      for work that has ended. stream_sync: a is 1 for a copy that itself waits. kernel: a is the number of its name.
+      for work that has ended. stream_sync: a is 1 for a copy that itself waits. kernel, op: a is the number of its name.
       read, write: a is the address, b is 1 on the device. Others: a is the address.
     - n: bytes.
     """
@@ -49,7 +49,7 @@ def _device() -> Any:
     library = ctypes.CDLL(str(FOLDER / "libcudart.so.13"))
     library.twin_record.restype = ctypes.POINTER(_Entry)
     library.twin_record_size.restype = library.twin_notes.restype = ctypes.c_uint64
-    library.twin_kernel_name.restype = ctypes.c_char_p
+    library.twin_name.restype = ctypes.c_char_p
     library.twin_set_total.argtypes = [ctypes.c_uint64]
     return library
 
@@ -69,9 +69,15 @@ def missing() -> str | None:
 
 @contextmanager
 def recorded() -> Iterator[list[Call]]:
-    """Record what is called meanwhile. The list is filled when the context ends."""
+    """Record what is called meanwhile. The list is filled when the context ends.
+
+    It begins with blocks that the caching allocator has given out before, as if on the default stream.
+    """
+    import torch
+
     _track()
-    calls: list[Call] = []
+    blocks = [block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]]
+    calls = [Call("alloc", 0, 0, b["address"], 0, b["size"]) for b in blocks if b["state"] == "active_allocated"]
     _device().twin_set_recording(1)
     try:
         yield calls
@@ -98,9 +104,9 @@ def set_memory(size_bytes: int) -> None:
     _device().twin_set_total(size_bytes)
 
 
-def kernel_name(call: Call) -> str:
-    """The name of the kernel that a call launched."""
-    name: bytes = _device().twin_kernel_name(call.a)
+def name_of(call: Call) -> str:
+    """The name of a kernel or of an op, empty for other calls."""
+    name: bytes = _device().twin_name(ctypes.c_uint64(call.a)) if call.kind in ("kernel", "op") else b""
     return name.decode()
 
 

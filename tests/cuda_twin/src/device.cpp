@@ -132,13 +132,14 @@ void twin_put(uint32_t kind, void* stream, uint64_t a, uint64_t b, uint64_t n) {
   Held d;
   put(d, TwinKind(kind), stream_of(d, stream)->id, a, b, n);
 }
-uint64_t twin_enter_op() {
+uint64_t twin_enter_op(const char* name) {
+  Held d;
   uint64_t before = op;
-  op = Held()->next_op++;
+  op = d->next_op++;
+  if (d->recording) put(d, OP, 0, name_id(d, name));
   return before;
 }
 void twin_leave_op(uint64_t before) { op = before; }
-uint64_t twin_op() { return op; }
 
 // Memory.
 size_t twin_total_bytes() { return Held()->total; }
@@ -358,7 +359,7 @@ void twin_set_lazy(int on) { Held()->lazy = on != 0; }
 void twin_set_total(uint64_t bytes) { Held()->total = bytes; }
 uint64_t twin_record_size() { return Held()->record.size(); }
 const TwinEntry* twin_record() { return Held()->record.data(); }
-const char* twin_kernel_name(uint64_t id) { return Held()->names[id].c_str(); }
+const char* twin_name(uint64_t id) { return Held()->names[id].c_str(); }
 uint64_t twin_notes(const char** name, uint64_t at) {  // gives how often the function at this place was called
   Held d;
   auto found = d->notes.begin();

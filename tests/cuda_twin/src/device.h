@@ -8,16 +8,15 @@ extern "C" {
 enum TwinKind : uint32_t {
   MALLOC, FREE, KERNEL, COPY, SET, RECORD, WAIT, EVENT_SYNC, EVENT_QUERY, STREAM_SYNC, STREAM_QUERY, DEVICE_SYNC,
   HOST_ALLOC, HOST_FREE, MAP, UNMAP,
-  ALLOC, FREE_REQUESTED, FREE_COMPLETED, READ, WRITE  // from the tracker: the caching allocator's, and PyTorch's ops
+  ALLOC, FREE_REQUESTED, FREE_COMPLETED, OP, READ, WRITE  // from the tracker: the caching allocator's, and PyTorch's ops
 };
 // a, b, n: address, second address or number, bytes. op: the PyTorch op that ran when this was called, 0 for none.
 struct TwinEntry { uint64_t op, a, b, n; uint32_t kind, stream; };
 
 void twin_note(const char* name);  // a function of a library was called that does nothing
 void twin_put(uint32_t kind, void* stream, uint64_t a, uint64_t b, uint64_t n);
-uint64_t twin_enter_op();           // gives the op that ran before
+uint64_t twin_enter_op(const char* name);  // gives the op that ran before
 void twin_leave_op(uint64_t before);
-uint64_t twin_op();
 
 int twin_attribute(int attribute, int* value);
 size_t twin_total_bytes();

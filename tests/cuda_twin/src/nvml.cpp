@@ -9,7 +9,7 @@ int nvmlDeviceGetHandleByIndex_v2(unsigned, void** d) { static int device; *d = 
 int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** d) { return nvmlDeviceGetHandleByIndex_v2(0, d); }
 int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return NOT_SUPPORTED; }
 int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return NOT_SUPPORTED; }
-int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return NOT_SUPPORTED; }
+int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // leaves it at: none
 const char* nvmlErrorString(int) { return "error of the twin"; }
 int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* n, void*) { *n = 0; return 0; }
 int nvmlDeviceGetComputeRunningProcesses_v3(void*, unsigned* n, void*) { *n = 0; return 0; }

@@ -32,21 +32,29 @@ void put(TwinKind kind, const c10::IValue& value) {
   else if (value.isList()) for (const c10::IValue& v : value.toListRef()) put(kind, v);
 }
 
-struct Before : at::ObserverContext { uint64_t op; };
+// Ops that change what a tensor is and touch no bytes. Views are known by their schema.
+bool is_of_metadata(const std::string& name) {
+  for (const char* other : {"set_", "resize_", "detach_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_"})
+    if (name == std::string("aten::") + other) return true;
+  return false;
+}
+struct Before : at::ObserverContext { uint64_t op; bool touches_nothing; };
 std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& f) {
   auto before = std::make_unique<Before>();
-  before->op = twin_enter_op();
+  before->op = twin_enter_op(f.name());
   auto schema = f.operator_schema();
   bool is_view = schema && !schema->is_mutable() && schema->hasAnyAliasInfo();
-  for (size_t i = 0; i < f.inputs().size() && !is_view; i++) {
+  before->touches_nothing = is_view || is_of_metadata(f.name());
+  for (size_t i = 0; i < f.inputs().size() && !before->touches_nothing; i++) {
     const c10::AliasInfo* alias = schema && i < schema->arguments().size() ? schema->arguments()[i].alias_info() : nullptr;
     put(alias && alias->isWrite() ? WRITE : READ, f.inputs()[i]);
   }
   return before;
 }
-void ends(const at::RecordFunction& f, at::ObserverContext* before) {
-  for (const c10::IValue& value : f.outputs()) put(WRITE, value);
-  twin_leave_op(static_cast<Before*>(before)->op);
+void ends(const at::RecordFunction& f, at::ObserverContext* context) {
+  auto before = static_cast<Before*>(context);
+  if (!before->touches_nothing) for (const c10::IValue& value : f.outputs()) put(WRITE, value);
+  twin_leave_op(before->op);
 }
 }  // namespace
 
