@@ -20,7 +20,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 OUT = Path(sys.prefix) / "lib/cuda_twin"
 PTH = Path(sysconfig.get_path("purelib")) / "cuda_twin.pth"
-# Name of the library: its sources, pattern of its symbols that have no version, what functions give that nobody defines.
+# Name of the library: its sources, pattern of its symbols without a version, what functions give that nobody defines.
 LIBRARIES: dict[str, tuple[list[str], str | None, int]] = {
     "libcudart.so.13": (["device.cpp", "runtime.cpp"], "cuda[A-Z]|__cuda", 801),
     "libcuda.so.1": (["driver.cpp"], "cu[A-Z][a-z]+(?<!cuFile)", 801),

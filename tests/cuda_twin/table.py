@@ -104,12 +104,13 @@ def versions() -> str:
 
 HEAD = f"""# Predicted, allocated and reserved
 
-MiB. The peaks of the first {STEPS} steps on the twin of a card of 80 GiB, as `make twin-table` writes them. Predicted is
+MiB. Peaks of the first {STEPS} steps on the twin of a card of 80 GiB, as `make twin-table` writes them. Predicted is
 `plan.peak_bytes` and `plan.reserved_bytes`; in brackets is reserved over allocated. AdamW is fused.
+exp.: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
 
 {{versions}}
 
-| model | budget | loop | predicted | predicted reserved | allocated | reserved | allocated, expandable | reserved, expandable |
+| model | budget | loop | predicted | predicted reserved | allocated | reserved | allocated (exp.) | reserved (exp.) |
 |---|---|---|---|---|---|---|---|---|
 """
 

@@ -25,8 +25,8 @@ class Call(NamedTuple):
     - stream: the number of the stream; 0 is the default stream.
     - op: the number of the PyTorch op that ran, 0 for none.
     - a, b: copy: addresses of target and source. record, wait, event_sync, event_query: a is the event. Queries: b is 1
-      for work that has ended. stream_sync: a is 1 for a copy that itself waits. kernel, op: a is the number of its name.
-      read, write: a is the address, b is 1 on the device. Others: a is the address.
+      for work that has ended. stream_sync: a is 1 for a copy that itself waits. kernel, op: a is the number of its
+      name. read, write: a is the address, b is 1 on the device. Others: a is the address.
     - n: bytes.
     """
 
