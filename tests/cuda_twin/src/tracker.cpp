@@ -19,6 +19,7 @@ void allocator_did(const allocator::TraceEntry& e) {
 // b of READ and WRITE: 1 for memory of the device. n: from the first byte to the last one.
 void put(TwinKind kind, const at::Tensor& t) {
   if (!t.defined() || !t.has_storage() || t.numel() == 0 || !(t.is_cuda() || t.is_cpu())) return;
+  if (t.key_set().has(c10::DispatchKey::Python)) return;  // a fake tensor, which has no memory
   const void* first = t.storage().data();
   if (!first) return;
   int64_t elements = 1;
@@ -53,6 +54,7 @@ std::unique_ptr<at::ObserverContext> begins(const at::RecordFunction& f) {
 }
 void ends(const at::RecordFunction& f, at::ObserverContext* context) {
   auto before = static_cast<Before*>(context);
+  if (!before) return;  // the beginning failed, of which PyTorch has told
   if (!before->touches_nothing) for (const c10::IValue& value : f.outputs()) put(WRITE, value);
   twin_leave_op(before->op);
 }
