@@ -1,5 +1,5 @@
 # make demo | test | test-quick | test-only | lint | kernels | test-slow | test-full | test-gpu | test-stand-in | bench |
-# docs: each sets up .venv first.
+# docs: each sets up .venv first. make test-twin | twin-table | twin-trials: each sets up .venv-twin.
 #
 # PYTHON          interpreter that the virtual environment is made with (3.10 or later; 3.11 is what the pins are for)
 # CONSTRAINTS     versions that are installed: constraints/oldest.txt with Python 3.10, constraints/newest.txt with 3.13
@@ -18,7 +18,8 @@ FEW := $(VENV)/.installed-for-demo
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := memplan integrations tests benchmarks examples
 
-.PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench docs format clean
+.PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench docs format clean \
+	test-twin twin-table twin-trials
 
 demo: $(FEW)
 	$(BIN)/python -m memplan demo
@@ -49,10 +50,10 @@ kernels: $(STAMP)
 	$(BIN)/python -m memplan warmup
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu"
+	$(PYTEST) -m "slow and not gpu and not twin"
 
 test-full: $(STAMP)
-	MEMPLAN_ALL_EXAMPLES=1 $(PYTEST) -m "not gpu"
+	MEMPLAN_ALL_EXAMPLES=1 $(PYTEST) -m "not gpu and not twin"
 
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)
@@ -62,6 +63,19 @@ test-gpu: $(STAMP)
 # The same on a stand-in for such a device, which is compiled first (tests/cuda_stand_in).
 test-stand-in: $(STAMP)
 	$(BIN)/python -m tests.cuda_stand_in -m pytest -p tests.cuda_stand_in.faults -m gpu
+
+# PyTorch's own CUDA build on a device that does nothing: tests/cuda_twin. Its environment takes 6 GB.
+TWIN := .venv-twin
+TWIN_STAMP := $(TWIN)/.installed
+
+test-twin: $(TWIN_STAMP)
+	$(TWIN)/bin/python -m pytest -m twin tests/cuda_twin
+
+twin-table: $(TWIN_STAMP)
+	$(TWIN)/bin/python -m tests.cuda_twin.table
+
+twin-trials: $(TWIN_STAMP)
+	$(TWIN)/bin/python -m tests.cuda_twin.trials
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.activation_memory_budget
@@ -88,3 +102,10 @@ $(FEW): pyproject.toml $(CONSTRAINTS)
 $(STAMP): $(FEW)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $(STAMP)
+
+$(TWIN_STAMP): tests/cuda_twin/requirements.txt tests/cuda_twin/build.py $(wildcard tests/cuda_twin/src/*)
+	test -x $(TWIN)/bin/python || $(PYTHON) -m venv $(TWIN)
+	$(TWIN)/bin/python -m pip install --quiet -r tests/cuda_twin/requirements.txt
+	$(TWIN)/bin/python -m pip install --quiet --no-deps -e .
+	$(TWIN)/bin/python tests/cuda_twin/build.py
+	touch $(TWIN_STAMP)

@@ -215,7 +215,7 @@ class StepKey:
         self.arguments = ArgumentsKey(call, device_type)
         self.autocast = autocast
         self._shards, self._run = shards, run
-        self._switches = _switches()
+        self._switches = kernel_switches()
         self._training = tuple(m.training for m in model.modules())
         self._structure = _structure(model)
         self._state_facts = _facts_of(model, shards)
@@ -392,7 +392,7 @@ class StepKey:
         now = Autocast.ambient(self.autocast.device_type)
         if now != self.autocast and (now.enabled or self.autocast.enabled):
             return f"autocast is {_autocast_name(now)}, planned for {_autocast_name(self.autocast)}"
-        for name, value in _switches().items():
+        for name, value in kernel_switches().items():
             if self._switches[name] != value:
                 return f"{name} is {value}, planned for {self._switches[name]}"
         return None
@@ -474,7 +474,7 @@ def _hook_tables(model: nn.Module) -> list[tuple[str, Any]]:
     return [*tables, *(("(every module)", table) for table in private.global_hook_tables())]
 
 
-def _switches() -> dict[str, Any]:
+def kernel_switches() -> dict[str, Any]:
     """Global settings that choose kernels."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return private.float32_precisions() | {

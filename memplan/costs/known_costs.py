@@ -1,4 +1,6 @@
-"""Seconds and scratch bytes of ops that were measured before, on disk by device, thread count and torch version.
+"""Seconds and scratch bytes of ops that were measured before, on disk.
+
+Each device, thread count, torch version and choice of kernels has a file.
 
 Where other processes keep the machine busy, even the fastest run of an op may be slow. The figure is doubted where no
 second run comes near it, or where the first step takes much less than predicted. The next process then measures again.
@@ -7,6 +9,7 @@ second run comes near it, or where the first step takes much less than predicted
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -17,6 +20,7 @@ import torch
 
 from memplan.cache import keep, kept, only_writer
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.key import kernel_switches
 
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
 _MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
@@ -55,8 +59,9 @@ class KnownCosts:
 
     @staticmethod
     def read(device: torch.device) -> KnownCosts:
-        """What is on disk of a device."""
-        name = f"costs-{device_name(device)}.json"
+        """What is on disk of a device, measured with kernels that are chosen as now: cuDNN on, TF32 off, and so on."""
+        switches = hashlib.sha256(repr(kernel_switches()).encode()).hexdigest()[:8]
+        name = f"costs-{device_name(device)}-{switches}.json"
         return KnownCosts(name, _facts_in(name))
 
     def wants(self, key: str, quick: bool) -> bool:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import copy
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +216,22 @@ def test_names_of_installed_packages_are_numbers_and_flags_alone() -> None:
     values = [value for _, table in state.tables for value in table.values()]
     assert values
     assert all(isinstance(value, (bool, int, float, str, type(None))) for value in values)
+
+
+@pytest.mark.parametrize(
+    ("folder", "compared"), [("site-packages", False), ("dist-packages/deeper", False), ("project", True)]
+)
+def test_installed_packages_lie_in_folders_of_any_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: str, compared: bool
+) -> None:
+    """Those of the user's own, of a system below a virtual environment, of Debian."""
+    name = f"package_in_{folder.partition('-')[0]}"
+    text = "from torch import nn\nTABLE = [1.0]\nclass Net(nn.Module):\n    def forward(self, x): return x * TABLE[0]\n"
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / folder / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    tables = dict(NamedState(importlib.import_module(name).Net()).tables)
+    assert ("TABLE" in {n for table in tables.values() for n in table}) == compared
 
 
 UNSET = contextvars.ContextVar[torch.Tensor]("unset")

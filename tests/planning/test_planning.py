@@ -102,6 +102,14 @@ def test_measured_costs_are_kept_on_disk(cost_cache: Path, monkeypatch: pytest.M
     assert len(file.read_text()) > 1000
 
 
+def test_what_other_kernels_took_does_not_count(cost_cache: Path) -> None:
+    net, sample = MODELS["handmade"](0)
+    memplan.plan(net, sample, 0.95)
+    with torch.backends.cudnn.flags(enabled=False):
+        memplan.plan(net, sample, 0.95)
+    assert len(list(cost_cache.glob("costs-*.json"))) == 2
+
+
 def facts_in(folder: Path) -> dict[str, list[float]]:
     (file,) = folder.glob("costs-*.json")
     return dict(json.loads(file.read_text())["facts"])

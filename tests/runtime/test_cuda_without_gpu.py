@@ -55,6 +55,19 @@ def test_what_attention_draws_with_is_on_the_host_where_its_backward_looks_for_i
     assert [(t.shape, t.dtype) for t in outputs[2:]] == [((), torch.int64)] * 2
 
 
+@pytest.mark.parametrize("with_backward", [True, False])
+def test_attention_by_cudnn_saves_nothing_if_it_has_no_backward(
+    with_backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(private, "leave_out", lambda tensor: None)  # of a trace, and there is none here
+    op = aten._scaled_dot_product_cudnn_attention.default
+    with private.FakeTensorMode():
+        q = torch.empty(2, 4, 64, 32, device=CUDA, dtype=torch.bfloat16)
+        args = (q, q, q, None, with_backward, 0.0, True)
+        outputs = corrected_outputs(op, args, op(*args))
+    assert isinstance(outputs[0], torch.Tensor) and (outputs[1] is not None) == with_backward
+
+
 def test_notes_of_batch_norm_have_the_size_that_cudnn_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[torch.Tensor] = []
     monkeypatch.setattr(

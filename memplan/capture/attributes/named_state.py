@@ -28,6 +28,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -48,6 +49,7 @@ from memplan.capture.attributes.code_facts import CodeFacts, NameChain, facts_of
 
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "numpy", "memplan", "triton"})
 _INSTALLED = tuple({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
+_PACKAGES = frozenset({"site-packages", "dist-packages"})  # also the user's own, and those below a virtual environment
 _METHODS = ("__init__", "__call__", "forward")  # which calls run that do not name them
 _OF_FUNCTIONS = ("forward", "setup_context", "backward")
 _CODE = (
@@ -185,6 +187,7 @@ class NamedState:
         self._held: list[Any] = []
         self._classes: dict[type, None] = {}
         self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
+        self._below: dict[type, list[type]] = {}  # of the classes, those that derive from one, itself included
         self._others: set[str] = set()
         for module in model.modules():
             self._add_class(type(module))
@@ -233,6 +236,8 @@ class NamedState:
             if base in self._classes or is_library_code(base):
                 continue
             self._classes[base] = None
+            for above in base.__mro__:
+                self._below.setdefault(above, []).append(base)
             for value in vars(base).values():
                 function = _function(value)
                 if isinstance(function, FunctionType):
@@ -320,8 +325,8 @@ class NamedState:
         for home in tuple(self._homes.get(function.__code__, ())):
             if home not in self._of_model:
                 self._name_attributes(home, facts.own & {name for base in home.__mro__ for name in vars(base)})
-            for other in tuple(self._classes):
-                if home in other.__mro__ or other in home.__mro__:
+            for other in dict.fromkeys((*self._below[home], *home.__mro__)):
+                if other in self._classes:
                     for name in facts.own & vars(other).keys():
                         self._reach(vars(other)[name])
 
@@ -482,4 +487,4 @@ def _is_own(kind: type) -> bool:
 def _is_installed(module: str) -> bool:
     """Whether a module is of an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None) or ""
-    return file.startswith(_INSTALLED)
+    return file.startswith(_INSTALLED) or not _PACKAGES.isdisjoint(Path(file).parts)

@@ -114,7 +114,8 @@ def corrected_outputs(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
       float32 parameters, dtypes of the statistics of batch, layer and group norm, and of the gradient of group norm's
       input. An embedding bag in bfloat16 that sums as in float32 leaves out which bag each index is of.
     - On CUDA, which fake kernels are made for: devices of the ops in `_ON_HOST`, and the size of the memory that
-      cuDNN's batch norm saves for its backward.
+      cuDNN's batch norm saves for its backward. cuDNN's attention leaves out what only its backward reads, if there is
+      none.
     """
     if not args or not isinstance(args[0], torch.Tensor) or args[0].device.type not in ("cpu", "cuda"):
         return outputs
@@ -155,6 +156,9 @@ def _as_on_cuda(func: Any, args: tuple[Any, ...], outputs: Any) -> Any:
     if func is aten.cudnn_batch_norm.default and args[5]:
         elements = private.batch_norm_reserve_elements(args[0])
         return (*outputs[:3], private.with_layout(outputs[3], size=(elements,), stride=(1,)))
+    if func is aten._scaled_dot_product_cudnn_attention.default and not args[4] and outputs[1] is not None:
+        private.leave_out(outputs[1])
+        return (outputs[0], None, *outputs[2:])
     return outputs
 
 

@@ -103,8 +103,8 @@ def with_noted_results(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 
 def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
-    if tensor is None or (facts is not None and facts_of(tensor)[0] == facts._replace(storage=0)):
-        return tensor
+    if not isinstance(tensor, torch.Tensor) or (facts and facts_of(tensor)[0] == facts._replace(storage=0)):
+        return tensor  # None, or a number
     if facts is None:
         private.leave_out(tensor)
         return None

@@ -1,0 +1,139 @@
+"""What plans promise, against what PyTorch's caching allocator holds and reserves in the first ten steps of training.
+
+    make twin-table                          # table.md beside this file; half an hour
+    .venv-twin/bin/python -m tests.cuda_twin.table --models gpt2 unet --out FILE
+
+Each row is a process of its own, with an allocator that nothing has used. Outputs of the model are held until backward
+has ended, as plans count them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+STEPS = 10
+ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
+BUDGETS = ("plain", "0.7", "0.5", "min")
+LOOPS = ("AdamW", "no optimizer", "AdamW, two batches a step")  # the last two at the floor alone
+Row = dict[str, Any]
+
+
+def measure(name: str, budget: str, loop: str) -> Row:
+    """One row, in this process."""
+    import torch
+
+    import memplan
+    from tests.cuda_twin.models import MODELS, loss_of
+
+    model, sample = MODELS[name]()
+    optimizer = None if loop == "no optimizer" else torch.optim.AdamW(model.parameters(), fused=True)
+    batches = 2 if "two batches" in loop else 1
+    row: Row = {}
+    if budget != "plain":
+        given = budget if budget == "min" else float(budget)
+        try:
+            memplan.apply(model, sample, given, optimizer=optimizer, accumulate=batches > 1, on_infeasible="raise")
+        except memplan.BudgetInfeasible as error:
+            return {"error": f"infeasible, floor {error.floor_bytes / MIB:.0f}"}
+        plan = memplan.plan_of(model)
+        assert plan is not None
+        row["predicted"] = plan.peak_bytes
+        row["reserved_predicted"] = getattr(plan, "reserved_bytes", None)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    try:
+        for _ in range(STEPS):
+            for _ in range(batches):
+                output = model(**sample)
+                loss_of(output).backward()
+                del output
+            if optimizer is not None:
+                optimizer.step()
+            model.zero_grad()
+    except torch.OutOfMemoryError as error:
+        row["error"] = str(error).partition(".")[0]
+    row["allocated"], row["reserved"] = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return row
+
+
+def in_process(words: list[str], cache: str, allocator: str, **environment: str) -> Row:
+    """Run `measure` with these arguments, and an allocator with these settings, in a process of its own."""
+    settings = {"MEMPLAN_CACHE_DIR": cache, "MEMPLAN_LOG": "off", "PYTORCH_CUDA_ALLOC_CONF": ALLOCATORS[allocator]}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.cuda_twin.table", "--row", *words], text=True, capture_output=True,
+        env={**os.environ, **settings, **environment},
+    )  # fmt: skip
+    if done.returncode:
+        return {"error": done.stderr.strip().rpartition("\n")[2][:80]}
+    row: Row = json.loads(done.stdout.rpartition("ROW ")[2])
+    return row
+
+
+def mib(row: Row, name: str) -> str:
+    return f"{row[name] / MIB:.0f}" if row.get(name) else ""
+
+
+def reserved(row: Row) -> str:
+    if row.get("error"):
+        return str(row["error"])
+    return f"{mib(row, 'reserved')} ({row['reserved'] / row['allocated']:.2f})"
+
+
+def line(name: str, budget: str, loop: str, cache: str) -> str:
+    by_default, expandable = (in_process([name, budget, loop], cache, allocator) for allocator in ALLOCATORS)
+    cells = [name, budget, loop, mib(by_default, "predicted"), mib(by_default, "reserved_predicted")]
+    cells += [mib(by_default, "allocated"), reserved(by_default), mib(expandable, "allocated"), reserved(expandable)]
+    return f"| {' | '.join(cells)} |"
+
+
+def versions() -> str:
+    packages = ("torch", "triton", "transformers", "nvidia-cublas", "nvidia-cudnn-cu13")
+    of = [f"{name} {metadata.version(name)}" for name in packages]
+    return ", ".join([*of, f"Python {platform.python_version()}"])
+
+
+HEAD = f"""# Predicted, allocated and reserved
+
+MiB. Peaks of the first {STEPS} steps on the twin of a card of 80 GiB, as `make twin-table` writes them. Predicted is
+`plan.peak_bytes` and `plan.reserved_bytes`; in brackets is reserved over allocated. AdamW is fused.
+exp.: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+
+{{versions}}
+
+| model | budget | loop | predicted | predicted reserved | allocated | reserved | allocated (exp.) | reserved (exp.) |
+|---|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--models", nargs="*", help="all, unless told")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("table.md"))
+    args = parser.parse_args()
+    if args.row:
+        print("ROW", json.dumps(measure(*args.row)))
+        return
+    from tests.cuda_twin.models import MODELS
+
+    rows = [(name, b, LOOPS[0]) for name in args.models or MODELS for b in BUDGETS]
+    rows += [(name, "min", loop) for name in args.models or MODELS for loop in LOOPS[1:]]
+    with tempfile.TemporaryDirectory() as cache, args.out.open("w") as out:
+        out.write(HEAD.format(versions=versions()))
+        for row in sorted(rows, key=lambda row: list(MODELS).index(row[0])):
+            print(text := line(*row, cache), flush=True)
+            out.write(f"{text}\n")
+
+
+if __name__ == "__main__":
+    main()
