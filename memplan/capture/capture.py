@@ -201,6 +201,7 @@ def _capture(
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
         attributes.pass_over(reads)
+        reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
         key = StepKey(model, call, autocast, device_type, shards, reads, run)
     traced = build_traced(raw, call.names, planned_device)

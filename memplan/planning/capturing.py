@@ -165,6 +165,9 @@ class Capturing:
                 with private.functions_applied_by(note):
                     captured = trace(islands=islands)
                 self._islands = islands
+                if first is not None:
+                    names = ", ".join(sorted(map(_name_of, islands.callables)))
+                    log.info("%d calls run as they are, as ops of the plan (%s): %s", len(islands.calls), names, first)
                 return captured
             except OpenBranch:
                 raise

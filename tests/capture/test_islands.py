@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
 from memplan.runtime.watch.meter import LiveMeter
 
 SEEN: list[torch.Tensor] = []
@@ -402,6 +403,46 @@ def test_under_autocast() -> None:
         loss.backward()
     assert_same([p.grad for p in model.parameters() if p.grad is not None],
                 [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+
+
+class Probe(torch.autograd.Function):
+    """Appends gradients to a list that it is given."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:
+        ctx.seen = seen
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.seen.append(grad.sum())
+        return grad, None
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_list_that_is_handed_to_a_function(reads: bool) -> None:
+    def probe(block: Block, x: torch.Tensor) -> torch.Tensor:
+        if reads:
+            x = x * (1 + len(SEEN))
+        return Probe.apply(x.tanh(), SEEN)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = net(probe, depth=1)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    found = []
+    for each in (model, planned):
+        SEEN.clear()
+        losses: list[torch.Tensor] = []
+        for _ in range(4):
+            losses.append(each(x))
+            losses[-1].backward()
+        found.append(
+            [*(loss.detach() for loss in losses), *SEEN, *(p.grad for p in each.parameters() if p.grad is not None)]
+        )
+        each.zero_grad()
+    assert_same(*found)
+    if not reads:
+        assert len(planned_forward(planned).steps) <= 2  # type: ignore[union-attr]  # one more where gradients are there
 
 
 class Alternating(torch.autograd.Function):

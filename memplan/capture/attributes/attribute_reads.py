@@ -17,14 +17,14 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-from memplan.capture.attributes.code_facts import names_by_line
+from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import NamedTable, is_of_library
 
 _IN_ALL = "__dict__"
@@ -65,7 +65,8 @@ class AttributeReads:
         self._names = {id(owner): _Names() for owner in self._owners}
         self._tables = {id(vars(owner)): self._names[id(owner)] for owner in self._owners}
         by_line = any(isinstance(owner, NamedTable) and owner.by_line for owner in owners)
-        self._run: set[str] | None = set() if by_line else None  # names on lines that ran; None where that is not known
+        self._run: set[NamedOn] | None = set() if by_line else None  # on lines that ran; None where that is not known
+        self._of_no_concern: set[NamedOn] = set()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -106,7 +107,7 @@ class AttributeReads:
             names = names_by_line(frame.f_code)
 
             def line(frame: FrameType, event: str, argument: Any) -> Any:
-                run.update(names.get(frame.f_lineno, ()))
+                run.update(NamedOn(frame.f_code, frame.f_lineno, name) for name in names.get(frame.f_lineno, ()))
                 return line
 
             return line
@@ -123,7 +124,9 @@ class AttributeReads:
     def of(self, table: Mapping[str, Any]) -> frozenset[str] | None:
         """Names that were read or set of the object with these attributes; None where that may be any of them."""
         if isinstance(table, NamedTable):
-            return table.names if self._run is None or not table.by_line else table.names & self._run
+            if self._run is None or not table.by_line:
+                return table.names
+            return table.names & {named.name for named in self._run - self._of_no_concern}
         names = self._tables.get(id(table))
         return None if names is None or any(map(_asks_for_more, names.asked)) else frozenset(names.asked)
 
@@ -131,6 +134,10 @@ class AttributeReads:
         """Names that were set of the object with these attributes, and not read before."""
         known = id(table) in self._tables and self.of(table) is not None
         return frozenset(self._tables[id(table)].set_first) if known else frozenset()
+
+    def pass_over_names(self, named: Iterable[NamedOn]) -> None:
+        """Forget names on lines that only hand on what they stand for, because what it holds does not matter."""
+        self._of_no_concern.update(named)
 
     def pass_over(self, table: Mapping[str, Any], name: str) -> None:
         """Forget that this attribute was asked for, because what it held before does not matter."""

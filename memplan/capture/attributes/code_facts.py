@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import dis
 import functools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import CodeType
+from typing import NamedTuple
 
 NameChain = tuple[str, ...]  # a name, and the attributes that are read from what it names: ("CONFIG", "scale")
 
@@ -27,17 +28,25 @@ _IMPORTS = frozenset({"IMPORT_NAME", "IMPORT_FROM"})
 _BETWEEN = frozenset({"PUSH_NULL", "CACHE", "EXTENDED_ARG", "NOP", "COPY", "DUP_TOP"})
 
 
+class NamedOn(NamedTuple):
+    """A name on a line of a code object."""
+
+    code: CodeType
+    line: int
+    name: str
+
+
 @functools.lru_cache(maxsize=4096)
-def names_by_line(code: CodeType) -> Mapping[int, frozenset[str]]:
-    """Globals, closure variables and attributes that each line of a code object names."""
-    found: dict[int, set[str]] = defaultdict(set)
+def names_by_line(code: CodeType) -> Mapping[int, Mapping[str, int]]:
+    """Globals, closure variables and attributes that each line of a code object names, and how often it does."""
+    found: dict[int, Counter[str]] = defaultdict(Counter)
     line = code.co_firstlineno
     for instruction in dis.get_instructions(code):
         positions = getattr(instruction, "positions", None)
         line = (positions.lineno if positions is not None else instruction.starts_line) or line
         if instruction.opname in _GLOBAL | _CLOSURE | _ATTRIBUTE | _IMPORTS:
-            found[line].add(str(instruction.argval))
-    return {line: frozenset(names) for line, names in found.items()}
+            found[line][str(instruction.argval)] += 1
+    return found
 
 
 @dataclass(frozen=True, slots=True)

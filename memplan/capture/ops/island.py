@@ -164,7 +164,7 @@ _NUMBERS = itertools.count()
 def _ticket(graph: _RecordedGraph) -> torch.Tensor:
     number = next(_NUMBERS)
     _GRAPHS[number] = graph
-    ticket = torch.tensor(number)
+    ticket = torch.tensor(number, device="cpu")
     weakref.finalize(ticket, _GRAPHS.pop, number, None).atexit = False
     return ticket
 
@@ -268,7 +268,7 @@ class Island:
         records = any(self.needs)
         with torch.set_grad_enabled(records), self.around(), saved_tensors_hooks(pack, unpack):
             if records:
-                anchor = torch.empty(0, requires_grad=True)
+                anchor = torch.empty(0, device="cpu", requires_grad=True)
                 positions = [i for i, needed in enumerate(self.needs) if needed]
                 entered = _Enter.apply(anchor, *(tensors[i].detach() for i in positions))  # type: ignore[no-untyped-call]
                 for i, tensor in zip(positions, entered, strict=True):
@@ -317,7 +317,7 @@ class Island:
             raise UnsupportedModel(
                 f"the backward of {self.title} gives other gradients than in its first run; remove the plan for it"
             )
-        return [*results, torch.zeros((), dtype=torch.int64)]
+        return [*results, torch.zeros((), dtype=torch.int64, device="cpu")]
 
 
 class _PlaceFinder:

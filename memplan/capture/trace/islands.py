@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -11,9 +12,11 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
+from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
 from memplan.capture.trace.call import Forward
+from memplan.capture.trace.source_lines import caller_frame
 from memplan.errors import UnsupportedModel
 
 
@@ -91,6 +94,7 @@ class IslandsTraced:
         self._callables, self._waiting = islands.callables, iter(islands.calls)
         self.used: dict[str, Island] = {}
         self.given: dict[str, tuple[bool, ...]] = {}  # where it is other than has been looked at
+        self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
 
     def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         """What a call of an autograd function gives. See `private.functions_applied_by`."""
@@ -114,6 +118,7 @@ class IslandsTraced:
         if island is None or not _is_call_of(island, arguments):
             raise UnsupportedModel(f"{name} can't be traced, and calls of it change")
         self.used[island.name] = island
+        self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
         assert facts is not None
         made = _AsOps.apply(self, island, *arguments.tensors)  # type: ignore[no-untyped-call]
@@ -155,6 +160,19 @@ def _is_call_of(island: Island, arguments: Arguments) -> bool:
         return False
     here = zip(static, island.static, strict=True)
     return all(a is b or (is_lasting(a) and type(a) is type(b) and a == b) for a, b in here)
+
+
+def _handed_by(frame: FrameType | None, static: Sequence[Any]) -> set[NamedOn]:
+    """Names of arguments in the line that makes a call, where it has each but once."""
+    if frame is None:
+        return set()
+    values = {**frame.f_globals, **frame.f_locals}
+    on_line = names_by_line(frame.f_code).get(frame.f_lineno, {})
+    return {
+        NamedOn(frame.f_code, frame.f_lineno, name)
+        for name, count in on_line.items()
+        if count == 1 and any(values.get(name, values) is thing for thing in static if not is_lasting(thing))
+    }
 
 
 def is_lasting(thing: Any) -> bool:

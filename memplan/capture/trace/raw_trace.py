@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from memplan.capture.attributes.code_facts import NamedOn
 from memplan.capture.ops.island import Island
 from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.trace.call import OutputTemplate
@@ -151,6 +152,7 @@ class RawTrace:
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
+    - handed: names that lines of forward only hand on to islands.
     """
 
     module: fx.GraphModule
@@ -176,3 +178,4 @@ class RawTrace:
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
+    handed: frozenset[NamedOn] = frozenset()

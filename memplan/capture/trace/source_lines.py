@@ -38,10 +38,16 @@ def line_of(error: BaseException) -> str:
 
 def caller_line() -> str:
     """The innermost line outside of torch and memplan that is being executed."""
+    frame = caller_frame()
+    return "source line unknown" if frame is None else _frame_name(traceback.extract_stack(frame, limit=1)[-1])
+
+
+def caller_frame() -> FrameType | None:
+    """The innermost frame outside of torch and memplan; None where there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_LIBRARIES):
         frame = frame.f_back
-    return "source line unknown" if frame is None else _frame_name(traceback.extract_stack(frame, limit=1)[-1])
+    return frame
 
 
 def stack_depth() -> int:

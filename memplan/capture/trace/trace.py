@@ -347,6 +347,7 @@ class _StepTrace:
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
+            handed=frozenset(self._islands.handed),
         )
 
 

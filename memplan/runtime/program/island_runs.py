@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept, attribute_tables
+from memplan.capture.attributes.attributes import AttributesKept
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.ops.island import Island, IslandCost, Layout, NoIsland, Place
 from memplan.capture.trace.call import Forward
@@ -46,7 +48,8 @@ class IslandRuns:
         - device: of the plan.
         """
         self._model, self._callables, self._given, self._device = model, callables, given, device
-        self._parameters, self._own = list(model.parameters()), {id(thing) for thing in _own_things(model)}
+        self._parameters, own = list(model.parameters()), _own_things(model)
+        self._own = {id(thing): thing for thing in own}
         self._calls: list[Island] = []
         self._within = False
 
@@ -201,15 +204,20 @@ class IslandRuns:
         return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
 
 
-def _own_things(model: nn.Module) -> Iterator[Any]:
+def _own_things(model: nn.Module) -> list[Any]:
     """Modules, objects and containers that a copy of the model has copies of."""
-    yield from model.modules()
-    pending = [value for _, table in attribute_tables(model) for value in table.values()]
+    own: dict[int, Any] = {}
+    pending: list[Any] = [model]
     while pending:
         thing = pending.pop()
-        yield thing
+        if id(thing) in own or isinstance(thing, (torch.Tensor, type, ModuleType)) or inspect.isroutine(thing):
+            continue
+        own[id(thing)] = thing
         if isinstance(thing, (dict, list, tuple, set, deque)):
             pending += thing.values() if isinstance(thing, dict) else thing
+        elif hasattr(thing, "__dict__"):
+            pending += vars(thing).values()
+    return [*own.values()]
 
 
 def _changes(attributes: AttributesKept) -> bool:
