@@ -408,7 +408,10 @@ class Planner:
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
         """The plan, which says what is not checked and what margin it keeps."""
-        return dataclasses.replace(plan, unchecked=captured.key.unchecked, margin=self.limits.margin)
+        unchecked, margin = captured.key.unchecked, self.limits.margin
+        if (plan.unchecked, plan.margin) == (unchecked, margin):  # a plan that was given stays that
+            return plan
+        return dataclasses.replace(plan, unchecked=unchecked, margin=margin)
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

@@ -557,15 +557,15 @@ def test_several_losses_that_are_all_returned() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
-def test_an_lstm_is_planned_without_onednn_and_refused_with_it() -> None:
+@pytest.mark.parametrize("onednn", [False, True])
+def test_an_lstm_is_planned_whole_with_and_without_onednn(onednn: bool) -> None:
     torch.manual_seed(0)
     net, sample = lstm()
-    with torch.backends.mkldnn.flags(enabled=False):
+    with torch.backends.mkldnn.flags(enabled=onednn):
         plain = run_steps(copy.deepcopy(net), sample, 3)
-        assert_same_bits(plain, run_steps(at_its_floor(copy.deepcopy(net), sample), sample, 3))
-    if torch.backends.mkldnn.is_available():
-        with pytest.raises(memplan.UnsupportedModel, match=r"in body .*torch\.backends\.mkldnn\.enabled = False"):
-            at_its_floor(net, sample)
+        planned = at_its_floor(copy.deepcopy(net), sample)
+        assert isinstance(memplan.plan_of(planned), memplan.Plan)
+        assert_same_bits(plain, run_steps(planned, sample, 3))
 
 
 def library_models() -> dict[str, Callable[[], tuple[nn.Module, Any]]]:
