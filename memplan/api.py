@@ -179,6 +179,11 @@ def apply(
         "fused" if plan is not None and plan.exact == "program" else kernels,
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
+    if settings.capability is not None:
+        raise ValueError(
+            "costs=Roofline(capability=...) plans the kernels of a device that is not here, for plan and explore to "
+            "tell of; leave capability= out to run a step"
+        )
     here = settings.target_device or next((p.device for p in model.parameters()), torch.device("cpu"))
     if automatic and here.type == "cuda" and optimizer is None and settings.surroundings == Surroundings():
         log.warning("the budget 'auto' leaves no room for an optimizer's state, which comes later: pass optimizer=")

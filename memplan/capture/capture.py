@@ -36,6 +36,7 @@ from memplan.capture.ops.sizes import Varying
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
+from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
@@ -111,6 +112,7 @@ def capture(
     counted: bool = False,
     unsteady: Collection[str] = (),
     islands: Islands = NO_ISLANDS,
+    capability: Capability | None = None,
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
@@ -127,6 +129,7 @@ def capture(
     - unsteady: values that change from step to step, as `StepKey.other_value` names them. The step must not depend on
       them.
     - islands: calls that can't be traced, as a run of forward has shown them.
+    - capability: of a CUDA device whose attention and dropout the step has, though on the CPU. It can't run.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given, and an OpenIsland where it may be with other `islands`.
@@ -134,7 +137,7 @@ def capture(
     made = MadeTensors()
     once = functools.partial(
         _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made,
-        islands,
+        islands, capability,
     )  # fmt: skip
     with (
         without_collections(),
@@ -166,6 +169,7 @@ def _capture(
     counted: bool,
     made: MadeTensors,
     islands: Islands,
+    capability: Capability | None,
     requiring: tuple[int, ...] = (),
 ) -> Capture:
     """One try of `capture`.
@@ -192,7 +196,7 @@ def _capture(
             model, call.requiring_grad(requiring), run, autocast, planned_device, around=around,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
             seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
-            islands=islands,
+            islands=islands, capability=capability,
         )  # fmt: skip
         raw, settled = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None

@@ -28,12 +28,23 @@ _MULTIPLY = frozenset(
 
 def multiplies_matrices(traced: Traced) -> bool:
     """Whether a step on a CUDA device calls cuBLAS."""
+    return traced.device.type == "cuda" and _multiplies(traced)
+
+
+def _multiplies(traced: Traced) -> bool:
     kinds = _MULTIPLY if torch.backends.cudnn.enabled else _MULTIPLY | _CONVOLVE
-    return traced.device.type == "cuda" and any(op.kind in kinds for op in traced.graph.ops)
+    return any(op.kind in kinds for op in traced.graph.ops)
 
 
-def library_bytes(traced: Traced, measured: bool) -> int:
-    """Bytes that libraries hold on the device once the step has run. measured: costs have the scratch of ops."""
+def library_bytes(traced: Traced, measured: bool, capability: tuple[int, int] | None = None) -> int:
+    """Bytes that libraries hold on the device once the step has run.
+
+    - measured: costs have the scratch of ops.
+    - capability: of the CUDA device that a step on the CPU stands for.
+    """
+    if capability is not None:
+        threads = _THREADS if torch.__version__ < "2.15" else 1
+        return threads * private.blas_workspace_bytes(capability) if _multiplies(traced) else 0
     if not multiplies_matrices(traced) or (measured and not _keeps_workspaces(traced.device)):
         return 0
     return most_library_bytes(traced.device)

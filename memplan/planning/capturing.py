@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
 from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.ops.island import NoIsland
+from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, islands_of
@@ -122,6 +124,7 @@ class Capturing:
         trace = functools.partial(
             capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
             backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
+            capability=settings.capability,
         )  # fmt: skip
         is_real = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
@@ -144,6 +147,8 @@ class Capturing:
             captured = _with_caches(model, run, self._one_forward(model, forward, sample), traced, error)
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
+        if settings.capability is not None:
+            captured = captured.changed(_as_cuda_allocates)
         return captured if settings.update == "step" else self._with_updates(model, captured)
 
     def _through_islands(
@@ -247,3 +252,11 @@ def _with_caches(
         if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
             raise refusal
         return dataclasses.replace(captured, left=caches)
+
+
+def _as_cuda_allocates(step: Traced) -> Traced:
+    """A step with sizes as CUDA's allocator rounds them, and states of generators on the host."""
+    device = torch.device("cuda")
+    values = tuple(dataclasses.replace(v, size_bytes=allocated_bytes(v.size_bytes, device)) for v in step.graph.values)
+    graph = dataclasses.replace(step.graph, values=values, rng_state_bytes=generator_state_bytes(device))
+    return dataclasses.replace(step, graph=graph)

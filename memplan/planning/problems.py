@@ -44,7 +44,7 @@ class Problems:
         settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
         needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless they are sharded
         if self._placement.host_budget is None or settings.shards is not None:
-            needs = self._optimizer(traced.device)
+            needs = self._optimizer(self._device(traced))
         costs = self.costs(model, captured, quick)
         held, later = self._around(traced)
         problem = Problem(
@@ -52,7 +52,7 @@ class Problems:
             in_flight=settings.in_flight,
             takes_gradients=settings.surroundings.takes_gradients and settings.grads == "surface",
             knows_optimizer=settings.optimizer is not None,
-            requests=_requests(traced, needs, self._library_bytes(traced)),
+            requests=self._requests(traced, needs),
         )  # fmt: skip
         if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
             problem = dataclasses.replace(
@@ -92,7 +92,7 @@ class Problems:
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
-            here = self._optimizer(captured.traced.device, [counted[name] for name in names if name in counted])
+            here = self._optimizer(self._device(captured.traced), [counted[name] for name in names if name in counted])
             others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
             there = self._optimizer(torch.device("cpu"), others) if names else OptimizerMemory()
             graph = with_homes(captured.traced, names, lasting).graph
@@ -103,7 +103,7 @@ class Problems:
                 problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
                 update_bytes=here.step_bytes + later, extra_host_bytes=there.state_bytes,
                 host_update_s_per_byte=update_s,
-                requests=_requests(captured.traced, here, self._library_bytes(captured.traced)),
+                requests=self._requests(captured.traced, here),
             )  # fmt: skip
 
         return parts, problem_of
@@ -116,7 +116,12 @@ class Problems:
         """What the optimizer takes on a device. without: parameters that are not counted."""
         if self._settings.optimizer is None:
             return OptimizerMemory()
-        found = optimizer_memory(self._settings.optimizer, device, without)
+        try:
+            found = optimizer_memory(self._settings.optimizer, device, without)
+        except UnsupportedModel:
+            if device.type == "cpu" or self._settings.capability is None:
+                raise
+            found = optimizer_memory(self._settings.optimizer, torch.device("cpu"), without)  # some fused ones run
         if self._settings.update == "step":
             return found
         state = Requests(update=found.requests).state
@@ -182,6 +187,10 @@ class Problems:
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
         return measure(timed, resident, self._limits.known_bytes, quick=quick)
 
+    def _device(self, traced: Traced) -> torch.device:
+        """The device that a step is planned for, which may be a CUDA device that is not here."""
+        return traced.device if self._settings.capability is None else torch.device("cuda")
+
     def _around(self, traced: Traced) -> tuple[int, int]:
         """Bytes that an engine and libraries hold beside the step: throughout, and for a while after it."""
         around = self._settings.surroundings
@@ -190,18 +199,16 @@ class Problems:
 
     def _library_bytes(self, traced: Traced) -> int:
         """Bytes that libraries hold beside the step."""
-        return library_bytes(traced, self._settings.costs == "measure")
+        return library_bytes(traced, self._settings.costs == "measure", self._settings.capability)
 
-
-def _requests(traced: Traced, optimizer: OptimizerMemory, held_bytes: int) -> Requests | None:
-    """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step.
-
-    held_bytes: by libraries.
-    """
-    if traced.device.type != "cuda" or not private.pytorch_allocates():
-        return None
-    workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
-    return Requests(private.segments_expand(), workspaces, optimizer.requests)
+    def _requests(self, traced: Traced, optimizer: OptimizerMemory) -> Requests | None:
+        """What PyTorch's CUDA allocator is asked for beside values; None where another one serves the step."""
+        on_paper = self._settings.capability is not None
+        if not on_paper and (traced.device.type != "cuda" or not private.pytorch_allocates()):
+            return None
+        held_bytes = self._library_bytes(traced)
+        workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
+        return Requests(on_paper or private.segments_expand(), workspaces, optimizer.requests)
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

@@ -102,6 +102,11 @@ class Settings:
         return torch.device("cuda", torch.cuda.current_device()) if found.index is None else found
 
     @property
+    def capability(self) -> tuple[int, int] | None:
+        """Compute capability of the CUDA device that a plan made on the CPU is for; None where it is for none."""
+        return self.costs.capability if isinstance(self.costs, Roofline) else None
+
+    @property
     def most_on_host(self) -> int | str | None:
         """The host budget, which may also be given within the budget. None: nothing is offloaded."""
         within = self.budget.host if isinstance(self.budget, Budget) else None

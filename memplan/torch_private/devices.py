@@ -128,15 +128,18 @@ def wait_for_scaler_copies() -> Callable[[], None]:
     return undo
 
 
-def blas_workspace_bytes() -> int:
-    """Bytes of the workspace that PyTorch gives cuBLAS on the current CUDA device, for each thread and stream."""
+def blas_workspace_bytes(capability: tuple[int, int] | None = None) -> int:
+    """Bytes of the workspace that PyTorch gives cuBLAS, for each thread and stream.
+
+    capability: of the CUDA device; None is the current one.
+    """
     known = getattr(torch._C, "_cuda_getCublasWorkspaceSize", None)
-    if known is not None:
+    if known is not None and capability is None:
         return int(known())
     pairs = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if pairs:
         return sum(1024 * int(size) * int(count) for size, count in pairs)
-    major, _ = torch.cuda.get_device_capability()
+    major, _ = capability or torch.cuda.get_device_capability()
     return 32 << 20 if major >= 9 else (2 * 4096 + 8 * 16) << 10
 
 

@@ -22,24 +22,28 @@ _P = ParamSpec("_P")
 
 _T = TypeVar("_T")
 
-# A dispatch key that is looked at before any other where a thread asks for it, and that nothing but a test of PyTorch
-# uses: it lets a composite op be seen wherever it is called from, before autocast and autograd.
-_FIRST_KEY = "TESTING_ONLY_GenericMode"
+# Dispatch keys that are looked at before any other where a thread asks for them, and that nothing but a test of PyTorch
+# uses: they let a composite op be seen wherever it is called from, before autocast and autograd.
+_FIRST_KEY, _SECOND_KEY = "TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper"
 
 
 class InPlaceOf:
     """Functions that run in place of aten ops, in a thread, while `active`.
 
-    functions: by the op's name, with its overload if that is not the default one. Ops that they call are the original
-    ones.
+    - functions: by the op's name, with its overload if that is not the default one. Ops that they call are the original
+      ones.
+    - inner: ops that they call are exchanged too; none of them may call its own. Such functions run within the others.
+
+    There may be one of each kind.
     """
 
-    def __init__(self, functions: dict[str, Callable[..., Any]]) -> None:
-        self._key = torch._C._dispatch_key_parse(_FIRST_KEY)
+    def __init__(self, functions: dict[str, Callable[..., Any]], inner: bool = False) -> None:
+        key = _SECOND_KEY if inner else _FIRST_KEY
+        self._key = torch._C._dispatch_key_parse(key)
         self._all, self._aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
-        self._all.fallback(torch.library.fallthrough_kernel, _FIRST_KEY)
+        self._all.fallback(torch.library.fallthrough_kernel, key)
         for name, function in functions.items():
-            self._aten.impl(name, self._once(function), _FIRST_KEY)
+            self._aten.impl(name, function if inner else self._once(function), key)
 
     def _once(self, function: Callable[..., Any]) -> Callable[..., Any]:
         keys = torch._C.DispatchKeySet(self._key)

@@ -24,6 +24,7 @@ from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
+from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
 from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import forwards_exchanged
@@ -63,6 +64,7 @@ class TraceRequest:
     - counted: masks of dropout are functions of a seed.
     - made: notes the tensors of the trace. None of them may outlive it.
     - islands: calls that are ops of their own, because they can't be traced.
+    - capability: of a CUDA device whose attention and dropout are traced; None: those of the device are.
     """
 
     model: nn.Module
@@ -84,6 +86,7 @@ class TraceRequest:
     counted: bool = False
     made: MadeTensors = field(default_factory=MadeTensors)
     islands: Islands = NO_ISLANDS
+    capability: Capability | None = None
 
 
 def trace_step(request: TraceRequest) -> RawTrace:
@@ -130,6 +133,7 @@ class _StepTrace:
             stack.enter_context(generator_kept(request.device))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(as_without_modes())
+            stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))
             stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
             stack.enter_context(private.functions_applied_by(self._islands.apply))
