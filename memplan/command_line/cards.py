@@ -22,6 +22,7 @@ class Card:
     - single_flops_per_s: of float32, without TF32, as PyTorch has it by default.
     - bytes_per_s: to and from its memory.
     - link_bytes_per_s: to and from the host, each way.
+    - capability: compute capability, by which PyTorch chooses kernels; None where it is no CUDA device, or not known.
     """
 
     name: str
@@ -30,12 +31,17 @@ class Card:
     single_flops_per_s: float
     bytes_per_s: float
     link_bytes_per_s: float
-    has_bfloat16: bool = True
+    capability: tuple[int, int] | None = None
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether it multiplies matrices of bfloat16."""
+        return self.capability is None or self.capability >= (8, 0)
 
     def roofline(self, single: bool) -> Roofline:
         """The speed that is reckoned with: `ACHIEVED` of the data sheet's. single: for a model in float32."""
         flops_per_s = self.single_flops_per_s if single else self.half_flops_per_s
-        return Roofline(ACHIEVED * flops_per_s, ACHIEVED * self.bytes_per_s, _LAUNCH_S)
+        return Roofline(ACHIEVED * flops_per_s, ACHIEVED * self.bytes_per_s, _LAUNCH_S, self.capability)
 
     @property
     def link(self) -> Link:
@@ -44,34 +50,35 @@ class Card:
 
 
 def _card(
-    name: str, memory_gib: float, half: float, single: float, bandwidth: float, link: float, bfloat16: bool = True
-) -> Card:
+    name: str, capability: tuple[int, int] | None, memory_gib: float, half: float, single: float, bandwidth: float,
+    link: float,
+) -> Card:  # fmt: skip
     """Figures as data sheets print them: GiB, TFLOP/s, TFLOP/s, GB/s, GB/s each way."""
     memory_bytes = int(memory_gib * 2**30)
-    return Card(name, memory_bytes, half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9, bfloat16)
+    return Card(name, memory_bytes, half * 1e12, single * 1e12, bandwidth * 1e9, link * 1e9, capability)
 
 
 CARDS = (
-    _card("RTX 3090", 24, 71, 35.6, 936, 32),
-    _card("RTX 4080", 16, 97.5, 48.7, 717, 32),
-    _card("RTX 4090", 24, 165.2, 82.6, 1008, 32),
-    _card("RTX 5080", 16, 112.6, 56.3, 960, 64),
-    _card("RTX 5090", 32, 209.5, 104.8, 1792, 64),
-    _card("RTX A6000", 48, 154.8, 38.7, 768, 32),
-    _card("T4", 15, 65, 8.1, 320, 16, bfloat16=False),
-    _card("V100", 16, 125, 15.7, 900, 16, bfloat16=False),
-    _card("V100-32GB", 32, 125, 15.7, 900, 16, bfloat16=False),
-    _card("A10", 22.5, 125, 31.2, 600, 32),
-    _card("A10G", 22.5, 70, 35, 600, 32),
-    _card("L4", 22.5, 121, 30.3, 300, 32),
-    _card("L40S", 45, 362, 91.6, 864, 32),
-    _card("A100-40GB", 40, 312, 19.5, 1555, 32),
-    _card("A100-80GB", 80, 312, 19.5, 2039, 32),
-    _card("H100", 80, 989, 67, 3350, 64),
-    _card("H100 PCIe", 80, 756, 51, 2000, 64),
-    _card("H200", 141, 989, 67, 4800, 64),
-    _card("B200", 180, 2250, 75, 7700, 64),
-    _card("MI300X", 192, 1307, 163.4, 5300, 64),
+    _card("RTX 3090", (8, 6), 24, 71, 35.6, 936, 32),
+    _card("RTX 4080", (8, 9), 16, 97.5, 48.7, 717, 32),
+    _card("RTX 4090", (8, 9), 24, 165.2, 82.6, 1008, 32),
+    _card("RTX 5080", (12, 0), 16, 112.6, 56.3, 960, 64),
+    _card("RTX 5090", (12, 0), 32, 209.5, 104.8, 1792, 64),
+    _card("RTX A6000", (8, 6), 48, 154.8, 38.7, 768, 32),
+    _card("T4", (7, 5), 15, 65, 8.1, 320, 16),
+    _card("V100", (7, 0), 16, 125, 15.7, 900, 16),
+    _card("V100-32GB", (7, 0), 32, 125, 15.7, 900, 16),
+    _card("A10", (8, 6), 22.5, 125, 31.2, 600, 32),
+    _card("A10G", (8, 6), 22.5, 70, 35, 600, 32),
+    _card("L4", (8, 9), 22.5, 121, 30.3, 300, 32),
+    _card("L40S", (8, 9), 45, 362, 91.6, 864, 32),
+    _card("A100-40GB", (8, 0), 40, 312, 19.5, 1555, 32),
+    _card("A100-80GB", (8, 0), 80, 312, 19.5, 2039, 32),
+    _card("H100", (9, 0), 80, 989, 67, 3350, 64),
+    _card("H100 PCIe", (9, 0), 80, 756, 51, 2000, 64),
+    _card("H200", (9, 0), 141, 989, 67, 4800, 64),
+    _card("B200", (10, 0), 180, 2250, 75, 7700, 64),
+    _card("MI300X", None, 192, 1307, 163.4, 5300, 64),
 )
 
 

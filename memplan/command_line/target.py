@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memplan.plans.figures import PlanFigures
 
 _RESERVE = 0.1  # of a card, as of devices that are here
+_USUAL_CAPABILITY = (8, 0)  # of a card without a name
 
 
 def add_device_options(command: argparse.ArgumentParser) -> None:
@@ -46,7 +47,7 @@ def asked_card(given: argparse.Namespace) -> Card | None:
             'give them, or a card by name: --gpu "RTX 4090"',
         )
     link = given.link or 25e9 / ACHIEVED
-    return Card("a card of these figures", 0, given.flops, given.flops, given.bandwidth, link)
+    return Card("a card of these figures", 0, given.flops, given.flops, given.bandwidth, link, _USUAL_CAPABILITY)
 
 
 def device_settings(

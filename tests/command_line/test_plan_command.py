@@ -30,10 +30,10 @@ def test_a_plan_has_the_figures_of_python(run: Run, tmp_path: Path) -> None:
     model, sample = small_gpt2()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     card = card_named("RTX 4090")
-    costs = memplan.Roofline(ACHIEVED * 165.2e12, ACHIEVED * 1008e9, 5e-6)
-    expected = memplan.plan(model, sample, "3MiB", optimizer=optimizer, device="cpu", costs=costs)
+    costs = memplan.Roofline(ACHIEVED * 165.2e12, ACHIEVED * 1008e9, 5e-6, (8, 9))
+    expected = memplan.plan(model, sample, "19.5MiB", optimizer=optimizer, device="cpu", costs=costs)
     file = tmp_path / "a.plan"
-    said = run("plan", *SMALL_GPT2, "--budget", "3MiB", "--out", file, "--json")
+    said = run("plan", *SMALL_GPT2, "--budget", "19.5MiB", "--out", file, "--json")
     assert said.status == 0 and said.facts["fits"]
     assert card.roofline(single=False) == costs
     for name in ("peak_bytes", "baseline_peak_bytes", "floor_bytes", "time_s", "overhead", "solver"):
@@ -63,8 +63,8 @@ def test_what_would_make_it_fit(run: Run) -> None:
 
 
 def test_the_batch_that_is_fastest(run: Run) -> None:
-    facts = run("plan", *SMALL_GPT2, "--budget", "8MiB", "--largest-batch", 24, "--json").facts
-    assert facts["fits"] and facts["batch"] * facts["accumulation"] == 24 and facts["peak_bytes"] <= 8 * 2**20
+    facts = run("plan", *SMALL_GPT2, "--budget", "24MiB", "--largest-batch", 24, "--json").facts
+    assert facts["fits"] and facts["batch"] * facts["accumulation"] == 24 and facts["peak_bytes"] <= 24 * 2**20
     assert run("plan", *SMALL_GPT2, "--budget", "50%", "--largest-batch").status == 1
 
 
@@ -125,7 +125,9 @@ def test_adapters_and_the_host(run: Run) -> None:
     whole = run("plan", *SMALL_GPT2, "--json").facts
     adapted = run("plan", *SMALL_GPT2, "--lora", "2", "--json").facts
     assert adapted["baseline_peak_bytes"] < whole["baseline_peak_bytes"] and "rank 2" in adapted["model"]
-    offloaded = run("plan", *SMALL_GPT2, "--budget", "3MiB", "--host-budget", "1GiB", "--update", "backward", "--json")
+    offloaded = run(
+        "plan", *SMALL_GPT2, "--budget", "19.5MiB", "--host-budget", "1GiB", "--update", "backward", "--json"
+    )
     assert offloaded.status == 0 and offloaded.facts["host_bytes"] > 0
 
 
