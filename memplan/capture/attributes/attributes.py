@@ -616,15 +616,14 @@ def _references(value: Any) -> int:
     return sys.getrefcount(value)
 
 
-_OF_ONE_PLACE = {"place": list[int]()}
-_ONE_PLACE = _references(_OF_ONE_PLACE["place"])
+_OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames
 
 
 def _is_new(home: Any, key: Any) -> bool:
     """Whether a value of a container is a tensor, plain, or a container of such values that nothing else refers to."""
     if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
         return True
-    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _ONE_PLACE:
+    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _references(_OF_ONE_PLACE["place"]):
         return False
     children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
     return all(_is_new(home[key], child) for child in children)
