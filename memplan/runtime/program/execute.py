@@ -148,7 +148,8 @@ class ParameterStore:
     def look_for_hooks(self) -> None:
         """Find, for a backward that begins, the parameters on whose autograd nodes there can be no hooks."""
         self._direct = {}
-        if self.gathers is not None:
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.gathers is not None or together:  # all ranks have to hand gradients over in one order
             return
         found = {name: self[name] for name in self._homes}
         empty = {n: p for n, p in found.items() if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
