@@ -19,7 +19,7 @@ from memplan.capture.ops.island import NoIsland
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.capture.trace.islands import NO_ISLANDS, islands_of
+from memplan.capture.trace.islands import NO_ISLANDS, OpenIsland, islands_of
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
@@ -158,7 +158,7 @@ class Capturing:
 
         looks: forward may run, to look at such calls.
         """
-        islands, applied, first = self._islands, set[Any](), None
+        islands, applied, first, looked = self._islands, set[Any](), None, False
         given: dict[str, tuple[bool, ...]] = {}
 
         def note(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
@@ -181,9 +181,10 @@ class Capturing:
             first = first or refusal
             new, other = islands_of(refusal, applied - islands.callables)
             new = {c for c in new if _name_of(c) not in self._no_islands}
-            if not looks or not (new - islands.callables or other.items() - given.items()):
+            stale = isinstance(refusal, OpenIsland) and not looked  # they are those of a call of another size
+            if not looks or not ((stale and new) or new - islands.callables or other.items() - given.items()):
                 raise first
-            given |= other
+            given, looked = given | other, True
             device = self._placement.device or model_device(model)
             run = IslandRuns(model, islands.callables | new, given, device)
             try:

@@ -372,6 +372,7 @@ def test_other_lengths() -> None:
     memplan.apply(planned, x, "1GiB", costs="estimate")
     for length in (128, 96, 64):
         assert_same(two_steps(model, x[:length]), two_steps(planned, x[:length]))
+        assert isinstance(memplan.plan_of(planned), memplan.Plan)
 
 
 def test_under_autocast() -> None:

@@ -431,11 +431,7 @@ torch.library.register_fake("memplan::island_backward", _fake_backward, lib=_LIB
 
 @dataclass(frozen=True)
 class IslandKernel:
-    """One of the two ops, to be called in a program.
-
-    - forward: which.
-    - key: equal for kernels that take the same time, as in equal layers.
-    """
+    """One of the two ops, to be called in a program. forward: which."""
 
     island: Island
     forward: bool

@@ -116,7 +116,7 @@ class IslandsTraced:
         if any(private.has_symbolic_shape(t) for t in arguments.tensors):
             raise private.FixedSize(f"{name} runs as it is, for one size")
         if island is None or not _is_call_of(island, arguments):
-            raise UnsupportedModel(f"{name} can't be traced, and calls of it change")
+            raise OpenIsland(f"{name} can't be traced, and calls of it change", self._callables)
         self.used[island.name] = island
         self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
