@@ -234,14 +234,12 @@ class Island:
         module = None if self.module is None else model.get_submodule(self.module)
         outputs, saved, graph, spec = self._recorded(module, tensors)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
-        facts = ForwardFacts(
-            tuple(places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs),
-            spec,
-            tuple(edge is not None for edge in graph.ends),
-            tuple(places.of(t, "result", results) for t in saved),
-            (),
+        places_of_outputs = tuple(
+            places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs
         )
-        facts = _with_results(facts, results)
+        places_of_saved = tuple(places.of(t, "result", results) for t in saved)
+        differentiable = tuple(edge is not None for edge in graph.ends)
+        facts = ForwardFacts(places_of_outputs, spec, differentiable, places_of_saved, tuple(map(Layout.of, results)))
         if self.forward_facts is None:
             self.forward_facts = facts
         elif facts != self.forward_facts:
@@ -305,12 +303,8 @@ class Island:
             raise NoIsland(f"the backward of {self.title} writes to what it is given")
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
         places, results = _PlaceFinder(sources), list[torch.Tensor]()
-        facts = BackwardFacts(
-            tuple(g is not None for g in grads),
-            tuple(None if t is None else places.of(t.detach(), "result of backward", results) for t in found),
-            (),
-        )
-        facts = _with_results(facts, results)
+        gradients = tuple(None if t is None else places.of(t.detach(), "result of backward", results) for t in found)
+        facts = BackwardFacts(tuple(g is not None for g in grads), gradients, tuple(map(Layout.of, results)))
         if self.backward_facts is None:
             self.backward_facts = facts
         elif facts != self.backward_facts:
@@ -355,14 +349,6 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return flat.set_(memory, 0, (memory.nbytes() // tensor.element_size(),), (1,))
-
-
-def _with_results(facts: Any, results: Sequence[torch.Tensor]) -> Any:
-    """Facts with the layouts of the results."""
-    return type(facts)(
-        **{name: getattr(facts, name) for name in facts.__slots__ if name != "results"},
-        results=tuple(map(Layout.of, results)),
-    )
 
 
 def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:

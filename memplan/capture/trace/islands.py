@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -16,6 +17,7 @@ from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
 from memplan.capture.trace.call import Forward
+from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.errors import UnsupportedModel
 
@@ -214,6 +216,9 @@ class _AsOps(torch.autograd.Function):
         pattern = tuple(g is not None for g in given)
         if pattern != backward.given:
             ctx.traced.given[island.name] = pattern
+        autocast = Autocast.of_backward(island.device.type)
+        if autocast is not None:
+            ctx.traced.used[island.name] = dataclasses.replace(island, around_backward=autocast.context)
         *results, _ = BACKWARD(island.name, given, list(ctx.saved_tensors))
         sources = {("gradient", i): g for i, g in enumerate(given) if g is not None}
         sources |= dict(zip(forward.kept, ctx.saved_tensors[1:], strict=True))

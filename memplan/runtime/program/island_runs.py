@@ -48,8 +48,7 @@ class IslandRuns:
         - device: of the plan.
         """
         self._model, self._callables, self._given, self._device = model, callables, given, device
-        self._parameters, own = list(model.parameters()), _own_things(model)
-        self._own = {id(thing): thing for thing in own}
+        self._parameters, self._own = list(model.parameters()), _own_things(model)
         self._calls: list[Island] = []
         self._within = False
 
@@ -204,8 +203,8 @@ class IslandRuns:
         return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
 
 
-def _own_things(model: nn.Module) -> list[Any]:
-    """Modules, objects and containers that a copy of the model has copies of."""
+def _own_things(model: nn.Module) -> dict[int, Any]:
+    """Modules, objects and containers that a copy of the model has copies of, by their id."""
     own: dict[int, Any] = {}
     pending: list[Any] = [model]
     while pending:
@@ -217,7 +216,7 @@ def _own_things(model: nn.Module) -> list[Any]:
             pending += thing.values() if isinstance(thing, dict) else thing
         elif hasattr(thing, "__dict__"):
             pending += vars(thing).values()
-    return [*own.values()]
+    return own
 
 
 def _changes(attributes: AttributesKept) -> bool:
