@@ -375,6 +375,38 @@ def test_other_lengths() -> None:
         assert isinstance(memplan.plan_of(planned), memplan.Plan)
 
 
+class Product(torch.autograd.Function):
+    """Multiplies matrices in backward, which autocast casts for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x.data_ptr()
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return torch.nn.functional.linear(grad, w.diag()), (x * grad).sum(0)
+
+
+def test_backward_under_autocast() -> None:
+    def product(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return Product.apply(x.float(), block.weight)  # type: ignore[no-any-return,no-untyped-call]
+
+    model, x = net(product)
+    planned = copy.deepcopy(model)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    for each in (model, planned):
+        for _ in range(2):
+            each.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                each(x).backward()
+    assert isinstance(memplan.plan_of(planned), memplan.Plan)
+    assert_same([p.grad for p in model.parameters() if p.grad is not None],
+                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+
+
 def test_under_autocast() -> None:
     class Dtypes(torch.autograd.Function):
         @staticmethod
