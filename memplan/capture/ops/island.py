@@ -201,7 +201,7 @@ class Island:
     - module: path of the module that is called; None for a function.
     - call: takes that module and the tensors, and gives what was returned.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
-    - around, around_backward: make the contexts in which it and its backward run.
+    - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
     - device: of the plan.
     - forward_facts, backward_facts: what runs of it gave, and have to give again.
     - random: it draws from PyTorch's generators.
@@ -220,6 +220,7 @@ class Island:
     device: torch.device
     around: Callable[[], AbstractContextManager[Any]]
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+    backward_mode: str = ""
     forward_facts: ForwardFacts | None = None
     backward_facts: BackwardFacts | None = None
     random: bool = False
@@ -424,7 +425,8 @@ class IslandKernel:
     __name__: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "__name__", f"island{'' if self.forward else '_backward'}_{self.island.function}")
+        kind = "island" if self.forward else f"island_backward{self.island.backward_mode}"
+        object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
         """Run it. store: knows the model that runs."""

@@ -218,7 +218,10 @@ class _AsOps(torch.autograd.Function):
             ctx.traced.given[island.name] = pattern
         autocast = Autocast.of_backward(island.device.type)
         if autocast is not None:
-            ctx.traced.used[island.name] = dataclasses.replace(island, around_backward=autocast.context)
+            mode = f"_under_{str(autocast.dtype).removeprefix('torch.')}"
+            ctx.traced.used[island.name] = dataclasses.replace(
+                island, around_backward=autocast.context, backward_mode=mode
+            )
         *results, _ = BACKWARD(island.name, given, list(ctx.saved_tensors))
         sources = {("gradient", i): g for i, g in enumerate(given) if g is not None}
         sources |= dict(zip(forward.kept, ctx.saved_tensors[1:], strict=True))
