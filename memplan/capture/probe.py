@@ -13,13 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -34,6 +32,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.call import Call, CallReader, Forward
 from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.islands import CompiledCode
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -329,7 +328,7 @@ class _SecondRun:
         self._versions = [_version(t) for t in self._written]
         self._buffers = [id(b) for b in module.buffers()]
         self._attributes = AttributesKept(module)
-        self._generators = _generators()
+        self._generators = python_generators()
 
     def would_show(self, output: Any) -> bool:
         odd = [x for x in self._leaves if not (isinstance(x, (torch.Tensor, Enum)) or is_plain(x))]
@@ -343,15 +342,9 @@ class _SecondRun:
             or not differentiable
             or [_version(t) for t in self._written] != self._versions
             or [id(b) for b in self._module.buffers()] != self._buffers
-            or _generators() != self._generators
-            or self._attributes_changed()
+            or python_generators() != self._generators
+            or self._attributes.changed()
         )
-
-    def _attributes_changed(self) -> bool:
-        try:
-            return bool(self._attributes.changes())
-        except UnsupportedModel:
-            return True
 
 
 class _OncePerStep(private.RealOps):
@@ -383,11 +376,6 @@ class _OncePerStep(private.RealOps):
 def _version(tensor: torch.Tensor) -> tuple[int, int]:
     """A key that changes when the tensor is written to, or its `.data` is exchanged."""
     return tensor._version, storage_key(tensor) if tensor.layout is torch.strided else 0
-
-
-def _generators() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest
 
 
 def _trains(module: nn.Module) -> bool:

@@ -216,6 +216,10 @@ def two_steps(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [*found, *(p.detach() for p in model.parameters()), *SEEN]
 
 
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
 def assert_same(first: list[torch.Tensor], second: list[torch.Tensor]) -> None:
     assert len(first) == len(second)
     assert all(map(torch.equal, first, second))
@@ -342,6 +346,33 @@ def test_modules(kind: Any) -> None:
     assert_same(plain, two_steps(planned, x))
 
 
+def test_a_module_that_changes_between_forward_and_backward() -> None:
+    class Scaled(Compiled):
+        scale = 1.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.function(x, self.weight) * self.scale  # type: ignore[no-any-return]
+
+    def inner(block: Block, x: torch.Tensor) -> torch.Tensor:
+        return block.get_submodule("inner")(x)  # type: ignore[no-any-return]
+
+    model, x = net(inner, depth=3)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.inner = Scaled()
+    memplan.apply(model, x, "min")
+    assert isinstance(memplan.plan_of(model), memplan.Plan)
+    for scale in (1.0, 2.0):
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.inner.scale = scale
+        model(x).backward()
+        model.zero_grad()
+    loss = model(x)
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.inner.scale = 3.0
+    with pytest.raises(memplan.PlanMismatch, match="have changed since its forward"):
+        loss.backward()
+
+
 def test_two_forwards_before_their_backwards() -> None:
     model, x = net(tanh)
     planned = copy.deepcopy(model)
@@ -350,8 +381,7 @@ def test_two_forwards_before_their_backwards() -> None:
         first, second = each(x), each(2 * x)
         second.backward()
         first.backward()
-    assert_same([p.grad for p in model.parameters() if p.grad is not None],
-                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+    assert_same(gradients(model), gradients(planned))
 
 
 def test_a_second_backward() -> None:
@@ -362,8 +392,7 @@ def test_a_second_backward() -> None:
         loss = each(x)
         loss.backward(retain_graph=True)
         loss.backward()
-    assert_same([p.grad for p in model.parameters() if p.grad is not None],
-                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+    assert_same(gradients(model), gradients(planned))
 
 
 def test_other_lengths() -> None:
@@ -403,8 +432,7 @@ def test_backward_under_autocast() -> None:
             with torch.autocast("cpu", torch.bfloat16):
                 each(x).backward()
     assert isinstance(memplan.plan_of(planned), memplan.Plan)
-    assert_same([p.grad for p in model.parameters() if p.grad is not None],
-                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+    assert_same(gradients(model), gradients(planned))
 
 
 def test_under_autocast() -> None:
@@ -434,8 +462,7 @@ def test_under_autocast() -> None:
         with torch.autocast("cpu", torch.bfloat16):
             loss = each(x)
         loss.backward()
-    assert_same([p.grad for p in model.parameters() if p.grad is not None],
-                [p.grad for p in planned.parameters() if p.grad is not None])  # fmt: skip
+    assert_same(gradients(model), gradients(planned))
 
 
 class Probe(torch.autograd.Function):

@@ -180,6 +180,29 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
         yield from _leaves(child, depth - 1)
 
 
+_OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the model's own forward runs
+
+
+def attributes_in_short(module: nn.Module, ignored: Collection[str] = ()) -> tuple[Any, ...]:
+    """Modes and attributes of a module and those in it, as far as they are cheap to compare."""
+    checked_elsewhere = _OF_NO_CONCERN.union(ignored)
+    return tuple(
+        (inner.training, tuple((k, _in_short(v)) for k, v in vars(inner).items() if k not in checked_elsewhere))
+        for inner in module.modules()
+    )
+
+
+def _in_short(value: Any) -> Any:
+    """A value that does not change in place, or as much of any other value as is cheap to compare."""
+    if is_plain(value):
+        return value
+    if isinstance(value, (list, tuple, deque)):
+        return tuple(v if is_plain(v) else id(v) for v in value)
+    if isinstance(value, dict):
+        return tuple((k, v if is_plain(v) else id(v)) for k, v in value.items())
+    return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
+
+
 class Snapshot:
     """What the attributes in some tables were, except ignored ones and those that nothing reads."""
 
@@ -493,6 +516,13 @@ class AttributesKept:
         tables = {name: table for name, table, _ in self._tables}
         for found in self.set_anew:
             reads.pass_over(tables[found.owner], found.key)
+
+    def changed(self) -> bool:
+        """Whether anything is now another than it was."""
+        try:
+            return bool(self.changes())
+        except UnsupportedModel:
+            return True
 
     def changes(self) -> tuple[SetValue, ...]:
         """Attributes that now have another plain value.

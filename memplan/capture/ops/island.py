@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.errors import UnsupportedModel
+from memplan.errors import PlanMismatch, UnsupportedModel
 
 Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
 
@@ -202,6 +202,7 @@ class Island:
     - call: takes that module and the tensors, and gives what was returned.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
     - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
+    - attributes: of a module, which must not have changed where it runs again in a step.
     - device: of the plan.
     - forward_facts, backward_facts: what runs of it gave, and have to give again.
     - random: it draws from PyTorch's generators.
@@ -219,6 +220,7 @@ class Island:
     needs: tuple[bool, ...]
     device: torch.device
     around: Callable[[], AbstractContextManager[Any]]
+    attributes: Callable[[nn.Module], Any] = type
     around_backward: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     backward_mode: str = ""
     forward_facts: ForwardFacts | None = None
@@ -227,12 +229,24 @@ class Island:
     repeats: bool = True
     forward_cost: IslandCost = _NOTHING
     backward_cost: IslandCost = _NOTHING
+    _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    def forward(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Run the forward op: its results, then the ticket. Raises OtherIsland or NoIsland."""
+    def forward(self, model: nn.Module, tensors: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
+        """Run the forward op: its results, then the ticket. again: it has run in this step before.
+
+        Raises OtherIsland or NoIsland, and PlanMismatch where it should give what it gave before and would not.
+        """
         module = None if self.module is None else model.get_submodule(self.module)
+        if module is not None:
+            attributes = self.attributes(module)
+            if again and self._seen.get(module) != attributes:
+                raise PlanMismatch(
+                    f"modes or attributes of {self.title} have changed since its forward, and it runs again in "
+                    "backward. Change them after backward, or plan for a larger budget"
+                )
+            self._seen[module] = attributes
         outputs, saved, graph, spec = self._recorded(module, tensors)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         places_of_outputs = tuple(
@@ -418,10 +432,15 @@ torch.library.register_fake("memplan::island_backward", _fake_backward, lib=_LIB
 
 @dataclass(frozen=True)
 class IslandKernel:
-    """One of the two ops, to be called in a program. forward: which."""
+    """One of the two ops, to be called in a program.
+
+    - forward: which.
+    - again: it has run in the step before.
+    """
 
     island: Island
     forward: bool
+    again: bool = False
     __name__: str = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -430,7 +449,9 @@ class IslandKernel:
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
         """Run it. store: knows the model that runs."""
-        return self.island.forward(store.model, *args) if self.forward else self.island.backward(*args)
+        if self.forward:
+            return self.island.forward(store.model, args[0], self.again)
+        return self.island.backward(*args)
 
     @property
     def is_random(self) -> bool:

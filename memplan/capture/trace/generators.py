@@ -17,11 +17,11 @@ from memplan.errors import UnsupportedModel
 @contextlib.contextmanager
 def generator_kept(device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
-    python_state, numpy_state = random.getstate(), np.random.get_state()
+    python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_generators()
     try:
         with torch.random.fork_rng(devices=devices):
             yield
-        moved = random.getstate() != python_state or not _same_state(np.random.get_state(), numpy_state)
+        moved = python_generators() != before
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
@@ -39,5 +39,7 @@ def seeding_itself(*args: Any, **kwargs: Any) -> None:
     )
 
 
-def _same_state(a: Any, b: Any) -> bool:
-    return a[0] == b[0] and bool((a[1] == b[1]).all()) and a[2:] == b[2:]
+def python_generators() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's own generators, to be compared."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), name, np.asarray(keys).tobytes(), rest

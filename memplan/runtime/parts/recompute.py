@@ -7,21 +7,19 @@ is recomputed when backward first asks for it.
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from memplan.capture.attributes.attributes import CHECKED_ELSEWHERE, is_plain
+from memplan.capture.attributes.attributes import attributes_in_short
 from memplan.capture.key import ArgumentsKey
 from memplan.capture.trace.call import Call, Forward
+from memplan.capture.trace.generators import python_generators
 from memplan.runtime.program.collectives import Collectives
 
 
@@ -71,11 +69,11 @@ def recomputed(
         runs += 1
         nonlocal drew
         if runs == 1:
-            generators = _python_generators()
+            generators = python_generators()
             try:
                 return forward(*args, **kwargs)
             finally:
-                drew = _python_generators() != generators
+                drew = python_generators() != generators
         if [t._version for t in given] != versions:
             raise RuntimeError(
                 "memplan: an argument of a part of the model that is recomputed in backward has been modified by an "
@@ -99,31 +97,7 @@ def recomputed(
 def _state_of(module: nn.Module, ignored: Collection[str]) -> tuple[Any, ...]:
     """What a forward may depend on: tensors with their versions, modes, and attributes that are cheap to compare."""
     tensors = tuple((id(t), t._version) for t in (*module.parameters(), *module.buffers()))
-    checked_elsewhere = _OF_NO_CONCERN.union(ignored)
-    plain = tuple(
-        (inner.training, tuple((k, _told(v)) for k, v in vars(inner).items() if k not in checked_elsewhere))
-        for inner in module.modules()
-    )
-    return tensors, plain
-
-
-_OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the model's own forward runs
-
-
-def _python_generators() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest
-
-
-def _told(value: Any) -> Any:
-    """A value that does not change in place, or as much of any other value as is cheap to compare."""
-    if is_plain(value):
-        return value
-    if isinstance(value, (list, tuple, deque)):
-        return tuple(v if is_plain(v) else id(v) for v in value)
-    if isinstance(value, dict):
-        return tuple((k, v if is_plain(v) else id(v)) for k, v in value.items())
-    return (id(value), value._version) if isinstance(value, torch.Tensor) else id(value)
+    return tensors, attributes_in_short(module, ignored)
 
 
 @dataclass(frozen=True, slots=True)

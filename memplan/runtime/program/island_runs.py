@@ -5,28 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept
+from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.ops.island import Island, IslandCost, Layout, NoIsland, Place
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.islands import Arguments, Islands, arguments_of, is_lasting
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
-from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.watch.meter import LiveMeter
 
@@ -123,7 +121,7 @@ class IslandRuns:
         """
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise NoIsland(f"{name} is given what belongs to the model; a copy has another")
-        before, python_before, self._within = held_rng(self._device), _python_generators(), True
+        before, python_before, self._within = held_rng(self._device), python_generators(), True
         autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
         island = Island(
             name=f"{name} {len(self._calls)}",
@@ -136,13 +134,14 @@ class IslandRuns:
             needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
             device=self._device,
             around=autocast.context,
+            attributes=attributes_in_short,
         )
         gradients = [p.grad for p in self._parameters]
         try:
             returned = run()
             after = held_rng(self._device)
             island.random = before != after
-            island.repeats = repeats and _python_generators() == python_before
+            island.repeats = repeats and python_generators() == python_before
             try:
                 with torch.no_grad(), kept() as attributes:
                     self._look(island, tensors, returned, before, attributes)
@@ -171,7 +170,7 @@ class IslandRuns:
 
         with private.outside_of_tracing():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
-            island.repeats &= not _changes(attributes)
+            island.repeats &= not attributes.changed()
             facts = island.forward_facts
             assert facts is not None
             sources = {("input", i): t for i, t in enumerate(tensors)}
@@ -217,19 +216,6 @@ def _own_things(model: nn.Module) -> dict[int, Any]:
         elif hasattr(thing, "__dict__"):
             pending += vars(thing).values()
     return own
-
-
-def _changes(attributes: AttributesKept) -> bool:
-    """Whether attributes are now others than they were."""
-    try:
-        return bool(attributes.changes())
-    except UnsupportedModel:
-        return True
-
-
-def _python_generators() -> tuple[Any, ...]:
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return random.getstate(), name, np.asarray(keys).tobytes(), rest
 
 
 def _same_bits(first: torch.Tensor | None, second: Any) -> bool:

@@ -7,6 +7,7 @@ one list and empty it.
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -338,19 +339,19 @@ class _Lowering:
             self._arrive(value)
         given = kernel.repeat_args if again else kernel.args
         args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
-        again_as = None
-        if isinstance(kernel.target, IslandKernel):
-            args = (self.side.store, *args)
+        again_as, target = None, kernel.target
+        if isinstance(target, IslandKernel):
+            args, target = (self.side.store, *args), dataclasses.replace(target, again=again)
         if again and op.random:
             state = self.rng[index] = self._carry(self.rng[index])
             again_as, device = self._replaying(index)
-            if isinstance(kernel.target, IslandKernel):
-                again_as = ReplayedIsland(kernel.target)
+            if isinstance(target, IslandKernel):
+                again_as = ReplayedIsland(target)
                 run = self.side.call(again_as, (state, device, *args), kwargs, op.name)
             else:
-                run = self.side.call(again_as, (state, device, kernel.target, *args), kwargs, op.name)
+                run = self.side.call(again_as, (state, device, target, *args), kwargs, op.name)
         else:
-            target = binding(kernel.target, given, kernel.kwargs)
+            target = binding(target, given, kernel.kwargs)
             run = self.side.call(target, args, kwargs, op.name)
             if kernel.args is kernel.repeat_args or not again:
                 run.meta[TRACED] = kernel.node
