@@ -42,7 +42,7 @@ class Capturing:
 
     - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
       then captured with the branches that it took and the caches that it left.
-    - looks: it is run where it calls what can't be traced. Such calls are ops of their own then.
+    - looks: if a call can't be traced, run forward once on the sample and make the call an island.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
@@ -154,9 +154,9 @@ class Capturing:
     def _through_islands(
         self, trace: Callable[..., Capture], model: nn.Module, forward: Forward, sample: Sample | Call, looks: bool
     ) -> Capture:
-        """What `trace(islands=)` gives, where calls that can't be traced, or leave anything behind, are islands.
+        """The capture of `trace(islands=)`, once calls that can't be traced, or have side effects, are islands.
 
-        looks: forward may run, to look at such calls.
+        looks: forward may run on the sample. Raises the first refusal if islands do not help.
         """
         islands, applied, first, looked = self._islands, set[Any](), None, False
         given: dict[str, tuple[bool, ...]] = {}

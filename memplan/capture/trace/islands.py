@@ -1,4 +1,8 @@
-"""Calls in forward that can't be traced: which these are, and the two ops that a trace has for each."""
+"""Islands in a trace: calls that can't be traced, and the two ops that stand for each.
+
+A trace that fails in a call raises `OpenIsland`, which names the autograd function or the module. `Capturing` then runs
+forward once on the sample (`runtime/program/island_runs.py`), and traces again with what that run has learned.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +27,10 @@ from memplan.errors import UnsupportedModel
 
 
 class OpenIsland(UnsupportedModel):
-    """A step can't be traced through some calls. A run of forward would tell what these give.
+    """A step can't be traced through some calls. With a run of forward on the sample these calls could be islands.
 
     - callables: autograd functions, and paths of modules.
-    - given: which outputs get gradients, by name of a call of which only another backward has been looked at.
+    - given: by name of an island, which of its outputs get gradients, if the run had others get gradients.
     """
 
     def __init__(
@@ -45,7 +49,7 @@ class CompiledCode(OpenIsland):
 
 @dataclass(frozen=True, slots=True)
 class Islands:
-    """What is known of the calls of a step that can't be traced.
+    """The islands of a step.
 
     - callables: autograd functions, and paths of modules, whose calls are such.
     - calls: these calls, in the order in which forward makes them.
@@ -95,7 +99,7 @@ class IslandsTraced:
     def __init__(self, islands: Islands) -> None:
         self._callables, self._waiting = islands.callables, iter(islands.calls)
         self.used: dict[str, Island] = {}
-        self.given: dict[str, tuple[bool, ...]] = {}  # where it is other than has been looked at
+        self.given: dict[str, tuple[bool, ...]] = {}  # see `OpenIsland`
         self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
 
     def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
@@ -113,7 +117,7 @@ class IslandsTraced:
         return {m: forward_of(path, m) for path, m in model.named_modules() if path in self._callables}
 
     def _in_place_of(self, name: str, arguments: Arguments) -> Any:
-        """What a call of an island gives in a trace."""
+        """The fake outputs of an island, computed by its forward op."""
         island = next(self._waiting, None)
         if any(private.has_symbolic_shape(t) for t in arguments.tensors):
             raise private.FixedSize(f"{name} runs as it is, for one size")
@@ -129,7 +133,7 @@ class IslandsTraced:
         return pytree.tree_unflatten(outputs, facts.spec)
 
     def check(self) -> None:
-        """Raise OpenIsland where backward hands other gradients to a call than has been looked at."""
+        """Raise OpenIsland if backward gives gradients to other outputs of an island than in the run of forward."""
         if self.given:
             raise OpenIsland("gradients arrive at other outputs of an opaque call", self._callables, self.given)
 
@@ -146,9 +150,9 @@ def refuse_failed(error: Exception, message: str, module: str = "") -> Unsupport
 
 
 def islands_of(refusal: UnsupportedModel, applied: Collection[Any]) -> tuple[set[Any], dict[str, tuple[bool, ...]]]:
-    """What may be why a step can't be traced, and `given` of `OpenIsland`.
+    """Candidates for islands after a refusal, and `given` of `OpenIsland`.
 
-    applied: functions that were traced through. Any of them may have left what the refusal is about.
+    applied: functions that were traced through. Any of them may have the side effect that the refusal is about.
     """
     if isinstance(refusal, OpenIsland):
         return set(refusal.callables), refusal.given
@@ -165,7 +169,10 @@ def _is_call_of(island: Island, arguments: Arguments) -> bool:
 
 
 def _handed_by(frame: FrameType | None, static: Sequence[Any]) -> set[NamedOn]:
-    """Names of arguments in the line that makes a call, where it has each but once."""
+    """Names that the line of a call reads only to pass what they name to the call.
+
+    The contents of a list that an island appends to must not become guards, or each step would be planned anew.
+    """
     if frame is None:
         return set()
     values = {**frame.f_globals, **frame.f_locals}

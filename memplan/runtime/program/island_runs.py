@@ -1,4 +1,8 @@
-"""A run of forward in which calls that can't be traced are looked at: what they give, save, take, and leave behind."""
+"""Learn from one run of forward on the sample what islands return, save, cost, and change in Python.
+
+To trace an island, the layouts of its outputs and of its saved tensors must be known. Made-up inputs would not do: a
+kernel that follows pointers crashes on indices that are out of range.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +34,10 @@ from memplan.runtime.watch.meter import LiveMeter
 
 
 class IslandRuns:
-    """Looks at each call of some autograd functions and modules while forward runs.
+    """Learns about each call of some autograd functions and modules while forward runs.
 
-    Each such call runs twice more by itself, and its backward twice, on made-up gradients. What that leaves behind in
-    Python is put back.
+    Each call runs twice more on its own inputs, and its backward runs twice on made-up gradients. Python state that
+    these extra runs change is restored.
     """
 
     def __init__(
@@ -41,7 +45,7 @@ class IslandRuns:
     ) -> None:
         """Prepare for a run of the model's forward.
 
-        - callables: functions, and paths of modules, whose calls are looked at.
+        - callables: autograd functions, and paths of modules, whose calls are islands.
         - given: which outputs get gradients, by name of a call, where these are not all that can have one.
         - device: of the plan.
         """
@@ -52,7 +56,7 @@ class IslandRuns:
 
     @property
     def islands(self) -> Islands:
-        """What the run has shown."""
+        """The islands of the run, in the order of forward."""
         return Islands(self._callables, tuple(self._calls))
 
     @contextlib.contextmanager
@@ -111,13 +115,15 @@ class IslandRuns:
         kept: Callable[[], AttributesKept],
         repeats: bool,
     ) -> Any:
-        """What a call gives, which is looked at on the way.
+        """Return what the call returns in forward, and add an island for the call.
 
         - module: path of the module that is called; None for a function.
         - call: see `Island`.
         - run: makes the call as forward does.
-        - kept: puts back the Python state that the call may change.
-        - repeats: whether it may run again, as far as its code tells.
+        - kept: makes a context that restores the Python state which the call may change.
+        - repeats: False if the code of the call reads Python state, so that the call must not run again.
+
+        Raises NoIsland.
         """
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise NoIsland(f"{name} is given what belongs to the model; a copy has another")
@@ -161,7 +167,10 @@ class IslandRuns:
     def _look(
         self, island: Island, given: Sequence[torch.Tensor], returned: Any, state: Any, attributes: AttributesKept
     ) -> None:
-        """Run the call and its backward by themselves. state: of the generators, before the call."""
+        """Fill the facts and costs of an island by extra runs of the call and its backward.
+
+        state: of the generators before the call.
+        """
         tensors = [t.detach() for t in given]
 
         def forward() -> list[torch.Tensor]:
@@ -186,7 +195,7 @@ class IslandRuns:
     def _twice(
         self, run: Callable[[], list[torch.Tensor]], given: Sequence[torch.Tensor | None]
     ) -> tuple[list[torch.Tensor], IslandCost]:
-        """What one of the two ops gives, and takes. given: what it reads."""
+        """Results and costs of one of the two ops, from two runs: one for memory, one for time. given: its inputs."""
         meter = LiveMeter()
         meter.register(given)
         before_bytes = meter.live_bytes
