@@ -67,7 +67,7 @@ def test_plans_for_budgets_in_bytes_fit_what_is_reserved(
 ) -> None:
     net, sample = _Wide(), torch.rand(8000, 64)
     plain = memplan.plan(net, sample, "min", costs="estimate")
-    monkeypatch.setattr(problems, "_requests", lambda traced, optimizer, held_bytes: Requests())
+    monkeypatch.setattr(problems.Problems, "_requests", lambda problems, traced, optimizer: Requests())
     caplog.set_level(logging.WARNING, "memplan")
     low = memplan.plan(net, sample, "min", costs="estimate")
     assert low.peak_bytes == plain.peak_bytes < low.reserved_bytes and not caplog.records
