@@ -99,8 +99,8 @@ def _refuse_sharding(trainer: Trainer) -> None:
     if sharding:
         raise ValueError(
             f"MemplanCallback got a Trainer with {sharding[0]}, which shards the model that would be planned. Use "
-            'strategy="ddp" or one device, or plan in a loop of your own with memplan.integrations.fsdp or '
-            "memplan.integrations.deepspeed"
+            'strategy="ddp" or one device, or plan in a loop of your own with fully_shard and '
+            "memplan.apply, or memplan.integrations.deepspeed"
         )
 
 

@@ -39,6 +39,7 @@ from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.lower import Grads
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
+from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.units import format_bytes
 
 
@@ -164,6 +165,9 @@ def apply(
         raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
     if plan is not None and sample is None:
         raise TypeError("with plan= give the sample that it was made for")
+    shards = shards or _sharded(model)
+    if isinstance(shards, ShardedModel):
+        group = group or shards.group()
     if shards is not None and on_oom == "replan":
         raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
     if shards is not None and sample is None and group is None:
@@ -197,11 +201,16 @@ def apply(
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
         planner = Planner(settings, decides=group is None and shards is None and in_flight == 1, looks=group is None)
         with _unplanned(model) as original:
+            if isinstance(shards, ShardedModel):
+                aside.enter_context(shards.taking_over(for_good=True))
+                original = shards.forward(original)
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
             planner.check_optimizer(model)
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             alone = shards is None
+            if isinstance(shards, ShardedModel) and settings.costs == "measure":
+                shards.measure()
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
             planner.limits.recall(model, planner.placement.device)
 
@@ -226,11 +235,20 @@ def apply(
             before.uninstall()
             planned.undo = before.undo
         planned.undo.append(switch_on)
+        if isinstance(shards, ShardedModel):
+            planned.undo.append(shards.give_back)
         planned.install()
         if is_compiled:
             planned.undo.append(aside.pop_all().close)
             log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
     return given
+
+
+def _sharded(model: nn.Module) -> ShardedModel | None:
+    """The shards of a model with DTensors as parameters, the same ones while it has a plan; None for other models."""
+    before = planned_forward(model)
+    known = None if before is None else before.shards
+    return known if isinstance(known, ShardedModel) else ShardedModel.of(model)
 
 
 def _refuse_other_kinds(
@@ -273,12 +291,8 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """
     _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))
-    planner = Planner(_settings("plan", budget, settings, but=("dynamic",)))
-    with (
-        _compiled_aside(model, planner.settings.kernels) as model,
-        _unplanned(model) as original,
-        checkpointing_off(model),
-    ):
+    planner = Planner(_settings("plan", model, budget, settings, but=("dynamic",)))
+    with _to_look_at(model, planner.settings) as (model, original):
         planner.check_optimizer(model)
         return planner.plan(model, original, sample)
 
@@ -291,17 +305,30 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     """
     _refuse_other_kinds(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
-    planner = Planner(_settings("explore", None, settings, without))
-    with (
-        _compiled_aside(model, planner.settings.kernels) as model,
-        _unplanned(model) as original,
-        checkpointing_off(model),
-    ):
+    planner = Planner(_settings("explore", model, None, settings, without))
+    with _to_look_at(model, planner.settings) as (model, original):
         planner.check_optimizer(model)
         return planner.explore(model, original, sample)
 
 
-def _settings(function: str, budget: BudgetLike | None, given: dict[str, Any], but: Collection[str] = ()) -> Settings:
+@contextlib.contextmanager
+def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+    """A context with the model beneath `torch.compile`, and its own forward. What is installed is set aside."""
+    with (
+        _compiled_aside(model, settings.kernels) as model,
+        _unplanned(model) as original,
+        checkpointing_off(model),
+    ):
+        if not isinstance(settings.shards, ShardedModel):
+            yield model, original
+            return
+        with settings.shards.taking_over():
+            yield model, settings.shards.forward(original)
+
+
+def _settings(
+    function: str, model: nn.Module, budget: BudgetLike | None, given: dict[str, Any], but: Collection[str] = ()
+) -> Settings:
     """Settings from the keywords of a function. Raises TypeError for those that it does not take."""
     known = {field.name for field in dataclasses.fields(Settings)} - {"budget", "init", *but}
     strange = sorted(given.keys() - known)
@@ -309,6 +336,7 @@ def _settings(function: str, budget: BudgetLike | None, given: dict[str, Any], b
         raise TypeError(f"{function}() got an unexpected keyword argument {strange[0]!r}; it takes {sorted(known)}")
     if given.get("surroundings", 0) is None:
         given.pop("surroundings")
+    given["shards"] = given.get("shards") or _sharded(model)
     return Settings(budget, **given)
 
 

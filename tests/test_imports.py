@@ -48,7 +48,7 @@ ARROWS = {
     "runtime/host": "capture problem torch_private",
     "runtime/program": "capture errors plans problem runtime/host runtime/watch torch_private",
     "runtime/parts": "capture errors logs plans runtime/program runtime/watch torch_private",
-    "runtime/ranks": "errors runtime/program torch_private",
+    "runtime/ranks": "capture errors problem runtime/program torch_private",
     "runtime": "",
     "losses": "",
     "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",

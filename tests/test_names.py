@@ -14,7 +14,6 @@ FILES = [p for folder in ("memplan", "integrations") for p in sorted((ROOT / fol
 
 # What different engines have of the same kind, under one name.
 ONE_THING = {
-    "apply_blocks": "of integrations.fsdp is `memplan.apply_blocks` for models that FSDP has wrapped",
     "MemplanCallback": "plans what a Trainer trains, of transformers or of Lightning",
     "in_flight": "counts forwards in flight, of a PyTorch schedule and of a DeepSpeed engine",
 }

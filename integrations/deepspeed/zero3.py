@@ -128,6 +128,9 @@ class ZeroShards:
             self.let_hooks_rest()
         return id(hook) in self._gathering or id(hook) in self._marking
 
+    def unplanned_because(self) -> str | None:
+        return None
+
     @contextlib.contextmanager
     def tracing(self) -> Iterator[None]:
         modules = list(self._module.modules())

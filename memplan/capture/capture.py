@@ -448,6 +448,11 @@ def refuse_without_data(call: Call, device: torch.device) -> None:
 def _refuse_odd_arguments(call: Call) -> None:
     """Refuse objects as arguments: their attributes would be read at capture and never again."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
+        if private.is_sharded(tensor):
+            raise UnplannableArgument(
+                f"argument {name} is a DTensor, of which this rank has a part. Pass that part, and make a DTensor of "
+                "it in forward"
+            )
         if tensor.is_nested and tensor.layout is torch.strided:
             raise UnplannableArgument(
                 f"argument {name} is a nested tensor of the strided layout, which has no sizes. Make it with "
@@ -474,7 +479,6 @@ def refuse_wrappers(model: nn.Module) -> None:
             raise UnsupportedModel(
                 f"the model is wrapped in {kind}; apply memplan to the model inside (model.module) first"
             )
-    _refuse_shards(model)
     for name, module in model.named_modules():
         if getattr(module, "gradient_checkpointing", False) is True:
             raise UnsupportedModel(
@@ -503,34 +507,14 @@ def refuse_wrappers(model: nn.Module) -> None:
 def _refuse_subclasses(model: nn.Module) -> None:
     """Refuse tensors whose class changes what ops do. Packed weights are taken as the integers that they are."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if private.is_sharded(tensor):
+            continue
         packed = not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex())
         if private.changes_ops(tensor) and not packed:
             raise UnsupportedModel(
                 f"{name} is a {type(tensor).__name__}, whose class has a say in what ops on it do "
                 "(__torch_function__, __torch_dispatch__); a planned step would not ask it"
             )
-
-
-def _refuse_shards(model: nn.Module) -> None:
-    """Refuse parameters that `fully_shard` has sharded. Each of its units can be captured by itself while it runs."""
-    for name, module in model.named_modules():
-        if module is not model and _is_sharded_unit(module):
-            raise UnsupportedModel(
-                f"module {name} is a unit of fully_shard, and a plan of the whole {type(model).__name__} would run "
-                "without the hooks that gather its parameters. Plan the units: "
-                "memplan.integrations.fsdp.apply_blocks(model, sample, budget)"
-            )
-    for name, parameter in model.named_parameters():
-        if private.is_sharded(parameter):
-            raise UnsupportedModel(
-                f"parameter {name} is a DTensor, of which this rank has a part. The parameters of a unit of "
-                "fully_shard are whole while it runs: leave the sample out (memplan.apply(unit, None, budget)), or use "
-                "memplan.integrations.fsdp.apply_blocks(model, sample, budget). Tensor parallelism can't be planned"
-            )
-
-
-def _is_sharded_unit(module: nn.Module) -> bool:
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = None) -> None:

@@ -63,6 +63,9 @@ class Shards(Protocol):
     def owns(self, hook: Any) -> bool:
         """Whether a hook of a module is there to gather for a forward that runs without a plan."""
 
+    def unplanned_because(self) -> str | None:
+        """What goes on just now that no plan follows, in words: calls run the model's own forward. None: nothing."""
+
     def tracing(self) -> AbstractContextManager[None]:
         """A context in which those hooks, and reading a parameter, gather nothing.
 

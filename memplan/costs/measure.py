@@ -39,7 +39,7 @@ from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, c
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
 from memplan.logs import log, show_count
-from memplan.problem.data import Costs, Roofline
+from memplan.problem.data import Costs, GatherSpeed, Roofline
 from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and runs agree, or it has run often enough
@@ -63,6 +63,7 @@ def measure(
     budget_bytes: int | None = None,
     use_cache: bool = True,
     quick: bool = False,
+    gather: GatherSpeed | None = None,
 ) -> Costs:
     """Run each distinct op and time it.
 
@@ -71,6 +72,7 @@ def measure(
     - use_cache: reads known figures from disk, and saves new ones there.
     - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
       not.
+    - gather: of collectives, which never run here: one rank alone would wait for the others.
 
     An op that can't be run by itself is estimated: the source of the costs is then "measured in part".
 
@@ -78,7 +80,7 @@ def measure(
     ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
-    known.facts |= _of_islands(traced)
+    known.facts |= _of_islands(traced) | _of_collectives(traced, gather or GatherSpeed())
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))
     if missing:
@@ -106,7 +108,7 @@ def measure(
         if not quick:
             known.save()
     unknown = not all(op.key in known.facts for op in traced.graph.ops)
-    estimated = estimate(traced).time_s if unknown else [0.0] * len(traced.graph.ops)
+    estimated = estimate(traced, gather=gather).time_s if unknown else [0.0] * len(traced.graph.ops)
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
     source = "measured in part" if unknown else "measured"
     return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), source)
@@ -118,6 +120,15 @@ def _of_islands(traced: Traced) -> dict[str, OpFacts]:
         op.key: OpFacts(*kernel.target.cost)
         for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True)
         if isinstance(kernel.target, IslandKernel)
+    }
+
+
+def _of_collectives(traced: Traced, speed: GatherSpeed) -> dict[str, OpFacts]:
+    """What collectives take at this speed."""
+    return {
+        op.key: OpFacts(speed.latency_s + traced.graph.op_bytes(index) / speed.bytes_per_s, 0)
+        for index, op in enumerate(traced.graph.ops)
+        if op.is_collective
     }
 
 
@@ -426,13 +437,13 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
 # -- estimates --------------------------------------------------------------------------------------------------------
 
 
-def estimate(traced: Traced, roofline: Roofline | None = None) -> Costs:
+def estimate(traced: Traced, roofline: Roofline | None = None, gather: GatherSpeed | None = None) -> Costs:
     """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0.
 
     Of calls that can't be traced, what their run on the sample took.
     """
     roofline = roofline or Roofline()
-    times, islands = [], _of_islands(traced)
+    times, islands = [], _of_islands(traced) | _of_collectives(traced, gather or GatherSpeed())
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         if op.key in islands:
             times.append(islands[op.key].time_s)

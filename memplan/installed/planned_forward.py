@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import PlanMismatch
 from memplan.installed.choice import OnMismatch, StepChoice
@@ -70,6 +71,11 @@ class PlannedForward:
         return self.choice.steps
 
     @property
+    def shards(self) -> Shards | None:
+        """Whatever has sharded the parameters."""
+        return self._planner.settings.shards
+
+    @property
     def plan(self) -> Plan | PartialPlan | None:
         """The plan that ran last, or will run first. None before there is one."""
         return self.steps[0].plan if self.steps else None
@@ -85,6 +91,8 @@ class PlannedForward:
             self.choice.let_go()
             with contextlib.nullcontext() if self._is_set_aside else self.fetching():
                 return self.original(*args, **kwargs)
+        if self.shards is not None:
+            self.shards.begin()  # steps serve calls with the parameters sharded
         call = self.choice.reader.read(args, kwargs)
         with contextlib.suppress(ForwardFails), self.choice.one_call():
             return self._run_planned(call)
@@ -118,6 +126,9 @@ class PlannedForward:
             return True
         if private.exchanges_saved_tensors():
             self.choice.tell_once("saved tensors", "hooks on saved tensors (saved_tensors_hooks, save_on_cpu)")
+            return True
+        if self.shards is not None and (reason := self.shards.unplanned_because()) is not None:
+            self.choice.tell_once("shards", reason)
             return True
         return False
 

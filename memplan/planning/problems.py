@@ -66,7 +66,7 @@ class Problems:
         assert shards is not None
         offloads = self._placement.host_budget is not None
         return dataclasses.replace(
-            problem, gather=shards.speed, accumulate=True,
+            problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
             link=self._placement.link(captured.traced.device) if offloads else None,
             extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
         )  # fmt: skip
@@ -159,9 +159,10 @@ class Problems:
 
         quick: costs that are not known yet are estimated, or measured only once.
         """
-        init, source = self._settings.init, self._settings.costs
+        init, source, shards = self._settings.init, self._settings.costs, self._settings.shards
+        speed = None if shards is None else shards.speed
         if source != "measure":
-            return estimate(captured.traced) if source == "estimate" else estimate(captured.traced, source)
+            return estimate(captured.traced, None if source == "estimate" else source, speed)
         with AttributesKept(model):
             if captured.left is not None:  # buffers that were none
                 captured.left.put()
@@ -181,11 +182,11 @@ class Problems:
             if tensor.is_meta and init is not None:
                 tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
                 init(name, tensor)
-            return private.plain(tensor).to(captured.traced.device)
+            return private.plain(private.part_here(tensor)).to(captured.traced.device)
 
         away = all_names(self._placement.movable(model, captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        return measure(timed, resident, self._limits.known_bytes, quick=quick)
+        return measure(timed, resident, self._limits.known_bytes, quick=quick, gather=speed)
 
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""

@@ -82,6 +82,7 @@ class Effect(NamedTuple):
 
 
 FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
+_COLLECTIVES = "_c10d_functional."
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +113,11 @@ class Op:
     def fused(self) -> bool:
         """Whether it is a group of ops that are compiled as one."""
         return self.kind.startswith(FUSED)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether all ranks of a group run it together."""
+        return self.kind.startswith(_COLLECTIVES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,14 @@ from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_sca
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of
 from memplan.torch_private.distributed import waits_end_within as waits_end_within
+from memplan.torch_private.dtensors import completed as completed
+from memplan.torch_private.dtensors import is_hook_of_dtensors as is_hook_of_dtensors
+from memplan.torch_private.dtensors import is_sharded as is_sharded
+from memplan.torch_private.dtensors import is_wait as is_wait
+from memplan.torch_private.dtensors import part_here as part_here
+from memplan.torch_private.dtensors import ranks_of as ranks_of
+from memplan.torch_private.dtensors import spec_of as spec_of
+from memplan.torch_private.dtensors import with_spec as with_spec
 from memplan.torch_private.fakes import FakeTensor as FakeTensor
 from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
 from memplan.torch_private.fakes import batch_norm_reserve_elements as batch_norm_reserve_elements
@@ -36,6 +44,10 @@ from memplan.torch_private.fakes import fakes_on as fakes_on
 from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape
 from memplan.torch_private.fakes import stepped_as_real as stepped_as_real
 from memplan.torch_private.fakes import sum_of_weights as sum_of_weights
+from memplan.torch_private.fsdp import FsdpUnit as FsdpUnit
+from memplan.torch_private.fsdp import is_hook_of_unit as is_hook_of_unit
+from memplan.torch_private.fsdp import tracing_units as tracing_units
+from memplan.torch_private.fsdp import units_of as units_of
 from memplan.torch_private.hooks import exchanges_saved_tensors as exchanges_saved_tensors
 from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
 from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
@@ -76,10 +88,8 @@ from memplan.torch_private.tensors import changes_ops as changes_ops
 from memplan.torch_private.tensors import in_place_of_state as in_place_of_state
 from memplan.torch_private.tensors import is_allocated as is_allocated
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
-from memplan.torch_private.tensors import is_sharded as is_sharded
 from memplan.torch_private.tensors import is_transformed as is_transformed
 from memplan.torch_private.tensors import known_storage as known_storage
-from memplan.torch_private.tensors import part_here as part_here
 from memplan.torch_private.tensors import plain as plain
 from memplan.torch_private.tensors import suggest_memory_format as suggest_memory_format
 from memplan.torch_private.tracing import DATA_DEPENDENT_ERRORS as DATA_DEPENDENT_ERRORS

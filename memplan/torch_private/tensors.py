@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -63,17 +62,6 @@ def changes_ops(tensor: torch.Tensor) -> bool:
     kind: Any = type(tensor)
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     return function not in _ORDINARY_FUNCTIONS or kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether other ranks have parts of a tensor (a DTensor)."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
-
-
-def part_here(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def known_storage(tensor: torch.Tensor) -> StorageWeakRef:

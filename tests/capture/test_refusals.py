@@ -497,17 +497,6 @@ def test_wrapped_models(kind: str) -> None:
         memplan.apply(wrapper, sample, 1.0, costs="estimate")
 
 
-def test_models_with_units_of_fully_shard() -> None:
-    """A unit by itself is planned; what needs ranks is in tests/ranks/cells_fsdp.py."""
-    net, sample = net_and_sample()
-    model = nn.Sequential(type("FSDPModule", (nn.Sequential,), {})(net))
-    with (
-        nothing_changes(net, sample),
-        pytest.raises(memplan.UnsupportedModel, match=r"unit of fully_shard.*apply_blocks"),
-    ):
-        memplan.apply(model, sample, 1.0, costs="estimate")
-
-
 @pytest.mark.parametrize("how", ["function", "method", "method of a submodule", "submodule", "forward"])
 def test_compiled_models(how: str) -> None:
     net, sample = net_and_sample()

@@ -33,7 +33,7 @@ MODULES = (
     "tests.ranks.cells_deepspeed_sections",
     "tests.ranks.cells_pipelines",
     "tests.ranks.cells_offload",
-    "tests.ranks.cells_fsdp",
+    "tests.ranks.cells_sharded",
     "tests.ranks.cells_fused",
 )
 

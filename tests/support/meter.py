@@ -19,8 +19,9 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from memplan import torch_private as private
 from memplan.capture.trace.collector import without_collections
-from memplan.torch_private import run_in_mode
+from memplan.torch_private import part_here, run_in_mode
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -50,7 +51,7 @@ class LiveMeter(TorchDispatchMode):
         """Count tensors (in any nesting of containers) that exist already."""
         for tensor in tree_leaves(tensors):
             if isinstance(tensor, torch.Tensor) and not tensor._is_zerotensor():  # those have no memory
-                self._see(tensor.untyped_storage())
+                self._see(part_here(tensor).untyped_storage())
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def reset_peak(self) -> None:
@@ -136,6 +137,28 @@ def gloo_lets_go() -> Iterator[None]:
     finally:
         for name, original in before.items():
             setattr(kind, name, original)
+
+
+@contextlib.contextmanager
+def plans_wait_for_gloo() -> Iterator[None]:
+    """In plans made here, each collective ends when gloo's thread, too, has let go of its tensors."""
+    original = private.completed
+
+    def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        users, end = [_users_of(t) for t in tensors], time.monotonic() + 5
+        results = original(collective, *args, **kwargs)
+        tensors.append(results)
+        users.append(_users_of(torch.empty(1)))
+        while time.monotonic() < end and any(_users_of(t) > n for t, n in zip(tensors, users, strict=True)):
+            time.sleep(1e-5)
+        return results
+
+    private.completed = settled
+    try:
+        yield
+    finally:
+        private.completed = original
 
 
 def _users_of(tensor: torch.Tensor) -> int:

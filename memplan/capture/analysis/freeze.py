@@ -66,6 +66,7 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
         reassigned=raw.reassigned,
         decisions=raw.decisions,
         summed=raw.summed,
+        specs=raw.specs,
         inner=raw.inner,
         device=draft.device,
     )

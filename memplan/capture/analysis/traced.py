@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -129,6 +130,7 @@ class Traced:
     - inner: outputs from which others derive, by position; True where one of these others is a start of backward. The
       gradient that is handed in for such an output is not all of it.
     - sizes: how the step goes on for other sizes; None where it is for these alone.
+    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
     graph: Graph
@@ -148,6 +150,7 @@ class Traced:
     inner: dict[int, bool]
     device: torch.device
     sizes: Sizes | None = None
+    specs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def fx_graph(self) -> fx.Graph:

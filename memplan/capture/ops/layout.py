@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memplan import torch_private as private
+
 CUDA_BLOCK_BYTES = 512  # PyTorch's CUDA allocator rounds each request up to this
 
 
@@ -22,14 +24,14 @@ def tensor_text(tensor: torch.Tensor) -> str:
 
 
 def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor, or the strided tensors that a sparse one consists of."""
+    """The tensor, or the strided tensors that a sparse one consists of; of a DTensor, the part that is here."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout is torch.sparse_csr or tensor.layout is torch.sparse_bsr:
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     if tensor.layout is torch.sparse_csc or tensor.layout is torch.sparse_bsc:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
+    return [private.part_here(tensor)]
 
 
 def tensors_of(result: Any) -> list[torch.Tensor]:

@@ -153,6 +153,7 @@ class RawTrace:
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
     - handed: names that lines of forward only hand on to islands.
+    - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
 
     module: fx.GraphModule
@@ -179,3 +180,4 @@ class RawTrace:
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
     handed: frozenset[NamedOn] = frozenset()
+    specs: Mapping[str, Any] = field(default_factory=dict)

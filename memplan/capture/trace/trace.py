@@ -160,7 +160,7 @@ class _StepTrace:
         """Parameters, buffers and inputs as the trace has them, on the device of the plan."""
         device, moves = self._request.device, self._request.moves_inputs
         inputs = [_stand_in(t, device) if moves else t.detach() for t in self._inputs]
-        state = [private.plain(t) for t in (*self._parameters.values(), *self._buffers.values())]
+        state = [private.plain(private.part_here(t)) for t in (*self._parameters.values(), *self._buffers.values())]
         for index, name in enumerate(self._parameters):
             if name in self._request.shapes:
                 state[index] = torch.empty(self._request.shapes[name], dtype=state[index].dtype, device="meta")
@@ -215,7 +215,8 @@ class _StepTrace:
         self._request.made.note([*bufs, *tensors])
         leaves: dict[str, torch.Tensor] = {}
         for (name, parameter), stand_in in zip(self._parameters.items(), params, strict=True):
-            leaves[name] = stand_in.detach().requires_grad_() if parameter.requires_grad else stand_in.detach()
+            leaf = stand_in.detach().requires_grad_() if parameter.requires_grad else stand_in.detach()
+            leaves[name] = private.with_spec(leaf, private.spec_of(parameter))
             _take_attributes(leaves[name], parameter)
         given = [
             t.detach().requires_grad_() if real.requires_grad else t
@@ -224,7 +225,8 @@ class _StepTrace:
         call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
         own = given[: len(call.tensors)]
         arguments = call.with_tensors(own)
-        stand_ins = StandIns(state, dict(zip(call.names, own, strict=True)), arguments)
+        parts = {name: private.part_here(tensor) for name, tensor in state.items()}
+        stand_ins = StandIns(parts, dict(zip(call.names, own, strict=True)), arguments)
         with (
             private.seeding_refused(seeding_itself),
             watching_tensors(stand_ins.note_requires_grad),
@@ -234,6 +236,9 @@ class _StepTrace:
             stand_ins.check("forward")
             self._notes.end_forward(template)
             gradients = self._gradients(template, leaves, given)
+            specs = {n: private.spec_of(g) for n, g in zip(self._differentiated, gradients) if g is not None}
+            self._notes.specs = {name: spec for name, spec in specs.items() if spec is not None}
+            gradients = [None if g is None else private.part_here(g) for g in gradients]
             stand_ins.check("backward")
             self._islands.check()
             return list(template.tensors), gradients
@@ -254,6 +259,11 @@ class _StepTrace:
             raise UnsupportedModel(
                 f"forward returns {', '.join(template.out_of_reach)} with tensors in it, which a planned step "
                 "would return again and again. Return the tensors"
+            )
+        if any(map(private.is_sharded, template.tensors)):
+            raise UnsupportedModel(
+                "forward returns a DTensor, of which this rank has a part. Return to_local() or full_tensor() of it, "
+                "or put the loss inside with loss_fn="
             )
         for name, tensor in request.model.named_buffers():
             if name in buffers and tensor is not buffers[name]:
@@ -352,6 +362,7 @@ class _StepTrace:
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
             handed=frozenset(self._islands.handed),
+            specs=notes.specs,
         )
 
 
@@ -425,7 +436,7 @@ def _grads_in_part(
 
 def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
     """Copy what a parameter of a subclass carries (the scales of packed weights) to its stand-in."""
-    if not private.is_ordinary(parameter):
+    if not private.is_ordinary(parameter) and not private.is_sharded(parameter):
         vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
 
 

@@ -66,6 +66,7 @@ class TraceNotes:
     decisions: tuple[Decision, ...] = ()
     renamed: dict[str, str] = field(default_factory=dict)
     fixed_at: dict[str, str] = field(default_factory=dict)
+    specs: dict[str, Any] = field(default_factory=dict)
 
     def fixed(self, symbol: str, number: int) -> None:
         """Note that PyTorch turns a symbol into a number, here."""

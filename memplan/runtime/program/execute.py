@@ -98,12 +98,18 @@ class ParameterStore:
     - transfers: the model's copies to and from host memory.
     - updates: the optimizer that steps in backward, where there is one.
     - gathers: of sharded parameters, where there are any.
+    - specs: of gradients that are DTensors, by parameter.
     """
 
     def __init__(
-        self, model: nn.Module, names: Iterable[str], device: torch.device, gathers: Gathers | None = None
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        device: torch.device,
+        gathers: Gathers | None = None,
+        specs: Mapping[str, Any] | None = None,
     ) -> None:
-        self.model, self.transfers = model, Transfers(device)
+        self.model, self.transfers, self._specs = model, Transfers(device), specs or {}
         self.updates: UpdatesInBackward | None = None
         self.gathers = gathers
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
@@ -119,6 +125,10 @@ class ParameterStore:
         self.transfers, self.updates = transfers or self.transfers, updates
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        return private.part_here(self.parameter(name))
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter or buffer called `name` as the model has it: a DTensor where ranks have parts of it."""
         home, leaf = self._homes[name]
         return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
 
@@ -137,7 +147,7 @@ class ParameterStore:
         """Whether a name is that of a parameter that is empty between uses."""
         if self.gathers is None:
             return False
-        parameter = self[name]
+        parameter = self.parameter(name)
         return isinstance(parameter, nn.Parameter) and self.gathers.shards.shard(parameter) is not None
 
     def begin(self) -> None:
@@ -167,9 +177,9 @@ class ParameterStore:
             parameter = self._direct.get(name)
             if parameter is not None and _lands_as_it_is(parameter, gradient):
                 self._land(parameter, gradient)
-            elif self[name].requires_grad:
+            elif (parameter := self.parameter(name)).requires_grad:
                 self.transfers.arrived(gradient)
-                pairs.append((self[name], gradient))
+                pairs.append((parameter, private.with_spec(gradient, self._specs.get(name))))
         if not pairs:
             return
         # Autograd skips what was frozen since forward, too, and runs last what it saw first.

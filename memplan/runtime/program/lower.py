@@ -337,6 +337,8 @@ class _Lowering:
         self.ran.add(index)
         for value in op.inputs:
             self._arrive(value)
+        if op.is_collective:
+            self.collectives.append(f"{op.kind} {index}")
         given = kernel.repeat_args if again else kernel.args
         args, kwargs = self._arguments(*self._sized(index, given), kernel.reads)
         again_as, target = None, kernel.target
@@ -350,6 +352,8 @@ class _Lowering:
                 run = self.side.call(again_as, (state, device, *args), kwargs, op.name)
             else:
                 run = self.side.call(again_as, (state, device, target, *args), kwargs, op.name)
+        elif op.is_collective:
+            run = self.side.call(private.completed, (target, *args), kwargs, op.name)
         else:
             target = binding(target, given, kernel.kwargs)
             run = self.side.call(target, args, kwargs, op.name)

@@ -193,7 +193,7 @@ def _runner(
     outputs = Outputs.of(traced)
     return Runner(
         program=programs[0],
-        store=ParameterStore(model, names, traced.device, gathers),
+        store=ParameterStore(model, names, traced.device, gathers, traced.specs),
         trainable=trainable if programs[0].grads == "edges" else (),
         backwards=tuple((PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
         outputs=outputs,

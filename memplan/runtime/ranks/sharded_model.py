@@ -1,0 +1,160 @@
+"""Models with DTensors as parameters: each rank has a part of them, and what brings the parts together is an op.
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    memplan.apply(model, batch, "8GiB")
+
+A trace sees below DTensors: a parameter is this rank's part, `redistribute` and what `parallelize_module` puts around
+modules are collectives. The hooks of units of `fully_shard` make way for ops that gather parameters and reduce
+gradients (`torch_private/fsdp.py`). A plan keeps what was gathered, or gathers it again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.shards import Handle, Shard
+from memplan.errors import UnsupportedModel
+from memplan.problem.data import GatherSpeed
+
+_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of what is gathered, to measure the speed
+_RUNS = 3  # of each size; the best counts
+
+
+class ShardedModel:
+    """The `Shards` of a model with DTensors as parameters. Its plans gather by ops, and nothing beside them."""
+
+    resident_bytes = 0
+    attributes: tuple[str, ...] = ()
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
+        self._units = private.units_of(model)
+        self._taken_over, self._measured, self.speed = False, False, GatherSpeed()
+        if any(model in unit.modules and not unit.is_root for unit in self._units):
+            raise UnsupportedModel(
+                f"the {type(model).__name__} is a unit within a model that went through fully_shard, which gathers "
+                "parameters around it. Plan the whole model: memplan.apply(model, sample, budget)"
+            )
+        problems = [problem for unit in self._units if (problem := unit.problem()) is not None]
+        if problems:
+            raise UnsupportedModel(f"a unit of fully_shard has {problems[0]}; a plan would not gather and reduce so")
+
+    @staticmethod
+    def of(model: nn.Module) -> ShardedModel | None:
+        """The shards of a model; None where no parameter is a DTensor."""
+        return ShardedModel(model) if any(map(private.is_sharded, model.parameters())) else None
+
+    def group(self) -> torch.distributed.ProcessGroup:
+        """The ranks that have parts of parameters. Raises ValueError where it takes group= to say so."""
+        ranks = sorted({rank for spec in self._specs for rank in private.ranks_of(spec)})
+        if ranks == list(range(torch.distributed.get_world_size())):
+            return torch.distributed.group.WORLD  # type: ignore[return-value]
+        for spec in self._specs:
+            if spec.mesh.ndim == 1 and sorted(private.ranks_of(spec)) == ranks:
+                return spec.mesh.get_group()  # type: ignore[no-any-return]
+        raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
+
+    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """The model's own forward, with what a unit's hooks on the model itself do."""
+        around = [unit for unit in self._units if self._model in unit.modules]
+        return _WithinUnit(around[0], self._model, original) if around else original
+
+    def measure(self) -> None:
+        """Find the speed of collectives. All ranks of the group call it together."""
+        if self._measured:
+            return
+        group, device = self.group(), private.part_here(next(self._model.parameters())).device
+        small_s, large_s = (_gather_s(size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
+        bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
+        self.speed = GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))
+        self._measured = True
+
+    @contextlib.contextmanager
+    def taking_over(self, for_good: bool = False) -> Iterator[None]:
+        """A context in which the hooks of units are set aside, so that planned calls run none of them.
+
+        for_good: they stay so afterwards, unless the context fails.
+        """
+        if self._taken_over:
+            yield
+            return
+        for unit in self._units:
+            unit.take_over(self._model)
+        self._taken_over, failed = True, True
+        try:
+            yield
+            failed = False
+        finally:
+            if failed or not for_good:
+                self.give_back()
+
+    def give_back(self) -> None:
+        """Put the hooks of units back."""
+        for unit in self._units:
+            unit.give_back()
+        self._taken_over = False
+
+    def unplanned_because(self) -> str | None:
+        """What the ranks do just now that no plan follows, in words; None for nothing."""
+        if all(unit.reduces for unit in self._units):
+            return None
+        return "steps that do not reduce gradients (set_requires_gradient_sync), and the one after them,"
+
+    # -- what memplan asks for --------------------------------------------------------------------------------------
+
+    def shard(self, parameter: nn.Parameter) -> Shard | None:
+        return None  # a part is a parameter like any other
+
+    def owns(self, hook: Any) -> bool:
+        return private.is_hook_of_unit(hook) or private.is_hook_of_dtensors(hook)
+
+    def tracing(self) -> contextlib.AbstractContextManager[None]:
+        return private.tracing_units(self._units)
+
+    def begin(self) -> None:
+        for unit in self._units:
+            unit.shard()
+
+    def gather(self, parameter: nn.Parameter) -> Handle:
+        raise NotImplementedError("parameters are gathered by ops")
+
+    def release(self, parameter: nn.Parameter) -> None:
+        raise NotImplementedError("parameters are gathered by ops")
+
+    def accepting(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+class _WithinUnit:
+    """The forward of a model that is a unit itself, with what the unit's hooks on the model do."""
+
+    def __init__(self, unit: private.FsdpUnit, model: nn.Module, original: Callable[..., Any]) -> None:
+        self._unit, self._model = unit, model
+        self.__wrapped__, self.__name__ = original, "forward"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._unit.around(self._model, self.__wrapped__, args, kwargs)
+
+
+def _gather_s(size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+    """Seconds of the best of some gathers of this size."""
+    whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
+    part, times = whole.new_empty(size_bytes // group.size()), []
+    whole = whole[: part.numel() * group.size()]
+    for _ in range(_RUNS):
+        start = time.perf_counter()
+        torch.distributed.all_gather_into_tensor(whole, part, group)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,55 @@
+"""DTensors: sharded tensors, of each of which this rank has a part. Collectives, as ops."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether other ranks have parts of a tensor (a DTensor)."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def part_here(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a sharded tensor, the same object each time; any other tensor as it is."""
+    return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def spec_of(tensor: torch.Tensor) -> Any:
+    """Which ranks have which parts of a DTensor, and the shape of the whole; None for any other tensor."""
+    return tensor._spec if is_sharded(tensor) else None  # type: ignore[attr-defined]
+
+
+def with_spec(part: torch.Tensor, spec: Any) -> torch.Tensor:
+    """The DTensor of which this is the part here. It requires grad where the part does. spec: None for no DTensor."""
+    if spec is None:
+        return part
+    tensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+    return tensor(part.detach(), spec, requires_grad=part.requires_grad)  # type: ignore[no-any-return]
+
+
+def is_wait(op: Any) -> bool:
+    """Whether an op waits for a collective that another op has begun."""
+    return str(op).startswith("_c10d_functional.wait_tensor")
+
+
+def completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
+    """What a collective gives, once it is over."""
+    results = collective(*args, **kwargs)
+    for result in results if isinstance(results, (list, tuple)) else (results,):
+        torch.ops._c10d_functional.wait_tensor(result)
+    return results
+
+
+def is_hook_of_dtensors(hook: Any) -> bool:
+    """Whether a hook is one of those that `distribute_module` and `parallelize_module` put on modules."""
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.tensor")
+
+
+def ranks_of(spec: Any) -> list[int]:
+    """All ranks of the mesh of a DTensor."""
+    return [int(rank) for rank in spec.mesh.mesh.flatten().tolist()]

@@ -1,0 +1,309 @@
+"""Units of `fully_shard` (FSDP2) in a trace: what their hooks do to parameters and gradients, as ops.
+
+A unit's parameters are gathered together before its forward, each from this rank's part of it. Its gradients are
+reduced together once the last of them is there, and each rank keeps its part. Here both are ops on tensors that a trace
+records, with the layout, the grouping and the arithmetic of `foreach_all_gather` and `foreach_reduce`
+(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), so that results have their bits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan.torch_private.dtensors import part_here, with_spec
+
+_OPS = torch.ops._c10d_functional
+
+
+def units_of(model: nn.Module) -> list[FsdpUnit]:
+    """The units of a model, each once."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found: dict[int, FsdpUnit] = {}
+    if fsdp is None or not hasattr(fsdp, "FSDPModule"):
+        return []
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            state = module._get_fsdp_state()
+            if id(state) not in found:
+                if state._is_root is None:
+                    state._lazy_init()
+                found[id(state)] = FsdpUnit(state)
+    return list(found.values())
+
+
+class FsdpUnit:
+    """One unit, and hooks in the place of its own.
+
+    - tracing: forward is traced, so that gathers are ops of the trace.
+    - modules: those that it was made of.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state, self.tracing = state, False
+        self.modules: tuple[nn.Module, ...] = tuple(state._modules)
+        self._left: set[nn.Module] = set()  # of a pass that is being traced
+        self._sharded: list[tuple[dict[str, Any], str, Any]] = []
+        self._tables: list[tuple[Any, int, Any]] = []
+        self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
+
+    @property
+    def is_root(self) -> bool:
+        """Whether no unit is around this one."""
+        return bool(self._state._is_root)
+
+    # -- what a plan can't do ---------------------------------------------------------------------------------------
+
+    def problem(self) -> str | None:
+        """What keeps this unit from being part of a plan, in words; None where nothing does."""
+        for group in self._state._fsdp_param_groups:
+            if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params):
+                return "parameters that have a say in how they are gathered (fsdp_pre_all_gather)"
+            if any(p.offload_to_cpu and p.device.type != "cpu" for p in group.fsdp_params):
+                return "CPUOffloadPolicy. Leave it out, and give memplan a host_budget="
+            if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
+                return "a divisor of gradients of its own (set_gradient_divide_factor)"
+            if group._all_reduce_hook is not None or group.reduce_scatter_unused_params:
+                return "a hook or a rule of its own for reducing gradients"
+        return None
+
+    @property
+    def reduces(self) -> bool:
+        """Whether backward reduces gradients now, as it does unless `set_requires_gradient_sync(False)` was called."""
+        groups = self._state._fsdp_param_groups
+        return all(g.reduce_grads and g.all_reduce_grads and g._partial_reduce_output is None for g in groups) and all(
+            p.unsharded_accumulated_grad is None and getattr(getattr(p, "_unsharded_param", None), "grad", None) is None
+            for group in groups
+            for p in group.fsdp_params
+        )
+
+    def shard(self) -> None:
+        """Free what calls without a plan have left gathered."""
+        for group in self._state._fsdp_param_groups:
+            if not group.is_sharded:
+                group._to_sharded()
+
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def take_over(self, model: nn.Module) -> None:
+        """Put hooks in the place of the unit's own, which are called where nothing is traced.
+
+        Those on the model itself, whose forward is to be planned, are taken off: `around` calls them.
+        """
+        for module in self.modules:
+            for table, own in ((module._forward_pre_hooks, self._enter), (module._forward_hooks, self._leave)):
+                for key, hook in list(table.items()):
+                    if self._is_of_unit(hook):
+                        self._tables.append((table, key, hook))
+                        table[key] = _UnitHook(self, hook, own)
+                        if module is model:
+                            self._of_model.append(table.pop(key))
+
+    def give_back(self) -> None:
+        """Put the unit's own hooks back."""
+        for table, key, hook in self._tables:
+            was_off = key not in table
+            table[key] = hook
+            if was_off and hook.__name__ == "_pre_forward":  # it was the first
+                table.move_to_end(key, last=False)
+        self._tables.clear()
+        self._of_model.clear()
+
+    def around(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What forward gives, with what the unit's hooks on the model itself do before and after it."""
+        enter, leave = self._of_model
+        args, kwargs = enter(model, args, kwargs)
+        return leave(model, args, forward(*args, **kwargs))
+
+    def _is_of_unit(self, hook: Any) -> bool:
+        while getattr(hook, "__self__", None) is not self._state:
+            if not hasattr(hook, "__wrapped__"):
+                return False
+            hook = hook.__wrapped__
+        return True
+
+    # -- in a trace -------------------------------------------------------------------------------------------------
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        args, kwargs = self._state._cast_forward_inputs(args, kwargs)
+        if not self._left:
+            self._left = set(self.modules)
+            for group in self._state._fsdp_param_groups:
+                self._gather(group)
+                args, kwargs = type(group)._register_post_backward_hook(_NoReduction(), args, kwargs)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        self._left.discard(module)
+        if not self._left:
+            self.let_go()
+        return self._state._cast_output_dtype(output)
+
+    def let_go(self) -> None:
+        """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
+        for table, key, sharded in self._sharded:
+            table[key] = sharded
+        self._sharded.clear()
+        self._left = set()
+
+    def _gather(self, group: Any) -> None:
+        parameters = group.fsdp_params
+        sharded = [p._module_info.module._parameters[p._module_info.param_name] for p in parameters]
+        wholes = _Gather.apply(_UnitTraffic(group), *sharded)  # type: ignore[no-untyped-call]
+        for parameter, part, whole in zip(parameters, sharded, wholes, strict=True):
+            info = parameter._module_info
+            places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
+            for module, name in places:
+                self._sharded.append((module._parameters, name, part))
+                module._parameters[name] = whole
+
+
+class _NoReduction:
+    """Takes a group's place in the nodes that its hooks put before a unit, and does nothing in backward.
+
+    The nodes have to stay, because autograd adds up gradients in another order without them.
+    """
+
+    def post_backward(self) -> None:
+        pass
+
+
+class _UnitHook:
+    """A hook in the place of one of a unit's own."""
+
+    def __init__(self, unit: FsdpUnit, hook: Any, traced: Any) -> None:
+        self._unit, self._hook, self._traced = unit, hook, traced
+
+    def __call__(self, *arguments: Any) -> Any:
+        return (self._traced if self._unit.tracing else self._hook)(*arguments)
+
+
+def is_hook_of_unit(hook: Any) -> bool:
+    """Whether a hook stands in the place of one of a unit's own."""
+    return isinstance(hook, _UnitHook)
+
+
+@contextlib.contextmanager
+def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
+    """A context in which these units gather by ops that a trace records."""
+    before = [unit.tracing for unit in units]
+    for unit in units:
+        unit.tracing = True
+    try:
+        yield
+    finally:
+        for unit, was in zip(units, before, strict=True):
+            unit.let_go()
+            unit.tracing = was
+
+
+class _UnitTraffic:
+    """What gathering and reducing a group of parameters takes, as `foreach_all_gather` and `foreach_reduce` do it."""
+
+    def __init__(self, group: Any) -> None:
+        from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
+        from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
+
+        self.parameters, self.device = group.fsdp_params, group.device
+        self.requires_grad = [p.sharded_param.requires_grad for p in group.fsdp_params]
+        sharded = isinstance(group.mesh_info, FSDPMeshInfo)
+        self._group: Any = group._all_gather_process_group if sharded else None
+        self._replicas = group._all_reduce_process_group if isinstance(group.mesh_info, DDPMeshInfo) else None
+        self._ranks: int = self._group.size() if self._group is not None else 1
+        self._orig_dtype, self._reduce_dtype = group._orig_dtype, group._reduce_dtype
+        self._factors = collectives._get_gradient_divide_factors
+
+    def wholes(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole parameters, from this rank's part of each."""
+        flat = [self._padded(p, part) for p, part in zip(self.parameters, parts, strict=True)]
+        counts = [t.numel() for t in flat]
+        gathered = torch.cat(flat) if len(flat) > 1 or self._ranks == 1 else flat[0]
+        if self._group is not None and self._ranks > 1:
+            begun = _OPS.all_gather_into_tensor(gathered, self._ranks, self._group.group_name)
+            gathered = _OPS.wait_tensor(begun)
+        columns = gathered.view(self._ranks, -1).split(counts, dim=1)
+        return [self._whole(p, column) for p, column in zip(self.parameters, columns, strict=True)]
+
+    def _padded(self, parameter: Any, part: torch.Tensor) -> torch.Tensor:
+        """This rank's part in one dimension and the dtype in which it is sent, as large as the first rank's.
+
+        The memory of a part is that large on each rank, so that all of them have equal ops.
+        """
+        flat = part.as_strided((parameter.padded_sharded_param_size.numel(),), (1,))
+        return flat if parameter.param_dtype is None else flat.to(parameter.param_dtype)
+
+    def _whole(self, parameter: Any, column: torch.Tensor) -> torch.Tensor:
+        dim, size = parameter.fsdp_placement.dim, parameter._orig_size
+        if dim:
+            chunks = column.reshape(self._ranks, *parameter.padded_sharded_param_size).unbind()
+            whole = torch.cat(chunks, dim=dim)
+        else:
+            whole = column.reshape(-1)[: size.numel()].view(size)
+        spec = parameter._unsharded_dtensor_spec
+        if spec is None:
+            return whole
+        whole.requires_grad_(False)
+        return with_spec(whole, parameter._get_unsharded_dtensor_spec(whole))
+
+    def parts(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """This rank's part of each gradient, reduced over the ranks; None where there is none."""
+        pairs = zip(self.parameters, gradients, strict=True)
+        there = [(p, p._get_grad_inner_tensor(g)) for p, g in pairs if g is not None]
+        reduced = iter(self._reduced(there))
+        return [None if g is None else next(reduced) for g in gradients]
+
+    def _reduced(self, there: Sequence[tuple[Any, torch.Tensor]]) -> list[torch.Tensor]:
+        ranks, grads = self._ranks, []
+        for parameter, grad in there:
+            dim = parameter.fsdp_placement.dim
+            grads.append(torch.cat(torch.chunk(grad, ranks, dim=dim), dim=0) if dim and ranks > 1 else grad)
+        dtype = self._reduce_dtype or grads[0].dtype
+        pre, post, scatter, reduce = self._factors(self._group, self._replicas, dtype, self.device.type)
+        flat = torch._chunk_cat(grads, 0, ranks).view(-1)
+        counts = [-(-grad.shape[0] // ranks) * (grad.numel() // grad.shape[0]) for grad in grads]
+        if flat.dtype != dtype:
+            flat = flat.to(dtype)
+        if pre is not None and pre != 1:
+            flat = flat / pre
+        if ranks > 1:
+            begun = _OPS.reduce_scatter_tensor(flat, _name(scatter), ranks, self._group.group_name)
+            flat = _OPS.wait_tensor(begun)
+        if self._replicas is not None:
+            flat = _OPS.wait_tensor(_OPS.all_reduce(flat, _name(reduce), self._replicas.group_name))
+        if post is not None and post != 1:
+            flat = flat / post
+        if self._orig_dtype is not None and flat.dtype != self._orig_dtype:
+            flat = flat.to(self._orig_dtype)
+        parts = []
+        for (parameter, _), piece in zip(there, flat.split(counts), strict=True):
+            size = parameter.sharded_size
+            parts.append(piece[: size.numel()].view(size))
+        return parts
+
+
+def _name(op: Any) -> str:
+    """The name of a reduction, as functional collectives take it."""
+    return str(op).rpartition(".")[2].lower()
+
+
+class _Gather(torch.autograd.Function):
+    """The parameters of a unit, gathered; their gradients, reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, gathered: _UnitTraffic, *sharded: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.gathered, ctx.specs = gathered, [getattr(t, "_spec", None) for t in sharded]
+        wholes = gathered.wholes([part_here(t) for t in sharded])
+        wanted = zip(wholes, gathered.requires_grad, strict=True)
+        ctx.mark_non_differentiable(*(t for t, requires_grad in wanted if not requires_grad))
+        return tuple(wholes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        parts = ctx.gathered.parts(gradients)
+        return (None, *(None if t is None else with_spec(t, s) for t, s in zip(parts, ctx.specs, strict=True)))

@@ -1,0 +1,369 @@
+"""Whole plans of models with DTensors as parameters, over gloo ranks: `fully_shard`, tensor and sequence parallel.
+
+Each is compared with the same training without plans: losses, gradients, parameters, and peaks of tensors alive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+import memplan
+from memplan.capture.capture import UnplannableArgument
+from memplan.installed.planned_forward import planned_forward
+from memplan.problem.schedule import Compute
+from tests.ranks.cells_agreement import rank, refused
+from tests.ranks.spawn import Cell
+from tests.support.meter import LiveMeter, plans_wait_for_gloo
+from tests.support.zoo import MODELS, copied, first_difference, loss_of
+
+BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+BUDGETS: tuple[Any, ...] = (1.0, 0.7, "min")
+SLACK_BYTES = 64  # of scalars that DTensors make
+
+Made = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, inner), nn.Linear(inner, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x))))) * scale
+
+
+class Net(nn.Module):
+    """Parameters of its own before and after the blocks, which the root unit has. All blocks read `scale`."""
+
+    def __init__(self, width: int = 16, inner: int = 32, words: int = 50) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(words, width), nn.Linear(width, words)
+        self.scale = nn.Linear(width, width)
+        self.blocks = nn.ModuleList(Block(width, inner) for _ in range(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        scale = self.scale(x)
+        for block in self.blocks:
+            x = block(x, scale)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+def ids_of(seed: int, rows: int = 4, words: int = 50) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"ids": torch.randint(0, words, (rows, 12), generator=generator)}
+
+
+def sharded(net: nn.Module, blocks: Any, **options: Any) -> nn.Module:
+    for block in blocks:
+        fully_shard(block, **options)
+    return fully_shard(net, **options)
+
+
+def units(width: int = 16, inner: int = 32, words: int = 50, **options: Any) -> Made:
+    """The net with each block a unit."""
+    torch.manual_seed(0)
+    net = Net(width, inner, words).train()
+    return sharded(net, net.blocks, **options), ids_of(rank(), words=words)
+
+
+def frozen() -> Made:
+    """Units without a gradient, and units with gradients of some of their parameters."""
+    torch.manual_seed(0)
+    net = Net().train()
+    net.embed.requires_grad_(False)
+    net.blocks[0].requires_grad_(False)
+    net.blocks[2].up.requires_grad_(False)
+    return sharded(net, net.blocks), ids_of(rank())
+
+
+def grouped() -> Made:
+    """A unit of two modules, one in another, and parameters that two modules share."""
+    torch.manual_seed(0)
+    net = Net().train()
+    net.head.weight = net.embed.weight
+    fully_shard([net.blocks[0], net.blocks[1]])
+    fully_shard(net.blocks[2].up)
+    return sharded(net, net.blocks[2:]), ids_of(rank())
+
+
+def replicated() -> Made:
+    """Units that two groups of ranks have copies of (HSDP)."""
+    return units(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
+
+
+def parallel(mesh: DeviceMesh) -> Net:
+    """The net with its blocks split over a mesh, column by column and row by row."""
+    torch.manual_seed(0)
+    net = Net().train()
+    for block in net.blocks:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return net
+
+
+def tensor_parallel() -> Made:
+    return parallel(init_device_mesh("cpu", (2,))), ids_of(0)
+
+
+def sequence_parallel() -> Made:
+    torch.manual_seed(0)
+    mesh, net = init_device_mesh("cpu", (2,)), Net().train()
+    parallelize_module(
+        net, mesh,
+        {"embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+         "scale": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=True),
+         "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate())},
+    )  # fmt: skip
+    for block in net.blocks:
+        plan = {
+            "norm": SequenceParallel(),
+            "up": ColwiseParallel(input_layouts=Shard(1)),
+            "down": RowwiseParallel(output_layouts=Shard(1)),
+        }
+        parallelize_module(block, mesh, plan)
+    return net, ids_of(0)
+
+
+def two_dimensions() -> Made:
+    """Blocks split over two ranks, and each part sharded over two."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = parallel(mesh["tensor"])
+    return sharded(net, net.blocks, mesh=mesh["data"]), ids_of(mesh["data"].get_local_rank())
+
+
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(net: nn.Module, batch: dict[str, Any], accumulated: int = 1) -> list[Any]:
+    """What each of three steps gives: losses, this rank's parts of gradients and how they are sharded; parameters."""
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2, foreach=False)
+    torch.manual_seed(5 + rank())
+    results: list[Any] = []
+    for _ in range(3):
+        for _ in range(accumulated):
+            loss = loss_of(net(**batch))
+            loss.backward()
+            results.append(copied(loss))
+        grads = {n: p.grad for n, p in net.named_parameters() if p.grad is not None}
+        results += [{n: copied(part_of(g)) for n, g in grads.items()}]
+        results += [str(getattr(g, "placements", "")) for g in grads.values()]
+        optimizer.step()
+        optimizer.zero_grad()
+        net.eval()
+        with torch.no_grad():
+            results.append(copied(loss_of(net(**batch))))
+        net.train()
+    results += [copied(part_of(p)) for p in net.parameters()]
+    return results
+
+
+def compare(make: Callable[[], Made], accumulated: int = 1, **options: Any) -> str | None:
+    """The training with plans gives what it gives without, at three budgets."""
+    plain = train(*make(), accumulated)
+    for budget in BUDGETS:
+        net, batch = make()
+        memplan.apply(net, batch, budget, **{"costs": "estimate", "accumulate": accumulated > 1, **options})
+        found = first_difference(plain, train(net, batch, accumulated), f"budget {budget}: result")
+        planned = planned_forward(net)
+        if found or planned is None or len(planned.steps) > 1:
+            return found or "calls like the sample got another plan"
+    plan = memplan.plan_of(net)
+    if not isinstance(plan, memplan.Plan) or not plan.recomputed:
+        return "nothing was recomputed"
+    return None
+
+
+def peaks(make: Callable[[], Made]) -> str | None:
+    """What is held is what was predicted."""
+    found = []
+    for budget in BUDGETS:
+        net, batch = make()
+        with plans_wait_for_gloo():
+            memplan.apply(net, batch, budget, costs="estimate")
+        loss_of(net(**batch)).backward()
+        for parameter in net.parameters():
+            parameter.grad = None
+        plan, meter = memplan.plan_of(net), LiveMeter()
+        assert isinstance(plan, memplan.Plan)
+        meter.register([part_of(p) for p in net.parameters()] + [*net.buffers(), *batch.values()])
+        with meter:
+            output = net(**batch)
+            loss_of(output).backward()
+        drawn_bytes = plan.problem.graph.rng_state_bytes * len(plan.problem.graph.ops)  # which the meter does not see
+        if not plan.peak_bytes - drawn_bytes <= meter.peak_bytes <= plan.peak_bytes + SLACK_BYTES:
+            found.append(f"budget {budget}: {meter.peak_bytes} bytes are held, {plan.peak_bytes} predicted")
+    return "; ".join(found) or None
+
+
+def gathers_again() -> str | None:
+    """A tight plan gathers units again. The other ranks have its schedule, though their budgets are larger."""
+    net, batch = units()
+    memplan.apply(net, batch, "min", costs="estimate")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    ran = [plan.problem.graph.ops[s.op].kind for s in plan.schedule if isinstance(s, Compute)]
+    made = [op.kind for op in plan.problem.graph.ops]
+    gathers, reductions = ("all_gather" in kind for kind in ran), [k for k in ran if "reduce_scatter" in k]
+    if sum(gathers) <= sum("all_gather" in kind for kind in made):
+        return "nothing is gathered again"
+    if len(reductions) != len(net.blocks) + 1:  # type: ignore[arg-type]
+        return f"{len(reductions)} reductions"
+    budget = plan.peak_bytes if rank() == 0 else 4 * plan.peak_bytes
+    plain, (net, batch) = train(*units()), units()
+    memplan.apply(net, batch, budget, costs="estimate")
+    return first_difference(plain, train(net, batch), "result")
+
+
+def lengths() -> str | None:
+    """Batches of other sizes, that of one rank alone among them."""
+    results = []
+    for planned in (False, True):
+        net, _ = units()
+        if planned:
+            memplan.apply(net, None, 0.8, costs="estimate")
+        torch.manual_seed(rank())
+        losses = []
+        for rows in (4, 4, 3 + rank(), 2, 4):
+            losses.append(copied(loss_of(net(**ids_of(rank(), rows)))))
+            loss_of(net(**ids_of(rank(), rows))).backward()
+        results.append((losses, [copied(part_of(p.grad)) for p in net.parameters() if p.grad is not None]))
+    return first_difference(*results, "result")
+
+
+def measured() -> str | None:
+    """Ranks time collectives together, and ops alone."""
+    return compare(units, costs="measure")
+
+
+def without_reduction() -> str | None:
+    """Micro-batches whose gradients are not reduced run without the plan, and give what they give without one."""
+    results = []
+    for planned in (False, True):
+        net, batch = units()
+        assert isinstance(net, FSDPModule)
+        if planned:
+            memplan.apply(net, batch, 0.8, costs="estimate")
+        torch.manual_seed(rank())
+        found = []
+        for step in range(6):
+            net.set_requires_gradient_sync(step % 3 == 2)
+            loss = loss_of(net(**batch))
+            loss.backward()
+            found.append(copied(loss))
+        results.append((found, [copied(part_of(p.grad)) for p in net.parameters() if p.grad is not None]))
+    return first_difference(*results, "result")
+
+
+def clipped() -> str | None:
+    """Clipping, a state dict and what `remove` leaves are those of the model without a plan."""
+    results: list[Any] = []
+    for way in ("plain", "planned", "removed"):
+        net, batch = units()
+        if way != "plain":
+            memplan.apply(net, batch, 0.8, costs="estimate")
+        if way == "removed":
+            memplan.remove(net)
+        torch.manual_seed(rank())
+        loss_of(net(**batch)).backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        state = {name: copied(t.full_tensor()) for name, t in net.state_dict().items()}
+        net.load_state_dict(net.state_dict())
+        tables = [table for m in net.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+        hooks = [] if way == "planned" else [[h.__name__ for h in table.values()] for table in tables]
+        results.append((copied(part_of(norm)), state, str(hooks)))
+    return first_difference(results[0], results[2], "removed") or first_difference(
+        results[0][:2], results[1][:2], "planned"
+    )
+
+
+def again_and_again() -> str | None:
+    """A second plan takes the place of the first, and one that fails leaves the first."""
+    plain, (net, batch) = train(*units()), units()
+    memplan.apply(net, batch, 1.0, costs="estimate")
+    memplan.apply(net, batch, 0.7, costs="estimate")
+    found = refused(lambda: memplan.apply(net, batch, 1000, costs="estimate"), memplan.BudgetInfeasible, "budget")
+    return found or first_difference(plain, train(net, batch), "result")
+
+
+def first_a_plan() -> str | None:
+    """Blocks that had a plan before `fully_shard`: their parameters are whole while they run."""
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net = Net().train()
+        for block in net.blocks if planned else ():
+            memplan.apply(block, None, 0.95, costs="estimate")
+        results.append(train(sharded(net, net.blocks), ids_of(rank())))
+    return first_difference(*results, "result")
+
+
+def llama() -> str | None:
+    """Layers of transformers, which are called with keyword arguments and share some of those."""
+
+    def make() -> Made:
+        net, sample = MODELS["llama"](0)
+        assert isinstance(sample, dict)
+        return sharded(net, net.model.layers), sample  # type: ignore[union-attr]
+
+    return compare(make)
+
+
+def refusals() -> str | None:
+    net, batch = units()
+    memplan.plan(net, batch, 0.8, costs="estimate")
+    with_factor = units()[0]
+    with_factor.set_gradient_divide_factor(3.0)  # type: ignore[operator]
+    fresh = units()[0]
+    spread = DTensor.from_local(batch["ids"], init_device_mesh("cpu", (2,)))
+    return (
+        refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
+        or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
+        or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), UnplannableArgument, "is a DTensor")
+    )
+
+
+TWO: dict[str, tuple[Callable[[], Made], bool]] = {
+    "units": (units, False),
+    "uneven parts": (functools.partial(units, 15, 31, 49), False),
+    "mixed precision": (functools.partial(units, mp_policy=BF16), False),
+    "no reshard": (functools.partial(units, reshard_after_forward=False), True),
+    "other dimension": (functools.partial(units, shard_placement_fn=lambda p: Shard(p.dim() - 1)), True),
+    "frozen": (frozen, False),
+    "groups": (grouped, False),
+    "tensor parallel": (tensor_parallel, False),
+    "sequence parallel": (sequence_parallel, False),
+}
+FOUR = {"four ranks": units, "HSDP": replicated, "FSDP and tensor parallel": two_dimensions}
+CELLS = {name: Cell(functools.partial(compare, make), full=full) for name, (make, full) in TWO.items()}
+CELLS |= {name: Cell(functools.partial(compare, make), world=4, full=name != "HSDP") for name, make in FOUR.items()}
+CELLS |= {
+    "accumulated": Cell(functools.partial(compare, units, 3)),
+    "peaks": Cell(functools.partial(peaks, units)),
+    "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
+    "gathers again": Cell(gathers_again),
+    "lengths": Cell(lengths),
+    "measured": Cell(measured),
+    "without reduction": Cell(without_reduction),
+    "clipped, saved, removed": Cell(clipped),
+    "again and again": Cell(again_and_again),
+    "first a plan": Cell(first_a_plan),
+    "llama": Cell(llama, full=True, needs=("transformers",)),
+    "refusals": Cell(refusals),
+}
