@@ -1,6 +1,6 @@
 """Plan some blocks of a model, each by itself, so that the whole step fits a budget; the rest runs as it is.
 
-This is for models that can't be one graph, because something happens between their blocks: `fully_shard` gathers the
+This is for models that can't be one graph, because something happens between their blocks: an engine gathers the
 parameters of each block before it runs.
 """
 
@@ -28,7 +28,7 @@ from memplan.fusion.fuse_step import fuse_step
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.logs import log
 from memplan.planning.parts.plan_parts import PlannedParts, plan_parts
-from memplan.planning.parts.request import AroundParts, BesideParts, PartsRequest, WholeParameters
+from memplan.planning.parts.request import AroundParts, BesideParts, PartsRequest
 from memplan.planning.planner import Planner
 from memplan.planning.settings import Kernels, Settings
 from memplan.plans.partial_plan import PartialPlan
@@ -39,7 +39,6 @@ from memplan.runtime.parts.recompute import RecomputedStep
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
-from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers.parts.saved import solve_saved
 from memplan.torch_private import part_here
 from memplan.units import format_bytes
@@ -56,9 +55,7 @@ def apply_blocks(
     costs: Literal["measure", "estimate"] = "measure",
     config: ConfigLike = None,
     kernels: Kernels = "eager",
-    whole: WholeParameters = contextlib.nullcontext,
     reserved_bytes: Callable[[], int] = lambda: 0,
-    leaves_out: LeavesOut | None = None,
     group: torch.distributed.ProcessGroup | None = None,
     shards: Shards | None = None,
 ) -> PartialPlan:
@@ -68,10 +65,8 @@ def apply_blocks(
     - sample, budget, optimizer, accumulate, config: as for `apply`.
     - costs: "measure" or "estimate". Kernel scratch outside of blocks is not known.
     - kernels: "eager" or "fused", as for `apply`: blocks that can't be captured keep eager kernels.
-    - whole: a context that gathers the parameters of a block, where they are there only while it runs.
     - reserved_bytes: gives what is held beside all that the step itself makes, and that blocks do not schedule
       (gathered parameters). It is called after a first step.
-    - leaves_out: storages that reserved_bytes covers.
     - group: the ranks that rehearse together, where blocks run collectives around them. A budget that can't be met on
       one rank is then an error on all.
     - shards: whatever has sharded the parameters by other means than DTensors, gathers them around each pass of a
@@ -87,10 +82,7 @@ def apply_blocks(
         raise TypeError(f"blocks are submodules of the model, got {list(blocks)!r:.80}")
     agreement = None if group is None else Agreement.of(group)
     meet = None if agreement is None else agreement.meet
-    if meet is not None and whole is not contextlib.nullcontext:
-        whole = functools.partial(_after, meet, whole)
-
-    around = AroundParts(whole, leaves_out, shards, meet)
+    around = AroundParts(shards, meet)
 
     def planned_blocks() -> PlannedParts:
         settings = Settings(
@@ -144,14 +136,6 @@ def _request(
         around=around,
         fuse=fuse_step if settings.kernels == "fused" else None,
     )
-
-
-def _after(
-    meet: Callable[[], None], whole: WholeParameters, block: nn.Module
-) -> contextlib.AbstractContextManager[Any]:
-    """The parameters of a block, gathered once all ranks have met."""
-    meet()
-    return whole(block)
 
 
 def _held_beside(model: nn.Module, settings: Settings, device: torch.device | None) -> BesideParts:

@@ -91,8 +91,6 @@ class PlannedForward:
             self.choice.let_go()
             with contextlib.nullcontext() if self._is_set_aside else self.fetching():
                 return self.original(*args, **kwargs)
-        if self.shards is not None:
-            self.shards.begin()  # steps serve calls with the parameters sharded
         call = self.choice.reader.read(args, kwargs)
         with contextlib.suppress(ForwardFails), self.choice.one_call():
             return self._run_planned(call)

@@ -31,6 +31,7 @@ from memplan.torch_private.distributed import timeout_of as timeout_of
 from memplan.torch_private.distributed import waits_end_within as waits_end_within
 from memplan.torch_private.dtensors import completed as completed
 from memplan.torch_private.dtensors import is_hook_of_dtensors as is_hook_of_dtensors
+from memplan.torch_private.dtensors import is_of_dtensors as is_of_dtensors
 from memplan.torch_private.dtensors import is_sharded as is_sharded
 from memplan.torch_private.dtensors import is_wait as is_wait
 from memplan.torch_private.dtensors import part_here as part_here

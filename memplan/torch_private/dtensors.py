@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,12 @@ def is_sharded(tensor: Any) -> bool:
     """Whether other ranks have parts of a tensor (a DTensor)."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def is_of_dtensors(types: Sequence[type]) -> bool:
+    """Whether an op is on DTensors, which call other ops on the parts that are here. types: of its arguments."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and module.DTensor in types
 
 
 def part_here(tensor: torch.Tensor) -> torch.Tensor:

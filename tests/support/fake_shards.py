@@ -86,6 +86,9 @@ class FakeShards:
         whole = self.hidden.get(name, parameter)
         return memplan.Shard(whole.shape, whole.numel() * whole.element_size() + self.padding_bytes, name in self.stays)
 
+    def unplanned_because(self) -> str | None:
+        return None
+
     def owns(self, hook: Any) -> bool:
         return False
 

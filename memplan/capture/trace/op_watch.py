@@ -78,6 +78,8 @@ class OpWatch(private.TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, private.HigherOrderOperator):
             self._refuse_higher_order(str(func))
+        if private.is_of_dtensors(types):
+            return NotImplemented
         if private.is_wait(func):  # the op that begins a collective is over when it returns, in a plan
             func = torch.ops.aten.alias.default
         instead = None if self._random is None else self._random.instead(func, args)

@@ -72,8 +72,7 @@ def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], si
         for visit in rehearsal.visits
     ]
     for unit in units:
-        with around.whole(unit.module):
-            capture_unit(unit, calls[unit.module] > 1 or shares_parameters(request.model, unit.module))
+        capture_unit(unit, calls[unit.module] > 1 or shares_parameters(request.model, unit.module))
     return units
 
 

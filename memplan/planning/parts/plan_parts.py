@@ -28,7 +28,6 @@ from memplan.plans.partial_plan import PartialPlan
 from memplan.runtime.parts.part_step import PartTangents
 from memplan.runtime.parts.partial_step import Ways, run_in_parts
 from memplan.runtime.parts.rehearsal import EditedArguments, Rehearsal, resident_tensors, timed_step
-from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers.parts.ways import appraise
 
 
@@ -64,7 +63,7 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
             around.wait()
             solve_units(request, units)
             device = request.device or next((u.captured.traced.device for u in units if u.captured is not None), None)
-            elsewhere = functools.partial(_is_elsewhere, device, around.leaves_out)
+            elsewhere = functools.partial(_is_elsewhere, device)
             around.wait()
             parts = _measured(request, functools.partial(rehearse, leaves_out=elsewhere), units, blocks)
             break
@@ -96,10 +95,9 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
     return PlannedParts(plan, fitted.ways)
 
 
-def _is_elsewhere(device: torch.device | None, leaves_out: LeavesOut | None, storage: torch.UntypedStorage) -> bool:
-    """Whether a storage does not count: it is on the host, or somebody else counts it."""
-    on_host = device is not None and storage.device.type != device.type
-    return on_host or (leaves_out is not None and leaves_out(storage))
+def _is_elsewhere(device: torch.device | None, storage: torch.UntypedStorage) -> bool:
+    """Whether a storage is on the host, and does not count."""
+    return device is not None and storage.device.type != device.type
 
 
 def _without(edited: Collection[nn.Module], sites: Sites, request: PartsRequest) -> Sites:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -14,13 +12,11 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, Forward
 from memplan.problem.data import Problem
-from memplan.runtime.watch.meter import LeavesOut
 from memplan.solvers import Front, solve_front
 
 # (bytes of the unplanned peak, resident bytes, bytes of the least peak) -> the budget in bytes
 LimitOf = Callable[[int, int, int], int]
 Fuse = Callable[[Traced], Traced]
-WholeParameters = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +35,17 @@ class BesideParts:
 class AroundParts:
     """What else takes part in the step while it is rehearsed: by default nothing.
 
-    - whole: gathers the parameters of a part for the length of a context, where they are there only while the part
-      runs.
-    - leaves_out: storages that do not count, because they are counted elsewhere.
     - shards: whatever has sharded the parameters, gathers them around each pass, and takes their gradients.
     - meet: a barrier for ranks that rehearse together. With it, all of them run equally many steps.
     """
 
-    whole: WholeParameters = contextlib.nullcontext
-    leaves_out: LeavesOut | None = None
     shards: Shards | None = None
     meet: Callable[[], None] | None = None
 
     @property
     def comes_and_goes(self) -> bool:
         """Whether parameters are there only around the passes of a part."""
-        return self.shards is not None or self.whole is not contextlib.nullcontext
+        return self.shards is not None
 
     @property
     def ignored(self) -> Collection[str]:

@@ -26,8 +26,7 @@ def solve_units(request: PartsRequest, units: Sequence[Part]) -> None:
         if unit.captured is None:
             continue
         try:
-            with request.around.whole(unit.module):
-                costs = _costs(unit, request.costs)
+            costs = _costs(unit, request.costs)
         except UnsupportedModel as error:  # an op does not do what its trace says
             unit.give_up(str(error))
             continue

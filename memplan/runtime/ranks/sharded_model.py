@@ -107,6 +107,7 @@ class ShardedModel:
     def unplanned_because(self) -> str | None:
         """What the ranks do just now that no plan follows, in words; None for nothing."""
         if all(unit.reduces for unit in self._units):
+            self.begin()  # keys of steps look at parameters that are sharded
             return None
         return "steps that do not reduce gradients (set_requires_gradient_sync), and the one after them,"
 
