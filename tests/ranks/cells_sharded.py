@@ -29,7 +29,7 @@ from memplan.problem.schedule import Compute
 from tests.ranks.cells_agreement import rank, refused
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, plans_wait_for_gloo
-from tests.support.zoo import MODELS, copied, first_difference, loss_of
+from tests.support.zoo import copied, first_difference, loss_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BUDGETS: tuple[Any, ...] = (1.0, 0.7, "min")
@@ -314,15 +314,47 @@ def first_a_plan() -> str | None:
     return first_difference(*results, "result")
 
 
-def llama() -> str | None:
-    """Layers of transformers, which are called with keyword arguments and share some of those."""
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+DECODER = {**SIZES, "num_key_value_heads": 2, "vocab_size": 96, "use_cache": False}
 
-    def make() -> Made:
-        net, sample = MODELS["llama"](0)
-        assert isinstance(sample, dict)
-        return sharded(net, net.model.layers), sample  # type: ignore[union-attr]
 
-    return compare(make)
+def of_transformers(kind: str) -> Made:
+    """A model of transformers with each layer a unit: its layers are called with keyword arguments, and share some."""
+    import transformers
+
+    torch.manual_seed(0)
+    words = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(rank()))
+    batch = {"input_ids": words, "labels": words}
+    net: Any
+    if kind == "Qwen3, tied":
+        config = transformers.Qwen3Config(**DECODER, head_dim=8, tie_word_embeddings=True)
+        net = transformers.Qwen3ForCausalLM(config)
+        layers = net.model.layers
+    elif kind == "Mixtral":
+        net = transformers.MixtralForCausalLM(transformers.MixtralConfig(**DECODER, num_local_experts=4))
+        layers = net.model.layers
+    elif kind == "Llama":
+        net = transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER, attention_dropout=0.1))
+        layers = net.model.layers
+    elif kind == "BERT":
+        net = transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, vocab_size=96))
+        layers = net.bert.encoder.layer
+    elif kind == "ViT":
+        config = transformers.ViTConfig(**SIZES, image_size=16, patch_size=4, num_labels=5)
+        net = transformers.ViTForImageClassification(config)
+        batch = {"pixel_values": torch.rand(2, 3, 16, 16), "labels": torch.arange(2)}
+        layers = next(m for m in net.modules() if isinstance(m, nn.ModuleList))
+    else:
+        import peft
+
+        config = transformers.T5Config(
+            d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=96, decoder_start_token_id=0,
+            use_cache=False,
+        )  # fmt: skip
+        inner = transformers.T5ForConditionalGeneration(config)
+        net = peft.get_peft_model(inner, peft.LoraConfig(r=4, target_modules=["q", "v"], lora_dropout=0.1))
+        layers = [*inner.encoder.block, *inner.decoder.block]
+    return sharded(net.train(), layers), batch
 
 
 def refusals() -> str | None:
@@ -364,6 +396,8 @@ CELLS |= {
     "clipped, saved, removed": Cell(clipped),
     "again and again": Cell(again_and_again),
     "first a plan": Cell(first_a_plan),
-    "llama": Cell(llama, full=True, needs=("transformers",)),
     "refusals": Cell(refusals),
 }
+for kind in ("Llama", "Qwen3, tied", "Mixtral", "BERT", "ViT", "T5 with LoRA"):
+    run = functools.partial(compare, functools.partial(of_transformers, kind))
+    CELLS[kind] = Cell(run, full=kind != "T5 with LoRA", needs=("transformers", "peft"))
