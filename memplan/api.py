@@ -203,7 +203,7 @@ def apply(
         with _unplanned(model) as original:
             if isinstance(shards, ShardedModel):
                 aside.enter_context(shards.taking_over(for_good=True))
-                original = shards.forward(original)
+                original = model.forward
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
             planner.check_optimizer(model)
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
@@ -323,7 +323,7 @@ def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[tuple[nn.Modul
             yield model, original
             return
         with settings.shards.taking_over():
-            yield model, settings.shards.forward(original)
+            yield model, model.forward
 
 
 def _settings(

@@ -75,6 +75,7 @@ class ZeroShards:
     """The `memplan.Shards` of an engine's parameters."""
 
     attributes = _ATTRIBUTES
+    takes_gradients = True
 
     def __init__(self, engine: Any, speed: memplan.GatherSpeed | None = None) -> None:
         self._module: nn.Module = engine.module

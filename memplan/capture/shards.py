@@ -45,6 +45,7 @@ class Shards(Protocol):
     - resident_bytes: held on the device throughout: this rank's parts of parameters and gradients, and buffers to
       reduce.
     - speed: of gathers.
+    - takes_gradients: whether gradients that are handed over are its own, and not the parameters' `.grad`.
     - attributes: names of attributes of modules that belong to it, which change without changing what forward computes.
 
     Every rank of the group must call `gather` for the same parameters in the same order.
@@ -54,6 +55,8 @@ class Shards(Protocol):
     def resident_bytes(self) -> int: ...
     @property
     def speed(self) -> GatherSpeed: ...
+    @property
+    def takes_gradients(self) -> bool: ...
     @property
     def attributes(self) -> Collection[str]: ...
 

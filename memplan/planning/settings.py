@@ -131,7 +131,7 @@ class Settings:
     @property
     def theirs(self) -> bool:
         """Whether an engine holds the gradients, or takes them away."""
-        return self.shards is not None or self.surroundings.takes_gradients
+        return self.surroundings.takes_gradients or (self.shards is not None and self.shards.takes_gradients)
 
     def _check_kinds(self) -> None:
         for name in ("accumulate", "keep_frozen"):

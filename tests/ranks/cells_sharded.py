@@ -231,6 +231,35 @@ def gathers_again() -> str | None:
     return first_difference(plain, train(net, batch), "result")
 
 
+def with_a_loss() -> str | None:
+    """A loss function in the plan calls the model, which is the root unit, as its module."""
+
+    def twice(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return 2 * loss_of(model(ids))
+
+    results: list[Any] = []
+    for planned in (False, True):
+        net, batch = units()
+        if planned:
+            memplan.apply(net, batch, 0.7, loss_fn=twice, costs="estimate")
+        torch.manual_seed(rank())
+        loss = net(**batch) if planned else twice(net, **batch)
+        loss.backward()
+        with torch.no_grad():
+            results.append((copied(loss), [copied(part_of(p.grad)) for p in net.parameters()], copied(net(**batch))))  # type: ignore[arg-type]
+    return first_difference(*results, "result")
+
+
+def offloaded() -> str | None:
+    """With a host budget activations are offloaded; parts of parameters stay."""
+    plain, (net, batch) = train(*units(mp_policy=BF16)), units(mp_policy=BF16)
+    memplan.apply(net, batch, 0.5, costs="estimate", host_budget="1MiB", link=memplan.Link(1e12, 1e12, 0.0))
+    plan = memplan.plan_of(net)
+    if not isinstance(plan, memplan.Plan) or not plan.host_bytes:
+        return "nothing is offloaded"
+    return first_difference(plain, train(net, batch), "result")
+
+
 def lengths() -> str | None:
     """Batches of other sizes, that of one rank alone among them."""
     results = []
@@ -390,6 +419,8 @@ CELLS |= {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
     "gathers again": Cell(gathers_again),
+    "with a loss": Cell(with_a_loss),
+    "offloaded": Cell(offloaded),
     "lengths": Cell(lengths),
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),

@@ -33,6 +33,7 @@ class FakeShards:
     """
 
     attributes: frozenset[str] = frozenset()
+    takes_gradients: bool = True
     resident_bytes = 1000
     speed = memplan.GatherSpeed(1e9, 1e-6)
 

@@ -33,6 +33,7 @@ class ShardedModel:
     """The `Shards` of a model with DTensors as parameters. Its plans gather by ops, and nothing beside them."""
 
     resident_bytes = 0
+    takes_gradients = False
     attributes: tuple[str, ...] = ()
 
     def __init__(self, model: nn.Module) -> None:
@@ -40,6 +41,7 @@ class ShardedModel:
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
         self._units = private.units_of(model)
         self._taken_over, self._measured, self.speed = False, False, GatherSpeed()
+        self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
             raise UnsupportedModel(
                 f"the {type(model).__name__} is a unit within a model that went through fully_shard, which gathers "
@@ -64,11 +66,6 @@ class ShardedModel:
                 return spec.mesh.get_group()  # type: ignore[no-any-return]
         raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
 
-    def forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The model's own forward, with what a unit's hooks on the model itself do."""
-        around = [unit for unit in self._units if self._model in unit.modules]
-        return _WithinUnit(around[0], self._model, original) if around else original
-
     def measure(self) -> None:
         """Find the speed of collectives. All ranks of the group call it together."""
         if self._measured:
@@ -83,13 +80,17 @@ class ShardedModel:
     def taking_over(self, for_good: bool = False) -> Iterator[None]:
         """A context in which the hooks of units are set aside, so that planned calls run none of them.
 
-        for_good: they stay so afterwards, unless the context fails.
+        Those on the model itself become part of its forward, which a plan takes the place of. for_good: all stays so
+        afterwards, unless the context fails.
         """
         if self._taken_over:
             yield
             return
         for unit in self._units:
             unit.take_over(self._model)
+            if self._model in unit.modules:
+                self._own = vars(self._model).get("forward")
+                self._model.forward = _WithinUnit(unit, self._model, self._model.forward)
         self._taken_over, failed = True, True
         try:
             yield
@@ -102,6 +103,10 @@ class ShardedModel:
         """Put the hooks of units back."""
         for unit in self._units:
             unit.give_back()
+        if isinstance(vars(self._model).get("forward"), _WithinUnit):
+            del self._model.forward
+            if self._own is not None:
+                self._model.forward = self._own
         self._taken_over = False
 
     def unplanned_because(self) -> str | None:
