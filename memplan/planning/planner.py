@@ -243,6 +243,8 @@ class Planner:
                 found = None if sized else self._unsearched(model, captured, known, share is not None)
         if refusal is not None:
             return self._not_whole(model, forward, sample, known, refusal, share is not None)
+        if share is None and self.capturing.looks:
+            _refuse_collectives(captured)
         if found is not None:
             return found
         if sized:
@@ -412,6 +414,16 @@ class Planner:
         if (plan.unchecked, plan.margin) == (unchecked, margin):  # a plan that was given stays that
             return plan
         return dataclasses.replace(plan, unchecked=unchecked, margin=margin)
+
+
+def _refuse_collectives(captured: Capture) -> None:
+    """Refuse collectives in a step that this rank plans alone: other ranks may run them in another order."""
+    for op in captured.traced.graph.ops:
+        if op.is_collective:
+            raise UnsupportedModel(
+                f"{op.layer or 'the model'} runs the collective {op.kind}, and each rank would plan when by itself. "
+                "Pass the ranks that run it together as group=, then all of them run one plan"
+            )
 
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -231,6 +232,36 @@ def gathers_again() -> str | None:
     return first_difference(plain, train(net, batch), "result")
 
 
+class Shared(nn.Module):
+    """A forward that gathers by functional collectives itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = all_gather_tensor_autograd(torch.tanh(layer(x)), 0, torch.distributed.group.WORLD)
+            x = x.chunk(torch.distributed.get_world_size())[0]
+        return x.square().mean()
+
+
+def own_collectives() -> str | None:
+    """Collectives of forward's own are never timed by one rank alone, and take a group."""
+    world, batch = torch.distributed.group.WORLD, {"x": torch.rand(64, 16)}
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net = Shared()
+        if planned:
+            found = refused(lambda: memplan.apply(net, batch, 0.8), memplan.UnsupportedModel, "group=")  # noqa: B023
+            if found:
+                return found
+            memplan.apply(net, batch, "min", group=world)
+        results.append(train(net, batch))
+    return first_difference(*results, "result")
+
+
 def with_a_loss() -> str | None:
     """A loss function in the plan calls the model, which is the root unit, as its module."""
 
@@ -419,6 +450,7 @@ CELLS |= {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
     "gathers again": Cell(gathers_again),
+    "own collectives": Cell(own_collectives),
     "with a loss": Cell(with_a_loss),
     "offloaded": Cell(offloaded),
     "lengths": Cell(lengths),

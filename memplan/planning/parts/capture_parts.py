@@ -66,7 +66,7 @@ def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], si
             sites[visit.module],
             visit,
             shards=around.shards,
-            fixed=around.comes_and_goes,
+            fixed=around.shards is not None,
             fuse=request.fuse,
         )
         for visit in rehearsal.visits

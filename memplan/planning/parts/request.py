@@ -43,11 +43,6 @@ class AroundParts:
     meet: Callable[[], None] | None = None
 
     @property
-    def comes_and_goes(self) -> bool:
-        """Whether parameters are there only around the passes of a part."""
-        return self.shards is not None
-
-    @property
     def ignored(self) -> Collection[str]:
         """Attributes of modules that change without changing what forward computes."""
         return () if self.shards is None else self.shards.attributes
