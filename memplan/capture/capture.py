@@ -178,7 +178,7 @@ def _capture(
     - requiring: positions of arguments that forward lets require grad.
     """
     refuse_wrappers(model)
-    _refuse_subclasses(model)
+    _refuse_subclasses(model, shards)
     planned_device = device or model_device(model)
     if planned_device.type not in ("cpu", "cuda"):
         raise ValueError(f"steps on {planned_device} can't be planned, only those on CPUs and on CUDA devices")
@@ -324,7 +324,7 @@ def capture_part(
     `capture`.
     """
     refuse_wrappers(module)
-    _refuse_subclasses(module)
+    _refuse_subclasses(module, shards)
     device = model_device(module)
     if any(t.device.type != device.type for t in call.tensors):
         raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
@@ -504,11 +504,18 @@ def refuse_wrappers(model: nn.Module) -> None:
             )
 
 
-def _refuse_subclasses(model: nn.Module) -> None:
-    """Refuse tensors whose class changes what ops do. Packed weights are taken as the integers that they are."""
+def _refuse_subclasses(model: nn.Module, shards: Shards | None) -> None:
+    """Refuse tensors whose class changes what ops do. Packed weights are taken as the integers that they are.
+
+    shards: knows of DTensors.
+    """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if private.is_sharded(tensor):
+        if private.is_sharded(tensor) and shards is not None:
             continue
+        if private.is_sharded(tensor):
+            raise UnsupportedModel(
+                f"{name} is a DTensor since the model was planned. Call memplan.apply again once it is sharded"
+            )
         packed = not (tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex())
         if private.changes_ops(tensor) and not packed:
             raise UnsupportedModel(

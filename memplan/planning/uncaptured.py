@@ -92,6 +92,8 @@ class UncapturedSteps:
             ) from error
         if settings.loss_fn is not None or not any(p.requires_grad for p in model.parameters()):
             raise error
+        if settings.shards is not None and not settings.shards.takes_gradients:  # parts of it would gather otherwise
+            raise error
         if settings.shards is not None:
             raise UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be captured whole, for what runs unplanned would not "

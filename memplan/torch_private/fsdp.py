@@ -48,7 +48,7 @@ class FsdpUnit:
         self._state, self.tracing = state, False
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
         self._left: set[nn.Module] = set()  # of a pass that is being traced
-        self._sharded: list[tuple[dict[str, Any], str, Any]] = []
+        self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
 
@@ -146,8 +146,9 @@ class FsdpUnit:
 
     def let_go(self) -> None:
         """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
-        for table, key, sharded in self._sharded:
-            table[key] = sharded
+        for table, key, sharded, whole in self._sharded:
+            if table.get(key) is whole:  # else the trace, which has failed, has put back what was there before it
+                table[key] = sharded
         self._sharded.clear()
         self._left = set()
 
@@ -159,7 +160,7 @@ class FsdpUnit:
             info = parameter._module_info
             places = [(info.module, info.param_name), *zip(info.shared_modules, info.shared_param_names, strict=True)]
             for module, name in places:
-                self._sharded.append((module._parameters, name, part))
+                self._sharded.append((module._parameters, name, part, whole))
                 module._parameters[name] = whole
 
 

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 import memplan
 from memplan.capture.capture import UnplannableArgument
+from memplan.capture.trace.op_watch import OpenBranch
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
 from tests.ranks.cells_agreement import rank, refused
@@ -246,6 +247,28 @@ class Shared(nn.Module):
         return x.square().mean()
 
 
+class Branching(Block):
+    """Branches on what it computes, which no trace follows."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x, scale)
+        return x if x.sum() > 1e9 else 2 * x
+
+
+def left_as_it_is() -> str | None:
+    """A model that can't be planned trains on as before."""
+
+    def make() -> Made:
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks[1] = Branching(16, 32)
+        return sharded(net.train(), net.blocks), ids_of(rank())
+
+    plain, (net, batch) = train(*make()), make()
+    found = refused(lambda: memplan.apply(net, batch, 0.8, costs="estimate"), OpenBranch, "control flow")
+    return found or first_difference(plain, train(net, batch), "result")
+
+
 def own_collectives() -> str | None:
     """Collectives of forward's own are never timed by one rank alone, and take a group."""
     world, batch = torch.distributed.group.WORLD, {"x": torch.rand(64, 16)}
@@ -424,8 +447,12 @@ def refusals() -> str | None:
     with_factor.set_gradient_divide_factor(3.0)  # type: ignore[operator]
     fresh = units()[0]
     spread = DTensor.from_local(batch["ids"], init_device_mesh("cpu", (2,)))
+    torch.manual_seed(0)
+    too_late = memplan.apply(Net().train(), batch, 0.8, costs="estimate")
+    sharded(too_late, too_late.blocks)
     return (
-        refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
+        refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
+        or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
         or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), UnplannableArgument, "is a DTensor")
     )
@@ -450,6 +477,7 @@ CELLS |= {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
     "gathers again": Cell(gathers_again),
+    "left as it is": Cell(left_as_it_is),
     "own collectives": Cell(own_collectives),
     "with a loss": Cell(with_a_loss),
     "offloaded": Cell(offloaded),
