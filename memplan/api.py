@@ -210,7 +210,8 @@ def apply(
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             alone = shards is None
             if isinstance(shards, ShardedModel) and settings.costs == "measure":
-                shards.measure()
+                assert group is not None
+                shards.measure(group)
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
             planner.limits.recall(model, planner.placement.device)
 

@@ -39,7 +39,7 @@ class HeldGradients:
         """Note what there is as a call begins. extra: plans do not count such gradients, and could."""
         gradients = [p.grad for p in self.parameters]
         self.exist = bool(gradients)
-        strided = (g for g in gradients if g is not None and g.layout is torch.strided)
+        strided = (private.part_here(g) for g in gradients if g is not None and g.layout is torch.strided)
         self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
 
     def beyond(self, step: PlannedStep, peak_bytes: int | None, limit_bytes: int | None) -> str | None:

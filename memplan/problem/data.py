@@ -82,7 +82,7 @@ class Effect(NamedTuple):
 
 
 FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
-_COLLECTIVES = "_c10d_functional."
+_COLLECTIVES = ("_c10d_functional.", "_dtensor.")
 
 
 @dataclass(frozen=True, slots=True)

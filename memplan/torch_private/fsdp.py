@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.errors import UnsupportedModel
 from memplan.torch_private.dtensors import part_here, with_spec
 
 _OPS = torch.ops._c10d_functional
@@ -31,8 +32,8 @@ def units_of(model: nn.Module) -> list[FsdpUnit]:
         if isinstance(module, fsdp.FSDPModule):
             state = module._get_fsdp_state()
             if id(state) not in found:
-                if state._is_root is None:
-                    state._lazy_init()
+                for group in state._fsdp_param_groups:
+                    group.lazy_init()  # of dtypes and padding; which unit is the root its first forward tells
                 found[id(state)] = FsdpUnit(state)
     return list(found.values())
 
@@ -48,6 +49,7 @@ class FsdpUnit:
         self._state, self.tracing = state, False
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
         self._left: set[nn.Module] = set()  # of a pass that is being traced
+        self._passes: list[bool] = []  # of the trace: whether gradients are reduced at once
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
@@ -55,13 +57,18 @@ class FsdpUnit:
     @property
     def is_root(self) -> bool:
         """Whether no unit is around this one."""
-        return bool(self._state._is_root)
+        return self._state._is_root is not False
 
     # -- what a plan can't do ---------------------------------------------------------------------------------------
 
     def problem(self) -> str | None:
         """What keeps this unit from being part of a plan, in words; None where nothing does."""
         for group in self._state._fsdp_param_groups:
+            communication = [getattr(group, name, None) for name in ("_all_gather_comm", "_reduce_scatter_comm")]
+            if any(c is not None and not type(c).__module__.endswith("_fsdp_collectives") for c in communication):
+                return "collectives of its own (set_custom_all_gather, set_custom_reduce_scatter)"
+            if any(p.sharded_param._backward_hooks for p in group.fsdp_params):
+                return "hooks on sharded parameters, which FSDP2 does not call"
             if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params):
                 return "parameters that have a say in how they are gathered (fsdp_pre_all_gather)"
             if any(p.offload_to_cpu and p.device.type != "cpu" for p in group.fsdp_params):
@@ -85,6 +92,7 @@ class FsdpUnit:
     def shard(self) -> None:
         """Free what calls without a plan have left gathered."""
         for group in self._state._fsdp_param_groups:
+            group.wait_for_unshard()
             if not group.is_sharded:
                 group._to_sharded()
 
@@ -133,16 +141,36 @@ class FsdpUnit:
         args, kwargs = self._state._cast_forward_inputs(args, kwargs)
         if not self._left:
             self._left = set(self.modules)
+            before = (args, kwargs)
             for group in self._state._fsdp_param_groups:
                 self._gather(group)
                 args, kwargs = type(group)._register_post_backward_hook(_NoReduction(), args, kwargs)
+            self._note_pass(before[0] is not args or before[1] is not kwargs)
         return args, kwargs
+
+    def _note_pass(self, reduces: bool) -> None:
+        """Note a pass of the unit in a trace. Raises UnsupportedModel for passes whose gradients are reduced together.
+
+        reduces: gradients of the pass are reduced when it is over in backward. Else, where no input requires grad, they
+        are reduced when backward is over, with those of all such passes.
+        """
+        self._passes.append(reduces)
+        trains = any(p.sharded_param.requires_grad for g in self._state._fsdp_param_groups for p in g.fsdp_params)
+        if trains and len(self._passes) > 1 and not all(self._passes):
+            raise UnsupportedModel(
+                f"the unit {type(self.modules[0]).__name__} of fully_shard runs more than once with inputs that do not "
+                "require grad, and FSDP2 reduces the gradients of such runs together. Shard it with the unit around it"
+            )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         self._left.discard(module)
         if not self._left:
             self.let_go()
         return self._state._cast_output_dtype(output)
+
+    def begin_trace(self) -> None:
+        """Gather by ops from now on."""
+        self.tracing, self._passes = True, []
 
     def let_go(self) -> None:
         """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
@@ -194,7 +222,7 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
     """A context in which these units gather by ops that a trace records."""
     before = [unit.tracing for unit in units]
     for unit in units:
-        unit.tracing = True
+        unit.begin_trace()
     try:
         yield
     finally:
@@ -222,12 +250,17 @@ class _UnitTraffic:
     def wholes(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The whole parameters, from this rank's part of each."""
         flat = [self._padded(p, part) for p, part in zip(self.parameters, parts, strict=True)]
+        dtypes = [t.dtype for t in flat]
+        if len(set(dtypes)) > 1:  # they are sent as bytes
+            flat = [t.view(torch.uint8) for t in flat]
         counts = [t.numel() for t in flat]
         gathered = torch.cat(flat) if len(flat) > 1 or self._ranks == 1 else flat[0]
         if self._group is not None and self._ranks > 1:
             begun = _OPS.all_gather_into_tensor(gathered, self._ranks, self._group.group_name)
             gathered = _OPS.wait_tensor(begun)
         columns = gathered.view(self._ranks, -1).split(counts, dim=1)
+        if len(set(dtypes)) > 1:
+            columns = tuple(c.contiguous().view(dtype) for c, dtype in zip(columns, dtypes, strict=True))
         return [self._whole(p, column) for p, column in zip(self.parameters, columns, strict=True)]
 
     def _padded(self, parameter: Any, part: torch.Tensor) -> torch.Tensor:

@@ -105,6 +105,24 @@ def grouped() -> Made:
     return sharded(net, net.blocks[2:]), ids_of(rank())
 
 
+class Cast(Block):
+    """Its inner weights may be of another dtype than the rest."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        inner = nn.functional.gelu(self.up(self.norm(x))).to(self.down.weight.dtype)
+        return x + self.down(inner).to(x.dtype) * scale
+
+
+def of_several_dtypes() -> Made:
+    """Frozen weights in bfloat16 beside trained ones in float32, in one unit."""
+    torch.manual_seed(0)
+    net = Net()
+    net.blocks = nn.ModuleList(Cast(16, 32) for _ in range(3))
+    for block in net.blocks:
+        block.down.to(torch.bfloat16).requires_grad_(False)  # type: ignore[union-attr]
+    return sharded(net.train(), net.blocks), ids_of(rank())
+
+
 def replicated() -> Made:
     """Units that two groups of ranks have copies of (HSDP)."""
     return units(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
@@ -253,6 +271,52 @@ class Branching(Block):
     def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         x = super().forward(x, scale)
         return x if x.sum() > 1e9 else 2 * x
+
+
+def left_gathered() -> str | None:
+    """A pass without gradients leaves the root gathered: a plan is made, and runs, with its parameters sharded.
+
+    The training without plans has no such pass: FSDP2 itself goes on with the weights that it gathered for it.
+    """
+    results = []
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net, batch = fully_shard(Net().train()), ids_of(rank())  # one single unit
+        if planned:
+            with torch.no_grad():
+                net(**batch)
+            memplan.apply(net, batch, 0.8, costs="estimate")
+            memplan.prepare(net, [ids_of(rank(), 2)])
+        results.append(train(net, batch))
+    return first_difference(*results, "result")
+
+
+def one_of_the_units() -> str | None:
+    """Units within others may have plans of their own, made before the first forward of the model around them."""
+    results = []
+    for planned in (False, True):
+        net, batch = units()
+        for block in net.blocks if planned else ():  # type: ignore[union-attr]
+            memplan.apply(block, None, 0.9, costs="estimate")
+        results.append(train(net, batch))
+    return first_difference(*results, "result")
+
+
+def changed_later() -> str | None:
+    """What a plan does not do, and is asked for later, runs without it."""
+    results: list[Any] = []
+    for planned in (False, True):
+        net, batch = units()
+        if planned:
+            memplan.apply(net, batch, 0.8, costs="estimate")
+        net.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+        parameter = next(net.parameters())
+        parameter.register_hook(lambda grad: 2 * grad)  # which FSDP2 does not call
+        try:
+            results.append(train(net, batch))
+        except RuntimeError as error:
+            results.append(str(error))
+    return first_difference(*results, "result")
 
 
 def left_as_it_is() -> str | None:
@@ -443,6 +507,7 @@ def of_transformers(kind: str) -> Made:
 def refusals() -> str | None:
     net, batch = units()
     memplan.plan(net, batch, 0.8, costs="estimate")
+    net(**batch)
     with_factor = units()[0]
     with_factor.set_gradient_divide_factor(3.0)  # type: ignore[operator]
     fresh = units()[0]
@@ -450,8 +515,16 @@ def refusals() -> str | None:
     torch.manual_seed(0)
     too_late = memplan.apply(Net().train(), batch, 0.8, costs="estimate")
     sharded(too_late, too_late.blocks)
+    twice = units()[0]
+
+    def difference(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+        return loss_of(model(ids)) - loss_of(model(ids.flip(0)))
+
     return (
-        refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
+        refused(
+            lambda: memplan.apply(twice, batch, 0.9, loss_fn=difference), memplan.UnsupportedModel, "more than once"
+        )
+        or refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
         or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
         or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), UnplannableArgument, "is a DTensor")
@@ -466,6 +539,7 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "other dimension": (functools.partial(units, shard_placement_fn=lambda p: Shard(p.dim() - 1)), True),
     "frozen": (frozen, False),
     "groups": (grouped, False),
+    "several dtypes": (of_several_dtypes, False),
     "tensor parallel": (tensor_parallel, False),
     "sequence parallel": (sequence_parallel, False),
 }
@@ -478,6 +552,9 @@ CELLS |= {
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
     "gathers again": Cell(gathers_again),
     "left as it is": Cell(left_as_it_is),
+    "left gathered": Cell(left_gathered),
+    "one of the units": Cell(one_of_the_units),
+    "changed later": Cell(changed_later),
     "own collectives": Cell(own_collectives),
     "with a loss": Cell(with_a_loss),
     "offloaded": Cell(offloaded),

@@ -68,7 +68,7 @@ _ADDS_IN_ANY_ORDER: dict[str, str | None] = {
     "aten::histc": None, "aten::nll_loss2d_forward": None,
 }  # fmt: skip
 
-_KNOWN = ("aten", "prims", "prim", "memplan", "_c10d_functional")
+_KNOWN = ("aten", "prims", "prim", "memplan", "_c10d_functional", "_dtensor")
 _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
     getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
 )

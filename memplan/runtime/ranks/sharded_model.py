@@ -36,10 +36,10 @@ class ShardedModel:
     takes_gradients = False
     attributes: tuple[str, ...] = ()
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[private.FsdpUnit]) -> None:
         self._model = model
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
-        self._units = private.units_of(model)
+        self._units = units
         self._taken_over, self._measured, self.speed = False, False, GatherSpeed()
         self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
@@ -47,14 +47,18 @@ class ShardedModel:
                 f"the {type(model).__name__} is a unit within a model that went through fully_shard, which gathers "
                 "parameters around it. Plan the whole model: memplan.apply(model, sample, budget)"
             )
-        problems = [problem for unit in self._units if (problem := unit.problem()) is not None]
-        if problems:
-            raise UnsupportedModel(f"a unit of fully_shard has {problems[0]}; a plan would not gather and reduce so")
+
+    def _problem(self) -> str | None:
+        """How a unit gathers or reduces unlike plans, in words; None where all do as plans do."""
+        return next((problem for unit in self._units if (problem := unit.problem()) is not None), None)
 
     @staticmethod
     def of(model: nn.Module) -> ShardedModel | None:
         """The shards of a model; None where no parameter is a DTensor."""
-        return ShardedModel(model) if any(map(private.is_sharded, model.parameters())) else None
+        units = private.units_of(model)
+        for unit in units:
+            unit.shard()  # calls without a plan may have left them gathered
+        return ShardedModel(model, units) if any(map(private.is_sharded, model.parameters())) else None
 
     def group(self) -> torch.distributed.ProcessGroup:
         """The ranks that have parts of parameters. Raises ValueError where it takes group= to say so."""
@@ -66,11 +70,11 @@ class ShardedModel:
                 return spec.mesh.get_group()  # type: ignore[no-any-return]
         raise ValueError(f"parameters are sharded over ranks {ranks}; pass their process group as group=")
 
-    def measure(self) -> None:
+    def measure(self, group: torch.distributed.ProcessGroup) -> None:
         """Find the speed of collectives. All ranks of the group call it together."""
         if self._measured:
             return
-        group, device = self.group(), private.part_here(next(self._model.parameters())).device
+        device = private.part_here(next(self._model.parameters())).device
         small_s, large_s = (_gather_s(size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
         bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
         self.speed = GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))
@@ -83,6 +87,8 @@ class ShardedModel:
         Those on the model itself become part of its forward, which a plan takes the place of. for_good: all stays so
         afterwards, unless the context fails.
         """
+        if (problem := self._problem()) is not None:
+            raise UnsupportedModel(f"a unit of fully_shard has {problem}; a plan would not gather and reduce so")
         if self._taken_over:
             yield
             return
@@ -111,6 +117,8 @@ class ShardedModel:
 
     def unplanned_because(self) -> str | None:
         """What the ranks do just now that no plan follows, in words; None for nothing."""
+        if (problem := self._problem()) is not None:
+            return f"a unit of fully_shard with {problem}"
         if all(unit.reduces for unit in self._units):
             self.begin()  # keys of steps look at parameters that are sharded
             return None
@@ -125,6 +133,7 @@ class ShardedModel:
         return private.is_hook_of_unit(hook) or private.is_hook_of_dtensors(hook)
 
     def tracing(self) -> contextlib.AbstractContextManager[None]:
+        self.begin()
         return private.tracing_units(self._units)
 
     def begin(self) -> None:
