@@ -541,7 +541,7 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "groups": (grouped, False),
     "several dtypes": (of_several_dtypes, False),
     "tensor parallel": (tensor_parallel, False),
-    "sequence parallel": (sequence_parallel, False),
+    "sequence parallel": (sequence_parallel, True),
 }
 FOUR = {"four ranks": units, "HSDP": replicated, "FSDP and tensor parallel": two_dimensions}
 CELLS = {name: Cell(functools.partial(compare, make), full=full) for name, (make, full) in TWO.items()}
@@ -549,23 +549,23 @@ CELLS |= {name: Cell(functools.partial(compare, make), world=4, full=name != "HS
 CELLS |= {
     "accumulated": Cell(functools.partial(compare, units, 3)),
     "peaks": Cell(functools.partial(peaks, units)),
-    "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel)),
+    "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel), full=True),
     "gathers again": Cell(gathers_again),
     "left as it is": Cell(left_as_it_is),
-    "left gathered": Cell(left_gathered),
-    "one of the units": Cell(one_of_the_units),
+    "left gathered": Cell(left_gathered, full=True),
+    "one of the units": Cell(one_of_the_units, full=True),
     "changed later": Cell(changed_later),
     "own collectives": Cell(own_collectives),
     "with a loss": Cell(with_a_loss),
-    "offloaded": Cell(offloaded),
+    "offloaded": Cell(offloaded, full=True),
     "lengths": Cell(lengths),
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),
     "clipped, saved, removed": Cell(clipped),
-    "again and again": Cell(again_and_again),
+    "again and again": Cell(again_and_again, full=True),
     "first a plan": Cell(first_a_plan),
     "refusals": Cell(refusals),
 }
 for kind in ("Llama", "Qwen3, tied", "Mixtral", "BERT", "ViT", "T5 with LoRA"):
     run = functools.partial(compare, functools.partial(of_transformers, kind))
-    CELLS[kind] = Cell(run, full=kind != "T5 with LoRA", needs=("transformers", "peft"))
+    CELLS[kind] = Cell(run, full=True, needs=("transformers", "peft"))
