@@ -72,7 +72,7 @@ class PlannedForward:
 
     @property
     def shards(self) -> Shards | None:
-        """Whatever has sharded the parameters."""
+        """The interface to the engine that has sharded the parameters; None if they are whole."""
         return self._planner.settings.shards
 
     @property

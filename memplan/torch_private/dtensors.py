@@ -1,4 +1,4 @@
-"""DTensors: sharded tensors, of each of which this rank has a part. Collectives, as ops."""
+"""DTensors, which are tensors sharded over ranks, and collectives as ops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def spec_of(tensor: torch.Tensor) -> Any:
 
 
 def with_spec(part: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The DTensor of which this is the part here. It requires grad where the part does. spec: None for no DTensor."""
+    """The DTensor with this local part. It requires grad if the part does. spec: None gives the part itself."""
     if spec is None:
         return part
     tensor: Any = sys.modules["torch.distributed.tensor"].DTensor

@@ -30,7 +30,7 @@ _RUNS = 3  # of each size; the best counts
 
 
 class ShardedModel:
-    """The `Shards` of a model with DTensors as parameters. Its plans gather by ops, and nothing beside them."""
+    """The `Shards` of a model with DTensors as parameters. Its plans gather parameters by ops of the graph alone."""
 
     resident_bytes = 0
     takes_gradients = False
