@@ -188,14 +188,14 @@ class Settings:
     def _check_shards(self) -> None:
         if self.grads == "edges":
             raise ValueError(
-                'grads="edges" gives all gradients at the end of backward, when sharded parameters are empty. Use '
-                'grads="surface" with shards='
+                'grads="edges" gives all gradients at the end of backward, and those of sharded parameters are handed '
+                'over one by one. Use grads="surface" with shards='
             )
         if self.keep_frozen:
             raise ValueError("keep_frozen= is for parameters that live on the host, and sharded ones do not")
         for name, given in (("update='backward'", self.update == "backward"), ("in_flight=", self.in_flight > 1)):
             if given:
-                raise ValueError(f"{name} is not for sharded parameters, whose gradients and updates are an engine's")
+                raise ValueError(f"{name} is not for sharded parameters")
 
 
 _WORDS = {
