@@ -62,6 +62,7 @@ def apply(
     shards: Shards | None = None,
     init: Init | None = None,
     keep_frozen: bool = False,
+    arena: bool = True,
     kernels: Kernels = "eager",
     random: Random = "eager",
     dynamic: Dynamic = "auto",
@@ -120,6 +121,9 @@ def apply(
         would then be stale. All other changes are noticed (in place, `load_state_dict`, other parameters), and copies
         are freed where the model runs in eval mode or under no_grad (so `merge_adapter` of peft for an evaluation is
         fine), or another plan runs.
+    - arena: on CUDA, a step has memory of its own where that lets PyTorch's allocator reserve less: each block of more
+        than 1 MiB has a place there that is planned. `torch.cuda.max_memory_allocated` then counts blocks that keep
+        places free. Others get of that memory when the rest of the device is full. False: the allocator chooses.
     - kernels: "eager" runs the kernels that the model runs by itself, and gives its bits. "fused" compiles groups of
         pointwise ops and reductions with PyTorch's Inductor, which is faster and takes less memory. The step then gives
         the bits of that program, the same at any budget and in any process with the same versions and device; they
@@ -179,7 +183,7 @@ def apply(
         budget = _named(budget, model, device)
     settings = Settings(
         budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-        shards, surroundings or Surroundings(), init, keep_frozen,
+        shards, surroundings or Surroundings(), init, keep_frozen, arena,
         "fused" if plan is not None and plan.exact == "program" else kernels,
         random if plan is None else plan.random, dynamic, on_infeasible,
     )  # fmt: skip
@@ -287,8 +291,8 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """The plan that `apply` would run, without touching the model.
 
     settings: loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-    shards, keep_frozen, kernels, random, on_infeasible and surroundings, as for `apply`, which says what they are and
-    what they raise.
+    shards, keep_frozen, arena, kernels, random, on_infeasible and surroundings, as for `apply`, which says what they
+    are and what they raise.
     """
     _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))

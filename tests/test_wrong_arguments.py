@@ -39,6 +39,7 @@ GIVEN: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "shards": ({"shards": 3}, TypeError, "shards is a memplan.Shards"),
     "init": ({"init": 3}, TypeError, "init is a function"),
     "keep_frozen": ({"keep_frozen": "yes"}, TypeError, "keep_frozen is True or False"),
+    "arena": ({"arena": 1}, TypeError, "arena is True or False"),
     "kernels": ({"kernels": "fast"}, ValueError, "kernels must be 'eager' or 'fused'"),
     "random": ({"random": "counted"}, ValueError, "random must be 'eager' or 'counter'"),
     "dynamic": ({"dynamic": "yes"}, ValueError, "dynamic must be 'auto'"),

@@ -51,6 +51,8 @@ class Comparison:
         plan, first = self._step.plan, self._predicted
         on_cuda = self._step.runner.device.type == "cuda"
         predicted_bytes = first.peak_bytes if on_cuda else first.live_peak_bytes
+        if first.steering is not None:
+            predicted_bytes += first.steering.plugged_bytes
         measured_bytes = first.problem.resident_bytes + grown_bytes
         if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident
             measured_bytes -= self._absent_bytes

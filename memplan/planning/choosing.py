@@ -11,13 +11,14 @@ from memplan.plans.plan import Plan
 from memplan.plans.plan_text import peak_in_short
 from memplan.plans.step_memory import step_memory
 from memplan.problem.data import Problem
-from memplan.problem.reserved import reserved_bytes, runs_within
+from memplan.problem.reserved import reserved_bytes, runs_within, steering_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import Candidate, Front
 from memplan.solvers.bounds.offload_bound import gather_bound_s, offload_bound_s
 from memplan.units import format_bytes
 
 _UNSURE = 0.04  # of a limit: where memory is given back in every step, small differences matter
+_MOST_LED = 3  # candidates, through an arena
 _MOST_REPLAYED = 32  # candidates; each is replayed over up to ten steps
 
 
@@ -31,9 +32,14 @@ def fastest_reserved(problem: Problem, front: Front, limit_bytes: int) -> Candid
     assert requests is not None
     fitting = [point for point in reversed(front.points) if point.peak_bytes <= limit_bytes]
     tried = fitting[:: -(-len(fitting) // _MOST_REPLAYED) or 1]
+    led = 0
     for point in tried:
         if reserved_bytes(problem, point.schedule, requests.expandable) <= limit_bytes:
             return point
+        if requests.arena and led < _MOST_LED:
+            led, steering = led + 1, steering_of(problem, point.schedule, requests.expandable)
+            if steering and reserved_bytes(problem, point.schedule, requests.expandable, steering) <= limit_bytes:
+                return point
     room_bytes = int(limit_bytes * (1 - _UNSURE))
     return next((p for p in tried if runs_within(problem, p.schedule, requests.expandable, room_bytes)), None)
 

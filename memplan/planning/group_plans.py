@@ -121,7 +121,7 @@ class GroupPlans:
         return (
             captured.traced.graph, device_name(device), needs, self._limits.accumulate, settings.grads, settings.costs,
             settings.search, self._placement.host_budget, self._placement.known_link, settings.update,
-            settings.in_flight, settings.surroundings, settings.keep_frozen,
+            settings.in_flight, settings.surroundings, settings.keep_frozen, settings.arena,
         )  # fmt: skip
 
 

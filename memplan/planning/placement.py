@@ -18,6 +18,7 @@ from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import limit_bytes
 from memplan.problem.data import Link
+from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.place import materialise, place
 from memplan.runtime.host.transfers import Transfers, measure_link
 from memplan.runtime.host.updates import UpdatesInBackward
@@ -47,6 +48,7 @@ class Placement:
         self._counted: dict[str, nn.Parameter] | None = None  # a copy of the model has others
         self.known_link = settings.link
         self._transfers: Transfers | None = None  # of all steps, which share host memory
+        self._arena: StepArena | None = None  # of all steps
 
     def for_copy(self, settings: Settings) -> Placement:
         """The placement of a copy of the model. Updates in backward stay with the original."""
@@ -168,4 +170,6 @@ class Placement:
             self.updates.reads_done, self.updates.arrived = transfers.reads_done, transfers.arrived
         if step.plan.problem.link is not None:
             self._transfers = transfers
-        step.runner.store.share(None if step.plan.problem.link is None else transfers, self.updates)
+        self._arena = self._arena or step.runner.store.arena
+        copies = None if step.plan.problem.link is None else transfers
+        step.runner.store.share(copies, self.updates, self._arena)

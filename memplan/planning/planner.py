@@ -428,10 +428,10 @@ def _refuse_collectives(captured: Capture) -> None:
 
 def _programs(captured: Capture, plan: Plan, grads: Grads) -> tuple[Program, ...]:
     """The plan as a program, and a second one for `out.sum().backward()` where the schedule fits that too."""
-    program = lower(plan.schedule, captured.traced, grads)
+    program = lower(plan.schedule, captured.traced, grads, steering=plan.steering)
     if captured.expanded is None or not same_structure(captured.expanded.graph, captured.traced.graph):
         return (program,)
     problem = dataclasses.replace(plan.problem, graph=captured.expanded.graph)
-    other = lower(plan.schedule, captured.expanded, grads)
+    other = lower(plan.schedule, captured.expanded, grads, steering=plan.steering)
     fits = simulate(problem, plan.schedule).peak_bytes <= max(plan.peak_bytes, problem.budget_bytes or 0)
     return (program, other) if fits and other.forward.code == program.forward.code else (program,)

@@ -209,7 +209,8 @@ class Problems:
             return None
         held_bytes = self._library_bytes(traced)
         workspaces = (held_bytes // 2,) * 2 if held_bytes else ()  # of two threads
-        return Requests(on_paper or private.segments_expand(), workspaces, optimizer.requests)
+        expandable = on_paper or private.segments_expand()
+        return Requests(expandable, workspaces, optimizer.requests, self._settings.arena)
 
 
 def _buffer_bytes(buffers: Buffers, in_flight: int, traced: Traced) -> tuple[int, int]:

@@ -52,6 +52,7 @@ class Settings:
     surroundings: Surroundings = field(default_factory=Surroundings)
     init: Init | None = None
     keep_frozen: bool = False
+    arena: bool = True
     kernels: Kernels = "eager"
     random: Random = "eager"
     dynamic: Dynamic = "auto"
@@ -134,7 +135,7 @@ class Settings:
         return self.surroundings.takes_gradients or (self.shards is not None and self.shards.takes_gradients)
 
     def _check_kinds(self) -> None:
-        for name in ("accumulate", "keep_frozen"):
+        for name in ("accumulate", "keep_frozen", "arena"):
             if type(getattr(self, name)) is not bool:
                 raise TypeError(f"{name} is True or False, got {getattr(self, name)!r}")
         for name in ("loss_fn", "init"):

@@ -8,9 +8,10 @@ from typing import Literal
 
 from memplan.problem.addresses import host_bytes_beside, place_host_copies
 from memplan.problem.data import Problem
-from memplan.problem.reserved import reserved_bytes
+from memplan.problem.reserved import reserved_bytes, steering_of
 from memplan.problem.schedule import Compute, Offload, Schedule, Stay, Timeline
 from memplan.problem.simulate import unplanned
+from memplan.problem.steering import Steering
 
 Exactness = Literal["eager", "program"]
 Random = Literal["eager", "counter"]
@@ -55,15 +56,30 @@ class PlanFigures:
     def reserved_bytes(self) -> int:
         """Most bytes that PyTorch's CUDA allocator reserves in a training loop of such steps: what a GPU runs out of.
 
-        They are `peak_bytes`, what rounding adds, and holes between blocks that nothing fits. It is `reserved_with` for
-        the setting with which the plan was made. On a device without such an allocator it is `peak_bytes`.
+        They are `peak_bytes`, what rounding adds, and holes between blocks that nothing fits, few of them where the
+        step has an arena. They are for the allocator's setting with which the plan was made. On a device without such
+        an allocator they are `peak_bytes`.
         """
         requests = self.problem.requests
-        return self.peak_bytes if requests is None else self.reserved_with(requests.expandable)
+        if requests is None:
+            return self.peak_bytes
+        return reserved_bytes(self.problem, self.schedule, requests.expandable, self.steering)
+
+    @cached_property
+    def steering(self) -> Steering | None:
+        """How the step is led through an arena, where each block has its place; None where the step has none.
+
+        It has one on CUDA where it reserves less memory for that.
+        """
+        requests = self.problem.requests
+        if requests is None or not requests.arena:
+            return None
+        return steering_of(self.problem, self.schedule, requests.expandable)
 
     def reserved_with(self, expandable: bool) -> int:
         """What PyTorch's CUDA allocator reserves with its setting `expandable_segments`, or without it, in bytes.
 
+        That is for a step without an arena.
         The allocator is replayed over a loop of ten steps that begins with nothing reserved. What the process reserves
         before the loop, other threads and streams, and memory that is no tensor's come on top.
         """

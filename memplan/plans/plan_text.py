@@ -81,6 +81,9 @@ def _reserved(plan: PlanFigures) -> list[str]:
     requests = plan.problem.requests
     if requests is None:
         return []
+    if plan.steering is not None:
+        arena = f"{format_bytes(plan.steering.arena_bytes)} of it in an arena"
+        return [f"reserved          {format_bytes(plan.reserved_bytes)}  by PyTorch's allocator, {arena}"]
     other = not requests.expandable
     other_bytes = plan.reserved_with(other)
     hint = f"; {format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:{other}"

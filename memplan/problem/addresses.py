@@ -1,4 +1,4 @@
-"""Memory in one slab: where in it each offloaded value goes, or each block of the device, and what all of it takes.
+"""Host memory in one slab: where in it each offloaded value goes, and what all of it takes.
 
 Lifetimes are known before the step runs, so `pack_slab` finds the places.
 
@@ -11,8 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from memplan.problem.data import Graph, Problem
-from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
-from memplan.problem.reserved import device_blocks
+from memplan.problem.packing import LiveRange, most_alive, pack_slab
 from memplan.problem.schedule import DropHost, Offload, Schedule
 
 _ALIGNMENT_BYTES = 512
@@ -64,8 +63,3 @@ def place_host_copies(graph: Graph, schedule: Schedule) -> HostMemory:
             blocks.append(LiveRange(size_bytes, began.pop(step.value), index))
     packing = pack_slab(blocks, pinned_bytes(most_alive(blocks)))  # the slab is rounded up to a power of two
     return HostMemory({b.first: at for b, at in zip(blocks, packing.offsets, strict=True)}, packing.size_bytes)
-
-
-def place_on_device(problem: Problem, schedule: Schedule) -> Packing:
-    """Offsets in one slab of all that a step asks the device's allocator for, in order, as `device_blocks` gives it."""
-    return pack_slab(device_blocks(problem, schedule))

@@ -140,6 +140,14 @@ class CachingAllocator:
         self._merge(block)
         block.pool.put(block)
 
+    def extend(self, size_bytes: int, stream: int) -> int:
+        """The address of a new segment of this size for large blocks, which does not expand. It is free."""
+        pool = self._pools.setdefault((stream, False), _Pool(small=False))
+        segment_bytes = -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        self._grow(segment_bytes)
+        pool.put(block := _Chunk(self._place(segment_bytes), segment_bytes, pool))
+        return block.address
+
     def empty_cache(self) -> None:
         """Give back segments of which nothing is held; of expandable ones, pages of which nothing is held.
 

@@ -303,11 +303,13 @@ class Requests:
     - workspaces: bytes of each that libraries keep.
     - update: (name, bytes) that the optimizer's first step asks for, and (name, 0) for what it frees, in order. What it
       does not free is its state. Later steps ask for the rest.
+    - arena: a step may have an arena, in which each block has a place that is planned.
     """
 
     expandable: bool = False
     workspaces: tuple[int, ...] = ()
     update: tuple[tuple[int, int], ...] = ()
+    arena: bool = True
 
     @property
     def state(self) -> dict[int, int]:

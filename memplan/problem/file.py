@@ -228,6 +228,7 @@ def _read_requests(content: Any) -> Requests | None:
         Reader.typed(content, "expandable", bool),
         tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
         tuple(update),
+        Reader.typed({"arena": True} | content, "arena", bool),  # older files do not say
     )
 
 

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
 _SHORT = 10  # it does not last if so many in a row would
-_ROUNDS, _TRIES = 6, 4  # sizes of slabs that are tried, and searches for each
+_ROUNDS, _TRIES = 6, 4  # sizes of slabs that are searched, and searches for each
 _STEPS = 10_000  # placements of one search
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
@@ -54,10 +54,11 @@ class Packing:
     bound_bytes: int = 0
 
 
-def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
+def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, rounds: int = _ROUNDS) -> Packing:
     """Offsets in a slab that is as small as is found. The same for the same blocks, always.
 
-    enough_bytes: a slab of this size is as good as a smaller one.
+    - enough_bytes: a slab of this size is as good as a smaller one.
+    - rounds: sizes of slabs that are searched.
     """
     if not blocks:
         return Packing()
@@ -70,7 +71,7 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
     large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
     least_bytes, draws = bound_bytes, np.random.default_rng(0)
-    for round_ in range(_ROUNDS):
+    for round_ in range(rounds):
         height_bytes = _height(best, size)
         if height_bytes <= close_bytes or least_bytes >= height_bytes:
             break

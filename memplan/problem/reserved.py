@@ -8,67 +8,117 @@ optimizer makes its state.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, OutOfReserved
 from memplan.problem.data import Problem
-from memplan.problem.packing import LiveRange
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
+from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
 
 _MOST_STEPS = 10
+_WORTH_IT = 0.99  # of what is reserved without an arena
+_ARENA = 1  # the stream that stands for it
 # Kernels ask for their outputs in order, then for scratch, but for these, as recorded on CUDA.
 _LAST_OUTPUT_FIRST = frozenset({"aten.native_dropout.default"})
 _SCRATCH_FIRST = frozenset({"aten.convolution_backward.default"})
 
 
-def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool) -> int:
+def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
     """The most that the allocator reserves in a training loop, in bytes.
 
     The loop begins with an allocator that has reserved nothing. Each step's inputs arrive while those of the step
     before are there; outputs and gradients are freed at its end.
 
-    expandable: the allocator's setting `expandable_segments`.
+    - expandable: the allocator's setting `expandable_segments`.
+    - steering: of steps in an arena.
     """
     allocator = CachingAllocator(expandable)
-    _Loop(problem, schedule, allocator).run(allocator)
+    _Loop(problem, schedule, _Heap(allocator, steering)).run(allocator)
     return allocator.peak_reserved_bytes
 
 
 def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_bytes: int) -> bool:
-    """Whether a training loop runs while the allocator may reserve no more than the limit.
+    """Whether a training loop without an arena runs while the allocator may reserve no more than the limit.
 
     Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
     """
     allocator = CachingAllocator(expandable, limit_bytes)
     try:
-        _Loop(problem, schedule, allocator).run(allocator)
+        _Loop(problem, schedule, _Heap(allocator)).run(allocator)
     except OutOfReserved:
         return False
     return True
 
 
-def device_blocks(problem: Problem, schedule: Schedule) -> tuple[LiveRange, ...]:
-    """What a step asks the device's allocator for from forward to the end of backward, in order of the requests.
+def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steering | None:
+    """How steps are led through an arena; None where they can't be, or reserve no less for it.
 
-    Times are numbers of requests. Gradients, and what the step returns, last to its end. Sizes are rounded up as the
-    allocator does. Parameters, inputs and the optimizer's state are not among them.
+    They can't be where others are in flight beside them, where copies or gathers come and go, and where gradients are
+    taken or parameters updated while backward runs.
     """
-    record = _Record()
-    loop = _Loop(problem, schedule, record)
+    graph = problem.graph
+    taken = problem.takes_gradients or any(value.updates for value in graph.values)
+    if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
+        return None
+    outside = _makers_of_outputs(problem)
+    found = lead(_microbatches(problem, schedule, outside), expandable, whole=False)
+    if found is not None and found.missed:
+        outside |= {step.op for index in found.missed if isinstance(step := schedule[index], Compute)}
+        found = lead(_microbatches(problem, schedule, outside), expandable, whole=True)
+    if found is None:
+        return None
+    steering = Steering(found.arena_bytes, found.moves, outside)
+    alone_bytes = reserved_bytes(problem, schedule, expandable)
+    if reserved_bytes(problem, schedule, expandable, steering) >= _WORTH_IT * alone_bytes:
+        return None
+    with_plugs, without = (_allocated_bytes(problem, schedule, expandable, one) for one in (steering, None))
+    return dataclasses.replace(steering, plugged_bytes=with_plugs - without)
+
+
+def _allocated_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None) -> int:
+    """The most that is allocated in a first step, plugs included."""
+    heap = _Heap(CachingAllocator(expandable), steering)
+    loop = _Loop(problem, schedule, heap)
     microbatch = _Microbatch(loop)
-    before = len(record.begins)
-    microbatch.run(loop.forward)
+    microbatch.run(loop.forward, 0)
     microbatch.finish(loop.backward)
-    end = len(record.begins)
-    return tuple(
-        LiveRange(size_bytes, index - before, record.ends.get(index + 1, end) - before)
-        for index, size_bytes in enumerate(record.begins[before:], before)
-    )
+    return heap.peak_bytes
+
+
+def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int]) -> list[list[Moment]]:
+    """What microbatches between two optimizer's steps ask an arena for: one, and a further one if they add up."""
+    trace = _Trace(outside)
+    loop = _Loop(problem, schedule, trace)
+    for _ in range(1 + problem.accumulate):
+        trace.microbatches.append([])
+        microbatch = _Microbatch(loop)
+        microbatch.run(loop.forward, 0)
+        microbatch.finish(loop.backward)
+    return trace.microbatches
+
+
+def _makers_of_outputs(problem: Problem) -> frozenset[int]:
+    """Ops that make the memory of what the caller holds: it may be there when the next step begins."""
+    values, producers = problem.graph.values, problem.graph.producers()
+    found = set[int]()
+    for value in problem.graph.outputs:
+        while (before := values[value].reuses) is not None:
+            value = before
+        if (maker := producers[value]) is not None:
+            found.add(maker)
+    return frozenset(found)
 
 
 class _Allocator(Protocol):
     """Who gets the requests of a loop."""
+
+    def begin(self, number: int) -> None:
+        """A microbatch begins: the first since the optimizer's step, 0, or a further one."""
+
+    def step(self, index: int | None, op: int | None) -> None:
+        """The next requests are those of a step of the schedule, and of this op; None: of the caller."""
 
     def allocate(self, size_bytes: int) -> int:
         """A name of a new block; 0 for 0 bytes."""
@@ -77,24 +127,88 @@ class _Allocator(Protocol):
         """Free a block; 0 is none."""
 
 
-class _Record:
-    """Notes requests.
+class _Heap:
+    """PyTorch's allocator, with an arena where there is one. Its pool is like one of another stream.
 
-    - begins: bytes of each, in order; the first is number 1.
-    - ends: by number, how many were made before it was freed.
+    - peak_bytes: the most that was allocated, plugs included.
     """
 
-    def __init__(self) -> None:
-        self.begins: list[int] = []
-        self.ends: dict[int, int] = {}
+    def __init__(self, allocator: CachingAllocator, steering: Steering | None = None) -> None:
+        self._allocator, self._steering = allocator, steering
+        self._pool = self.peak_bytes = 0
+        self._moves: Moves = {}
+        if steering is not None:
+            allocator.extend(steering.arena_bytes + GUARD_BYTES, _ARENA)
+            start = allocator.allocate(steering.arena_bytes, _ARENA)
+            allocator.allocate(GUARD_BYTES, _ARENA)
+            allocator.free(start)
+        self._plugs: dict[int, int] = {}  # addresses by offset
+
+    def begin(self, number: int) -> None:
+        for address in self._plugs.values():
+            self._allocator.free(address)
+        self._plugs.clear()
+        if self._steering is not None:
+            self._moves = self._steering.moves[min(number, len(self._steering.moves) - 1)]
+
+    def step(self, index: int | None, op: int | None) -> None:
+        self._pool = 0
+        if self._steering is None or index is None:
+            return
+        for size_bytes, offset in self._moves.get(index, ()):
+            if size_bytes:
+                self._plugs[offset] = self._allocator.allocate(size_bytes, _ARENA)
+                self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes)
+            else:
+                self._allocator.free(self._plugs.pop(offset))
+        self._pool = 0 if op in self._steering.outside else _ARENA
 
     def allocate(self, size_bytes: int) -> int:
-        if size_bytes:
-            self.begins.append(-(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES)
-        return len(self.begins) if size_bytes else 0
+        address = self._allocator.allocate(size_bytes, self._pool)
+        self.peak_bytes = max(self.peak_bytes, self._allocator.allocated_bytes)
+        return address
 
     def free(self, address: int) -> None:
-        self.ends[address] = len(self.begins)
+        self._allocator.free(address)
+
+
+class _Trace:
+    """Notes what microbatches ask an arena for."""
+
+    def __init__(self, outside: frozenset[int]) -> None:
+        self.microbatches: list[list[Moment]] = []
+        self._outside, self._count = outside, 0
+        self._index: int | None = None
+        self._inside = False
+        self._events: list[Request | Release] = []
+        self._held: set[int] = set()
+
+    def begin(self, number: int) -> None:
+        pass
+
+    def step(self, index: int | None, op: int | None) -> None:
+        if self._events:
+            assert self._index is not None
+            self.microbatches[-1].append((self._index, tuple(self._events)))
+            self._events = []
+        if index is not None:
+            self._index = index
+        self._inside = index is not None and op not in self._outside
+
+    def allocate(self, size_bytes: int) -> int:
+        size_bytes = -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        if not size_bytes:
+            return 0
+        self._count += 1
+        if self._inside and size_bytes > SMALL_BYTES:
+            self._events.append(Request(self._count, size_bytes))
+            self._held.add(self._count)
+        return self._count
+
+    def free(self, address: int) -> None:
+        if address in self._held:
+            self._held.remove(address)
+            self._events.append(Release(address))
 
 
 class _Loop:
@@ -147,7 +261,7 @@ class _Loop:
         several = self.problem.accumulate or in_flight > 1
         for _ in range(in_flight + several):  # so that as many are in flight when there are gradients of earlier ones
             waiting.append(_Microbatch(self))
-            waiting[-1].run(self.forward)
+            waiting[-1].run(self.forward, 0)
             if len(waiting) == in_flight:
                 waiting.pop(0).finish(self.backward)
         for microbatch in waiting:
@@ -184,6 +298,7 @@ class _Microbatch:
     def __init__(self, loop: _Loop) -> None:
         self.loop, self.values, self.allocator = loop, loop.graph.values, loop.allocator
         self.held: dict[int, int] = {}
+        self.allocator.begin(int(bool(loop.gradients)))
         for address in loop.returned:
             self.allocator.free(address)
         self.inputs = loop.inputs()
@@ -191,14 +306,15 @@ class _Microbatch:
             self.allocator.free(address)
         loop.returned, loop.left = [], []
 
-    def run(self, steps: Schedule) -> None:
-        """Make the requests of these steps."""
+    def run(self, steps: Schedule, first: int) -> None:
+        """Make the requests of these steps. first: the index of the first of them in the schedule."""
         outputs: tuple[int, ...] = ()
         unread: list[int] = []  # outputs that are dropped at once: the program frees them after the op's inputs
-        for step in steps:
+        for index, step in enumerate(steps, first):
             if unread and not isinstance(step, Drop):
                 self._free(unread)
                 unread = []
+            self.allocator.step(index, step.op if isinstance(step, Compute) else None)
             match step:
                 case Compute(op):
                     self._compute(op)
@@ -216,12 +332,13 @@ class _Microbatch:
                 case SurfaceGrads(values):
                     self._surface(values)
         self._free(unread)
+        self.allocator.step(None, None)
 
     def finish(self, backward: Schedule) -> None:
         """Run backward. What is there then, the caller holds: gradients, outputs and inputs."""
         for value in self.loop.graph.tangents:
             self._make(value)
-        self.run(backward)
+        self.run(backward, len(self.loop.forward) + 1)
         self._free(self.loop.graph.tangents)
         for value, address in self.held.items():
             if self.values[value].role == "gradient":

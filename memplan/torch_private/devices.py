@@ -207,6 +207,67 @@ def expand_segments() -> None:
     torch._C._accelerator_setAllocatorSettings(",".join(filter(None, (before, "expandable_segments:True"))))
 
 
+class MemoryPool:
+    """A pool of PyTorch's allocator on a CUDA device, for blocks of the stream that was current when it was made.
+
+    Where the rest of the device is taken, others may have what is free in it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        with torch.cuda.device(self._index):
+            self._pool = torch.cuda.MemPool(use_on_oom=True)
+        self._id, self._stream = self._pool.id, torch.cuda.current_stream(self._index).cuda_stream
+        self._held: set[int] = set()
+
+    def __del__(self) -> None:
+        for address in self._held:
+            torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+    @property
+    def is_of_this_stream(self) -> bool:
+        """Whether the current stream is the pool's."""
+        return bool(torch.cuda.current_stream(self._index).cuda_stream == self._stream)
+
+    def extend(self, size_bytes: int) -> int:
+        """The address of a new segment of this size, which is free. Raises torch.OutOfMemoryError.
+
+        It does not expand, whatever the setting is: others get memory of a pool only from segments that do not, and
+        PyTorch ends the process where one that does goes back in pieces ("cudaMalloc_count > 0").
+        """
+        before = torch._C._accelerator_getAllocatorSettings()
+        others = [text for text in before.split(",") if text and "expandable_segments" not in text]
+        self.enter()
+        try:
+            torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:False"]))
+            address = self.allocate(size_bytes)
+        finally:
+            torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+            self.leave()
+        self.free(address)
+        return address
+
+    def enter(self) -> None:
+        """Let this thread's blocks come from the pool from now on."""
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self._id)
+
+    def leave(self) -> None:
+        """Let this thread's blocks come from where others come from."""
+        torch._C._cuda_endAllocateToPool(self._index, self._id)
+        torch._C._cuda_releasePool(self._index, self._id)
+
+    def allocate(self, size_bytes: int) -> int:
+        """The address of a new block, while this thread's come from the pool."""
+        address: int = torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, self._stream)
+        self._held.add(address)
+        return address
+
+    def free(self, address: int) -> None:
+        """Free a block. Those that are left are freed with the pool."""
+        self._held.remove(address)
+        torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+
+
 _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102  # of CUdevice_attribute
 
 

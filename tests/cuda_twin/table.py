@@ -28,8 +28,8 @@ LOOPS = ("AdamW", "no optimizer", "AdamW, two batches a step")  # the last two a
 Row = dict[str, Any]
 
 
-def measure(name: str, budget: str, loop: str) -> Row:
-    """One row, in this process."""
+def measure(name: str, budget: str, loop: str, arena: str) -> Row:
+    """One row, in this process. arena: "yes" or "no"."""
     import torch
 
     import memplan
@@ -42,13 +42,15 @@ def measure(name: str, budget: str, loop: str) -> Row:
     if budget != "plain":
         given = budget if budget == "min" else float(budget)
         try:
-            memplan.apply(model, sample, given, optimizer=optimizer, accumulate=batches > 1, on_infeasible="raise")
+            memplan.apply(model, sample, given, optimizer=optimizer, accumulate=batches > 1, on_infeasible="raise",
+                          arena=arena == "yes")  # fmt: skip
         except memplan.BudgetInfeasible as error:
             return {"error": f"infeasible, floor {error.floor_bytes / MIB:.0f}"}
         plan = memplan.plan_of(model)
         assert plan is not None
         row["predicted"] = plan.peak_bytes
         row["reserved_predicted"] = getattr(plan, "reserved_bytes", None)
+        row["arena"] = getattr(plan, "steering", None) is not None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     try:
@@ -86,13 +88,16 @@ def mib(row: Row, name: str) -> str:
 def reserved(row: Row) -> str:
     if row.get("error"):
         return str(row["error"])
-    return f"{mib(row, 'reserved')} ({row['reserved'] / row['allocated']:.2f})"
+    return f"{mib(row, 'reserved')} ({row['reserved'] / row.get('predicted', row['allocated']):.2f})"
 
 
 def line(name: str, budget: str, loop: str, cache: str) -> str:
-    by_default, expandable = (in_process([name, budget, loop], cache, allocator) for allocator in ALLOCATORS)
-    cells = [name, budget, loop, mib(by_default, "predicted"), mib(by_default, "reserved_predicted")]
-    cells += [mib(by_default, "allocated"), reserved(by_default), mib(expandable, "allocated"), reserved(expandable)]
+    """The row without an arena has another schedule where that reserves less."""
+    led, alone = (in_process([name, budget, loop, arena], cache, "expandable_segments") for arena in ("yes", "no"))
+    by_default = in_process([name, budget, loop, "yes"], cache, "default")
+    cells = [name, budget, loop, mib(led, "predicted"), mib(led, "reserved_predicted"), reserved(led)]
+    cells += [mib(alone, "reserved_predicted"), reserved(alone)]
+    cells += [mib(by_default, "reserved_predicted"), reserved(by_default)]
     return f"| {' | '.join(cells)} |"
 
 
@@ -105,19 +110,20 @@ def versions() -> str:
 HEAD = f"""# Predicted, allocated and reserved
 
 MiB. Peaks of the first {STEPS} steps on the twin of a card of 80 GiB, as `make twin-table` writes them. Predicted is
-`plan.peak_bytes` and `plan.reserved_bytes`; in brackets is reserved over allocated. AdamW is fused.
-exp.: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+`plan.peak_bytes`, then `plan.reserved_bytes` beside each reserved; in brackets is reserved over predicted, or over
+allocated in a plain step. AdamW is fused. The first columns are with `expandable_segments:True`, which `apply` sets,
+the last with PyTorch's default.
 
 {{versions}}
 
-| model | budget | loop | predicted | predicted reserved | allocated | reserved | allocated (exp.) | reserved (exp.) |
-|---|---|---|---|---|---|---|---|---|
+| model | budget | loop | predicted | arena | reserved | no arena | reserved | arena, default | reserved |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--row", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--row", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--models", nargs="*", help="all, unless told")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("table.md"))
     args = parser.parse_args()

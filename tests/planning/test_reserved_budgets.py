@@ -24,7 +24,7 @@ MIB = 1 << 20
 @pytest.mark.parametrize("expandable", [False, True])
 def test_the_fastest_that_fits_is_taken(expandable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choosing, "_MOST_REPLAYED", 10_000)
-    problem = replace(unet_like(4), requests=Requests(expandable))
+    problem = replace(unet_like(4), requests=Requests(expandable, arena=False))
     front = solve_front(problem, Config(methods=("rotor",), points=8))
     found = {p: reserved_bytes(problem, p.schedule, expandable) for p in front.points}
     for limit_bytes in (*found.values(), front.floor.peak_bytes, front.keep_all.peak_bytes):

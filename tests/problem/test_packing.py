@@ -1,30 +1,16 @@
-"""Packing against exhaustive search, and on schedules of steps that look real."""
+"""Packing against exhaustive search."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import permutations
-from pathlib import Path
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memplan.config import Config
-from memplan.plans.plan import Plan
-from memplan.problem.addresses import place_on_device
-from memplan.problem.data import Problem, Requests
 from memplan.problem.packing import LiveRange, Packing, most_alive, pack_slab
-from memplan.problem.reserved import device_blocks
-from memplan.problem.simulate import simulate, unplanned_step
-from memplan.solvers import solve_front
-from tests.problem.test_reserved import in_units
 from tests.support.parameters import examples
-from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
-from tests.support.reserved_loops import FOLDER
 
-SMALL = Config(methods=("rotor",), points=8)
 FUZZ = settings(max_examples=examples(100), deadline=None, derandomize=True, database=None)
 
 
@@ -89,33 +75,3 @@ def test_blocks_that_live_at_one_time_share_no_byte(blocks: list[LiveRange], eno
     assert_sound(blocks, packing)
     assert packing == pack_slab(blocks, enough_bytes)
     assert packing.size_bytes <= enough_bytes or packing == pack_slab(blocks)
-
-
-@pytest.mark.parametrize(
-    "problem", [llama_like(4), resnet_like((2, 2, 2, 2)), unet_like(4)], ids=["llama", "resnet", "unet"]
-)
-def test_slabs_of_steps_are_hardly_larger_than_their_peaks(problem: Problem) -> None:
-    problem = replace(problem, requests=Requests())
-    for point in solve_front(problem, SMALL).spread(4):
-        schedule = point.schedule
-        blocks = device_blocks(problem, schedule)
-        packing = place_on_device(problem, schedule)
-        assert_sound(blocks, packing)
-        assert packing.size_bytes <= 1.01 * packing.bound_bytes
-
-
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.plan")), ids=lambda path: path.stem)
-def test_slabs_of_planned_steps_are_hardly_larger_than_their_peaks(path: Path) -> None:
-    plan = Plan.load(path)
-    blocks, packing = device_blocks(plan.problem, plan.schedule), place_on_device(plan.problem, plan.schedule)
-    assert_sound(blocks, packing)
-    assert packing.size_bytes <= 1.01 * packing.bound_bytes
-    assert packing.bound_bytes <= plan.activation_peak_bytes
-
-
-@FUZZ
-@given(random_problems())
-def test_blocks_of_a_step_come_to_its_peak(problem: Problem) -> None:
-    problem, schedule = unplanned_step(replace(in_units(problem, 512), update_bytes=0, accumulate=False))
-    peak_bytes = simulate(problem, schedule).peak_bytes - problem.resident_bytes
-    assert most_alive(device_blocks(problem, schedule)) == peak_bytes

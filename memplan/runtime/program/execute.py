@@ -26,6 +26,8 @@ from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Evaluation, Numbers, Sizes, TensorSizes, expressions_in
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import PlanMismatch
+from memplan.problem.steering import Steering
+from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.check import run_checked
@@ -97,6 +99,7 @@ class ParameterStore:
     - model: the model.
     - transfers: the model's copies to and from host memory.
     - updates: the optimizer that steps in backward, where there is one.
+    - arena: of the model's steps.
     - gathers: of sharded parameters, where there are any.
     - specs: of gradients that are DTensors, by parameter.
     """
@@ -111,6 +114,7 @@ class ParameterStore:
     ) -> None:
         self.model, self.transfers, self._specs = model, Transfers(device), specs or {}
         self.updates: UpdatesInBackward | None = None
+        self.arena = StepArena(device)
         self.gathers = gathers
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
@@ -120,9 +124,9 @@ class ParameterStore:
             home = module._parameters if leaf in module._parameters else module._buffers
             self._homes[name] = (home, leaf)
 
-    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
+    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None, arena: StepArena) -> None:
         """Share these with the stores of the model's other steps."""
-        self.transfers, self.updates = transfers or self.transfers, updates
+        self.transfers, self.updates, self.arena = transfers or self.transfers, updates, arena
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return private.part_here(self.parameter(name))
@@ -425,6 +429,7 @@ class Runner:
         decisions: tuple[int, ...] = (),
         sizes: Sizes | None = None,
         checked: Callable[[], Program] | None = None,
+        steering: Steering | None = None,
     ) -> None:
         """Prepare to run a program.
 
@@ -436,9 +441,10 @@ class Runner:
         - decisions: outputs that tell which branches forward takes.
         - sizes: of the step; None where it is for one size.
         - checked: gives the program with checks of its results, for the first run at each size.
+        - steering: leads the step through the model's arena, at the planned sizes.
         """
         self.program = program
-        self._sizes, self._checked = sizes, checked
+        self._sizes, self._checked, self._steering = sizes, checked, steering
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
         self.store = store
@@ -524,7 +530,7 @@ class Runner:
         program = self._program_for(numbers)
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
         try:
-            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)):
+            with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), self._in_arena(numbers):
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
@@ -552,7 +558,16 @@ class Runner:
         decided = [outputs[i] for i in self._decisions]
         waiting = InFlight(saved, watched, state, start, program, numbers, decided)
         self.waiting.add(waiting)
+        self.store.arena.led(waiting)
         return outputs, waiting
+
+    def _in_arena(self, numbers: Numbers) -> contextlib.AbstractContextManager[None]:
+        """A context for a forward at these sizes."""
+        if self._steering is None:
+            return contextlib.nullcontext()
+        steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
+        gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
+        return self.store.arena.forward(steering, gradients, any(not s.spent for s in self.waiting))
 
     def _program_for(self, numbers: Numbers) -> Program:
         """The program, with checks of its results where it has not run at these sizes yet."""
@@ -590,7 +605,12 @@ class Runner:
         state.spend()
         updating = self.store.updates and self.store.updates.around_backward(tangents.values())
         try:
-            with self._without_autocast(), updating or contextlib.nullcontext(), self._watched(lambda w: w.backward()):
+            with (
+                self._without_autocast(),
+                updating or contextlib.nullcontext(),
+                self._watched(lambda w: w.backward()),
+                self.store.arena.backward(self._steering, state),
+            ):
                 results = self._run(run, arguments)
         except BaseException:
             self.store.transfers.settle()
@@ -607,7 +627,8 @@ class Runner:
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]
         if pairs:
             state.surfacing = True
-            self.store.surface(*zip(*pairs, strict=True))
+            with self.store.arena.outside():
+                self.store.surface(*zip(*pairs, strict=True))
             state.surfacing = False
             state.surfaced.update(names)
 

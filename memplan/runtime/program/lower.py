@@ -39,6 +39,8 @@ from memplan.problem.schedule import (
     SurfaceGrads,
     Wait,
 )
+from memplan.problem.steering import Steering
+from memplan.runtime.host.arena import enter_arena, leave_arena, steer_arena
 from memplan.runtime.host.transfers import (
     contents,
     leave,
@@ -117,15 +119,22 @@ class Program:
     staying: tuple[str, ...]
 
 
-def lower(schedule: Schedule, traced: Traced, grads: Grads = "surface", checks: bool = False) -> Program:
+def lower(
+    schedule: Schedule,
+    traced: Traced,
+    grads: Grads = "surface",
+    checks: bool = False,
+    steering: Steering | None = None,
+) -> Program:
     """Write `schedule` as a program. The schedule must have passed `simulate`.
 
     - grads: "surface" hands each gradient over in the middle of backward, as soon as it is final; "edges" returns all
       of them from backward.
     - checks: the program compares results whose sizes vary with the traced ones.
+    - steering: leads what the program asks the device's allocator for through an arena.
     """
     with without_collections():
-        return _Lowering(schedule, traced, grads, checks).program()
+        return _Lowering(schedule, traced, grads, checks, steering).program()
 
 
 def _is_seen_as(node: fx.Node, dtype: torch.dtype) -> bool:
@@ -178,9 +187,13 @@ class _Side:
 
 
 class _Lowering:
-    def __init__(self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, traced: Traced, grads: Grads, checks: bool, steering: Steering | None
+    ) -> None:
         self.schedule, self.traced, self.graph = schedule, traced, traced.graph
         self.grads, self.checks = grads, checks
+        self.outside = frozenset() if steering is None else steering.outside
+        self.steered = {index for moves in (() if steering is None else steering.moves) for index in moves}
         self.returned: dict[str, fx.Node] = {}  # gradients of parameters that backward returns
         self.collectives: list[str] = []
         self.gradients = {g.value: g for g in traced.gradients}
@@ -206,7 +219,13 @@ class _Lowering:
 
     def program(self) -> Program:
         for index, step in enumerate(self.schedule):
+            if index in self.steered:
+                self.side.call(steer_arena, (self.side.store, index))
             match step:
+                case Compute(op) if op in self.outside:
+                    self.side.call(leave_arena, (self.side.store,))
+                    self._compute(op, self._dead_after(index))
+                    self.side.call(enter_arena, (self.side.store,))
                 case Compute(op):
                     self._compute(op, self._dead_after(index))
                 case Drop(value):

@@ -61,6 +61,8 @@ class SizedPlan:
         """The plan at these sizes. The latest one is kept."""
         if numbers not in self._plans:
             problem = self._problem_at(numbers, self._growth(numbers))
+            if problem.requests is not None:  # the arena is for the planned sizes
+                problem = dataclasses.replace(problem, requests=dataclasses.replace(problem.requests, arena=False))
             timeline = simulate(problem, self.planned.schedule)
             self._plans = {
                 self._sizes.here: self.planned,

@@ -18,7 +18,6 @@ from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
-from memplan.problem.schedule import Schedule
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
 from memplan.runtime.program.gathers import Gathers
@@ -78,7 +77,7 @@ class WholeStep:
     ) -> WholeStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        runner = _runner(model, capture, programs, plan.schedule, gathers)
+        runner = _runner(model, capture, programs, plan, gathers)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
@@ -116,7 +115,7 @@ class WholeStep:
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
         """This step for a copy of the model, which has this forward of its own."""
         capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
-        runner = _runner(model, capture, self.programs, self.planned.schedule)
+        runner = _runner(model, capture, self.programs, self.planned)
         runner.unchecked = set(self.runner.unchecked)
         return dataclasses.replace(self, capture=capture, key=capture.key, runner=runner, others=())
 
@@ -183,7 +182,7 @@ def _runner(
     model: nn.Module,
     capture: Capture,
     programs: tuple[Program, ...],
-    schedule: Schedule,
+    plan: Plan,
     gathers: Gathers | None = None,
 ) -> Runner:
     traced = capture.traced
@@ -203,5 +202,6 @@ def _runner(
         autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
-        checked=functools.cache(lambda: lower(schedule, traced, programs[0].grads, checks=True)),
+        checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),
+        steering=plan.steering,
     )

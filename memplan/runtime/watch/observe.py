@@ -19,7 +19,8 @@ class Observer:
 
     The first step's seconds would include warming up. On CUDA the device's peak counter is reset once.
 
-    - held: gives the tensors that are there before a step and that it reads, in any nesting of containers.
+    - held: called when the first step begins; gives the tensors that are there and that it reads, in any nesting of
+      containers.
     - done: called with bytes beyond what was held when the step began, and seconds. Kernel scratch counts on CUDA only.
     - leaves_out: says of a storage that it is host memory.
     """
@@ -59,8 +60,9 @@ class Observer:
                 self._meter.register(inputs)
             return
         self._begun = True
+        held = self._held()
         if self._meter is not None:
-            self._meter.register([inputs, self._held()])
+            self._meter.register([inputs, held])
             self._before_bytes = self._meter.live_bytes
         elif self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)

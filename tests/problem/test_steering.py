@@ -1,0 +1,161 @@
+"""Steps that are led through an arena: where the allocator puts their blocks, replayed by its own rules."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memplan.config import Config
+from memplan.plans.plan import Plan
+from memplan.problem import reserved
+from memplan.problem.caching_allocator import SMALL_BYTES, CachingAllocator
+from memplan.problem.data import Problem, Requests
+from memplan.problem.packing import most_alive
+from memplan.problem.reserved import reserved_bytes, steering_of
+from memplan.problem.schedule import Compute, Schedule
+from memplan.problem.simulate import simulate, unplanned_step
+from memplan.problem.steering import Moment, Release, Request, _Holes, _live_ranges, lead
+from memplan.solvers import solve_front
+from tests.problem.test_reserved import in_units
+from tests.support.parameters import examples
+from tests.support.random_graphs import llama_like, random_problems, resnet_like, unet_like
+from tests.support.reserved_loops import FOLDER
+
+MIB = 1 << 20
+SMALL = Config(methods=("rotor",), points=8)
+FUZZ = settings(max_examples=examples(60), deadline=None, derandomize=True, database=None)
+PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet": unet_like(4)}
+
+
+def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
+    """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
+    found = lead([moments], expandable, whole=False)
+    if found is not None and found.missed:
+        found = lead([moments], expandable, whole=True)
+    if found is None:  # some block has no place in any of those that were tried
+        return 0, 0
+    assert not found.missed
+    allocator = CachingAllocator(expandable)
+    start = allocator.extend(found.arena_bytes, 0)
+    blocks: dict[int, int] = {}
+    plugs: dict[int, int] = {}
+    for index, events in moments:
+        for size_bytes, offset in found.moves[0].get(index, ()):
+            if size_bytes:
+                plugs[offset] = allocator.allocate(size_bytes)
+                assert plugs[offset] == start + offset
+            else:
+                allocator.free(plugs.pop(offset))
+        for event in events:
+            if isinstance(event, Request):
+                blocks[event.name] = allocator.allocate(event.size_bytes)
+            else:
+                allocator.free(blocks.pop(event.name))
+    return allocator.peak_reserved_bytes, most_alive(_live_ranges(moments).values())
+
+
+def random_moments(seed: int) -> list[Moment]:
+    draw = random.Random(seed)
+    live: list[int] = []
+    moments: list[Moment] = []
+    for index in range(draw.randrange(1, 60)):
+        events: list[Request | Release] = []
+        for _ in range(draw.choice((1, 1, 1, 2, 4))):
+            live.append(len(live) + 1000 * index)
+            size_bytes = draw.choice((2, 3, 8, 12, 12, 48)) * MIB + draw.choice((0, 0, 512, 700 << 10))
+            events.append(Request(live[-1], size_bytes))
+        draw.shuffle(live)
+        events += [Release(live.pop()) for _ in range(draw.randrange(len(live) + 1)) if len(live) > 2]
+        moments.append((index, tuple(events)))
+    return moments
+
+
+@FUZZ
+@given(st.integers(0, 10**6), st.booleans())
+def test_plugs_land_where_they_should(seed: int, expandable: bool) -> None:
+    moments = random_moments(seed)
+    reserved_by_it, alive_bytes = led_blocks(moments, expandable)
+    assert reserved_by_it >= alive_bytes
+
+
+@FUZZ
+@given(st.integers(0, 10**6), st.booleans())
+def test_holes_are_those_of_the_allocator(seed: int, expandable: bool) -> None:
+    draw = random.Random(seed)
+    size_bytes = 256 * MIB
+    allocator = CachingAllocator(expandable)
+    start = allocator.extend(size_bytes, 0)
+    holes = _Holes(512 if expandable else SMALL_BYTES + 1, {0: size_bytes}, {size_bytes: 0})
+    live: list[int] = []
+    for _ in range(200):
+        if live and draw.random() < 0.45:
+            offset = live.pop(draw.randrange(len(live)))
+            holes.free(offset)
+            allocator.free(start + offset)
+            continue
+        asked = draw.randrange(SMALL_BYTES // 512 + 1, 20 * MIB // 512) * 512
+        found = holes.allocate(asked)
+        if found is None:
+            continue
+        assert allocator.allocate(asked) == start + found
+        live.append(found)
+
+
+def schedules(problem: Problem) -> list[Schedule]:
+    return [point.schedule for point in solve_front(problem, SMALL).spread(4)]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_steps_that_are_led_reserve_less(name: str, expandable: bool, accumulate: bool) -> None:
+    problem = dataclasses.replace(PROBLEMS[name], requests=Requests(expandable), accumulate=accumulate)
+    for schedule in schedules(problem):
+        steering = steering_of(problem, schedule, expandable)
+        if steering is None:
+            continue
+        led_bytes = reserved_bytes(problem, schedule, expandable, steering)
+        assert simulate(problem, schedule).peak_bytes <= led_bytes < reserved_bytes(problem, schedule, expandable)
+        assert len(steering.moves) == 1 + accumulate
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.plan")), ids=lambda path: path.stem)
+def test_recorded_loops_would_reserve_hardly_more_than_their_peaks(path: Path) -> None:
+    plan = Plan.load(path)
+    assert plan.problem.requests is not None
+    alone_bytes = plan.reserved_with(plan.problem.requests.expandable)
+    assert plan.reserved_bytes <= alone_bytes
+    if plan.steering is not None:
+        assert plan.reserved_bytes < 1.05 * plan.peak_bytes + 26 * MIB
+
+
+@FUZZ
+@given(random_problems())
+def test_what_an_arena_is_asked_for_comes_to_the_peak(problem: Problem) -> None:
+    problem = dataclasses.replace(in_units(problem, 512), update_bytes=0, accumulate=False)
+    problem = dataclasses.replace(problem, link=None, gather=None, in_flight=1)
+    problem, schedule = unplanned_step(problem)
+    (moments,) = reserved._microbatches(problem, schedule, frozenset())
+    blocks = _live_ranges(moments)
+    assert all(block.size_bytes > SMALL_BYTES for block in blocks.values())
+    assert most_alive(blocks.values()) <= simulate(problem, schedule).peak_bytes - problem.resident_bytes
+
+
+def test_what_the_caller_holds_is_outside() -> None:
+    problem = PROBLEMS["unet"]
+    schedule = schedules(problem)[0]
+    outside = reserved._makers_of_outputs(problem)
+    assert outside and all(Compute(op) in schedule for op in outside)
+    (moments,) = reserved._microbatches(problem, schedule, outside)
+    assert not {index for index, _ in moments} & {schedule.index(Compute(op)) for op in outside} or problem.graph
+
+
+@pytest.mark.parametrize("change", [{"in_flight": 2}, {"takes_gradients": True}])
+def test_steps_that_are_not_led(change: dict[str, object]) -> None:
+    problem = dataclasses.replace(PROBLEMS["unet"], **change)  # type: ignore[arg-type]
+    assert steering_of(problem, schedules(PROBLEMS["unet"])[0], True) is None

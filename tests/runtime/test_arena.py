@@ -1,0 +1,169 @@
+"""The arena at run time, over a replay of PyTorch's allocator in place of a CUDA device's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+
+from memplan import torch_private as private
+from memplan.problem.caching_allocator import CachingAllocator
+from memplan.problem.steering import GUARD_BYTES, Steering
+from memplan.runtime.host.arena import StepArena
+
+MIB = 1 << 20
+
+
+class _Pool:
+    """Stands in for a pool of a CUDA device's memory."""
+
+    made: ClassVar[list[_Pool]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.allocator = CachingAllocator(True)
+        self.inside = 0
+        self.is_of_this_stream = True
+        _Pool.made.append(self)
+
+    def extend(self, size_bytes: int) -> int:
+        return self.allocator.extend(size_bytes, 0)
+
+    def enter(self) -> None:
+        self.inside += 1
+
+    def leave(self) -> None:
+        self.inside -= 1
+
+    def allocate(self, size_bytes: int) -> int:
+        assert self.inside == 1
+        return self.allocator.allocate(size_bytes)
+
+    def free(self, address: int) -> None:
+        self.allocator.free(address)
+
+    @property
+    def held_bytes(self) -> int:
+        return self.allocator.allocated_bytes
+
+
+class _Forward:
+    """A forward that waits for its backward."""
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> StepArena:
+    _Pool.made.clear()
+    monkeypatch.setattr(private, "MemoryPool", _Pool)
+    return StepArena(torch.device("cuda"))
+
+
+# A plug at the start before step 0, one after it before step 1; both are there when backward begins with step 5.
+STEERING = Steering(
+    64 * MIB, ({0: ((8 * MIB, 0),), 1: ((16 * MIB, 8 * MIB),), 5: ((0, 8 * MIB), (0, 0))},), frozenset()
+)
+
+
+def step(arena: StepArena, steering: Steering = STEERING, during: Callable[[], None] = lambda: None) -> None:
+    forward = _Forward()
+    with arena.forward(steering, [], in_flight=False):
+        for index in range(3):
+            arena.steer(index)
+        during()
+    arena.led(forward)
+    with arena.backward(steering, forward):
+        arena.steer(5)
+
+
+def test_plugs_are_set_and_taken_away(arena: StepArena) -> None:
+    held: list[int] = []
+    for _ in range(3):
+        step(arena, during=lambda: held.append(_Pool.made[0].held_bytes))
+        assert _Pool.made[0].held_bytes == GUARD_BYTES
+    assert held == [GUARD_BYTES + 24 * MIB] * 3
+    assert len(_Pool.made) == 1 and _Pool.made[0].inside == 0
+    assert arena.astray == 0
+
+
+def test_what_was_not_planned_ends_it(arena: StepArena) -> None:
+    step(arena)
+    pool = _Pool.made[0]
+    pool.enter()
+    kept = pool.allocate(2 * MIB)  # of a step that went otherwise
+    pool.leave()
+    step(arena, during=lambda: setattr(pool, "seen", pool.inside))
+    assert arena.astray == 1 and pool.seen == pool.inside == 0  # type: ignore[attr-defined]
+    assert pool.held_bytes == GUARD_BYTES + 2 * MIB
+    pool.free(kept)
+    step(arena)
+    assert arena.astray == 1
+
+
+def test_a_step_that_fails_leaves_nothing(arena: StepArena) -> None:
+    def fail() -> None:
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        step(arena, during=fail)
+    assert _Pool.made[0].held_bytes == GUARD_BYTES and _Pool.made[0].inside == 0
+    step(arena)
+    assert arena.astray == 1
+
+
+def test_smaller_and_larger_plans_share_it(arena: StepArena) -> None:
+    smaller, larger = (Steering(n * MIB, STEERING.moves, frozenset()) for n in (32, 128))
+    for steering in (STEERING, smaller, STEERING, smaller):
+        step(arena, steering)
+    assert len(_Pool.made) == 1
+    step(arena, larger)
+    step(arena, smaller)
+    assert len(_Pool.made) == 2 and arena.astray == 0
+
+
+def test_backward_of_another_forward_is_not_led(arena: StepArena) -> None:
+    first, second = _Forward(), _Forward()
+    with arena.forward(STEERING, [], in_flight=False):
+        arena.steer(0)
+    arena.led(first)
+    with arena.forward(STEERING, [], in_flight=True):
+        arena.steer(0)
+    arena.led(second)
+    for forward in (second, first):
+        with arena.backward(STEERING, forward):
+            arena.steer(5)
+            assert _Pool.made[0].inside == 0
+    assert _Pool.made[0].held_bytes == GUARD_BYTES
+    assert arena.astray == 1
+
+
+def test_gradients_of_others_are_not_planned_for(arena: StepArena) -> None:
+    step(arena)
+    with arena.forward(STEERING, [torch.empty(2 * MIB)], in_flight=False):
+        arena.steer(0)
+        assert _Pool.made[0].inside == 0
+    assert arena.astray == 1
+
+
+def test_another_stream_has_another_pool(arena: StepArena) -> None:
+    step(arena)
+    _Pool.made[0].is_of_this_stream = False
+    step(arena)
+    assert len(_Pool.made) == 2 and arena.astray == 0
+
+
+def test_callers_are_outside(arena: StepArena) -> None:
+    seen: list[int] = []
+
+    def call() -> None:
+        with arena.outside():
+            seen.append(_Pool.made[0].inside)
+        arena.leave()
+        seen.append(_Pool.made[0].inside)
+        arena.enter()
+        seen.append(_Pool.made[0].inside)
+
+    step(arena, during=call)
+    assert seen == [0, 0, 1]
+    with arena.outside():
+        pass
