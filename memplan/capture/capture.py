@@ -213,7 +213,7 @@ def _capture(
     if traced.decisions:  # where forward takes another branch it has to run again
         _refuse_writes_to(traced, "input", "constant")
     expanded = None if other is None else build_traced(other, call.names, planned_device)
-    key.guard(traced, raw.attribute_reads)
+    key.guard(traced, raw)
     answers = raw.answers[: raw.forward_reads]
     return Capture(
         traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers, tangents=tangents,
@@ -367,7 +367,7 @@ def _captured_part(
         key = StepKey(module, call, autocast, device.type, shards, reads, forward)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to(traced, "input")
-    key.guard(traced, raw.attribute_reads)
+    key.guard(traced, raw)
     answers = raw.answers
     return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks, answers=answers)
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,8 @@ from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import Sizes, Varying, varying_between
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.raw_trace import AttributeRead, Autocast, line_of_place
+from memplan.capture.trace.raw_trace import AttributeRead, Autocast, RawTrace, line_of_place
+from memplan.capture.trace.stand_ins import ABSENT
 from memplan.errors import PlanMismatch
 
 
@@ -222,6 +224,7 @@ class StepKey:
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
+        self._tensor_reads: Mapping[tuple[str, str], Any] = {}
         self._bind(model)
         self._snapshots = [Snapshot(self.tables, model, reads, () if shards is None else shards.attributes)]
 
@@ -259,9 +262,9 @@ class StepKey:
         self._state_facts = _facts_of(self._model, self._shards)
         self._bind(self._model)
 
-    def guard(self, traced: Traced, attribute_reads: tuple[AttributeRead, ...]) -> None:
-        """Attach what forward read from tensor data, to be read again before each call."""
-        self._guards, self._attribute_reads = Guards(traced), attribute_reads
+    def guard(self, traced: Traced, raw: RawTrace) -> None:
+        """Attach what forward read from tensors, to be read again before each call."""
+        self._guards, self._attribute_reads, self._tensor_reads = Guards(traced), raw.attribute_reads, raw.tensor_reads
         if traced.sizes is not None:
             self.arguments.generalise(traced.sizes)
 
@@ -287,6 +290,7 @@ class StepKey:
         ):
             return False
         self._snapshots = [*self._snapshots, *other._snapshots]
+        self._tensor_reads = {**self._tensor_reads, **other._tensor_reads}
         return True
 
     def varying(self, call: Call) -> Varying:
@@ -325,7 +329,8 @@ class StepKey:
         """The first of these values, as `other_value` names them, on which the step depends; None for none."""
         guards = self._guards.lines if self._guards is not None else ()
         reads = (line_of_place(read.where) for read in self._attribute_reads)
-        known = {*guards, *reads, *(name for snapshot in self._snapshots for name in snapshot.names)}
+        names = (name for snapshot in self._snapshots for name in snapshot.names)
+        known = {*guards, *reads, *names, *map(".".join, self._tensor_reads)}
         return next((value for value in sorted(values) if value in known), None)
 
     # -- the model --------------------------------------------------------------------------------------------------
@@ -398,7 +403,14 @@ class StepKey:
         return None
 
     def _data_changed(self, call: Call) -> tuple[str, str] | None:
-        """(line, words) of a number that forward would now read another of."""
+        """(line or name, words) of a number, or an attribute of a tensor, that forward would now read another of."""
+        given = {f"argument {name}": t for name, t in zip(call.names, call.tensors)} if self._tensor_reads else {}
+        for (name, key), then in self._tensor_reads.items():
+            tensor = given[name] if name in given else operator.attrgetter(name)(self._model)
+            now = vars(tensor).get(key, ABSENT)
+            if not _same(now, then):
+                texts = ["absent" if value is ABSENT else repr(value) for value in (now, then)]
+                return f"{name}.{key}", f"the attribute {key} of {name} is {texts[0]}, planned for {texts[1]}"
         for read in self._attribute_reads:
             value = getattr(self._model.get_submodule(read.module), read.key).item()
             if value != read.value:

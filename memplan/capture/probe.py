@@ -318,7 +318,7 @@ class _PartSearch:
 class _SecondRun:
     """Tells whether running a forward a second time would change anything but the generator's state.
 
-    It looks at arguments, buffers, Python attributes, Python's generators, and hooks inside.
+    It looks at arguments, buffers, Python attributes, those of tensors too, Python's generators, and hooks inside.
     """
 
     def __init__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -335,9 +335,12 @@ class _SecondRun:
         tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         inside = [getattr(m, table) for m in self._module.modules() if m is not self._module for table in tables]
         hooked = any(inside) if private.collects_outputs() else any(private.foreign_hooks(t) for t in inside)
-        differentiable = any(isinstance(t, torch.Tensor) and t.requires_grad for t in pytree.tree_leaves(output))
+        results = [t for t in pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+        differentiable = any(t.requires_grad for t in results)
+        named = any(map(private.attributes_set_on, [t for t in self._leaves if isinstance(t, torch.Tensor)] + results))
         return (
             bool(odd)
+            or named  # attributes that views of such tensors, which a rehearsal passes on, do not have
             or hooked
             or not differentiable
             or [_version(t) for t in self._written] != self._versions

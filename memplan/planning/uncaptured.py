@@ -14,6 +14,7 @@ from memplan.capture.probe import BackwardWithin
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.escapes import EscapedTensors
 from memplan.capture.trace.islands import CompiledCode
+from memplan.capture.trace.source_lines import first_line
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
@@ -76,7 +77,14 @@ class UncapturedSteps:
                 format_bytes(peak_bytes), format_bytes(budget_bytes), error,
             )  # fmt: skip
             return EagerStep.of(model, forward, call, device.type)
-        step = self._partial(model, forward, call, device, error, decides, unsteady)
+        try:
+            step = self._partial(model, forward, call, device, error, decides, unsteady)
+        except MemplanError:
+            raise
+        except Exception as failure:
+            raise UnsupportedModel(
+                f"{error}. As it is, a step on the sample fails: {type(failure).__name__}: {first_line(failure)}"
+            ) from failure
         if isinstance(step, PartialStep):
             step.strict = in_group
         return step
@@ -158,10 +166,6 @@ class UncapturedSteps:
         except BackwardWithin:
             self._measure_unplanned(model, forward, call, error, beside(device).held_bytes)
             return EagerStep.of(model, forward, call, device.type)
-        except MemplanError:
-            raise
-        except Exception as failure:  # the model itself fails on the sample
-            raise error from failure
         rows = planned.plan.units
         again = [row.name for row in rows if row.way != "keep"]
         log.warning(

@@ -41,6 +41,7 @@ from memplan.torch_private.dtensors import spec_of as spec_of
 from memplan.torch_private.dtensors import with_spec as with_spec
 from memplan.torch_private.fakes import FakeTensor as FakeTensor
 from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
+from memplan.torch_private.fakes import attributes_set_on as attributes_set_on
 from memplan.torch_private.fakes import batch_norm_reserve_elements as batch_norm_reserve_elements
 from memplan.torch_private.fakes import fakes_on as fakes_on
 from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape

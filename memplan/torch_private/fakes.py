@@ -14,6 +14,16 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.optim.optimizer import _foreach_supported_types as _STEPPED_AT_ONCE
 from torch.utils._python_dispatch import _disable_current_modes
 
+from memplan.torch_private.tensors import is_ordinary
+
+_OF_EVERY_FAKE = frozenset(vars(FakeTensorMode().from_tensor(torch.empty(0))))
+
+
+def attributes_set_on(tensor: torch.Tensor) -> list[str]:
+    """Names of attributes that Python code has set on a tensor, real or fake. Of other subclasses that is not known."""
+    known = isinstance(tensor, FakeTensor) or is_ordinary(tensor)
+    return sorted(vars(tensor).keys() - _OF_EVERY_FAKE) if known else []
+
 
 def fakes_on(
     device: torch.device, state: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]

@@ -761,3 +761,41 @@ def test_the_choice_is_the_fastest_of_all_that_fit(problem: UnitProblem, budget_
         assert found.peak_bytes <= budget_bytes
         assert found.time_s == min(c.time_s for c in fitting)
     assert smallest(problem).peak_bytes == min(c.peak_bytes for c in every)
+
+
+class DifferentiatesItself(nn.Module):
+    """Forward runs a backward pass, so that the step runs unplanned; then it does what `habit` does."""
+
+    def __init__(self, habit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.habit = nn.Linear(8, 8), nn.Linear(8, 8), habit
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.habit(torch.tanh(self.first(x)))
+        return self.last(x + torch.autograd.grad(x.pow(2).sum(), x, create_graph=True)[0])  # type: ignore[no-any-return]
+
+
+class FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise ValueError("not for training")
+
+
+@pytest.mark.parametrize(
+    ("habit", "reason"),
+    [
+        (lambda x: x.unsqueeze(0).squeeze_(0), "RuntimeError: one of the variables needed for gradient"),
+        (lambda x: FailsInBackward.apply(x), "ValueError: not for training"),
+    ],
+    ids=["writes in place", "raises"],
+)
+def test_an_unplanned_step_that_fails_is_refused_with_its_error(habit: Any, reason: str) -> None:
+    net, x = DifferentiatesItself(habit), torch.randn(4, 8)
+    with pytest.raises(UnsupportedModel, match=f"As it is, a step on the sample fails: {reason}"):
+        memplan.apply(net, x, "1GiB", costs="estimate")
+    with pytest.raises(Exception, match=reason.partition(": ")[2]):  # of PyTorch alone, with no plan left
+        net(x).sum().backward()

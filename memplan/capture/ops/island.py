@@ -200,6 +200,7 @@ class Island:
     - static: arguments that are no tensors; None in the place of one.
     - module: path of the module that is called; None for a function.
     - call: takes that module and the tensors, and gives what was returned.
+    - named: takes the model, and gives the Python attributes that each of the tensors has.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
     - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
     - attributes: of a module, which must not have changed where it runs again in a step.
@@ -216,6 +217,7 @@ class Island:
     static: tuple[Any, ...]
     module: str | None
     call: Callable[..., Any]
+    named: Callable[[nn.Module], Sequence[Mapping[str, Any]]]
     inputs: tuple[Layout, ...]
     needs: tuple[bool, ...]
     device: torch.device
@@ -247,7 +249,7 @@ class Island:
                     "backward. Change them after backward, or plan for a larger budget"
                 )
             self._seen[module] = attributes
-        outputs, saved, graph, spec = self._recorded(module, tensors)
+        outputs, saved, graph, spec = self._recorded(model, module, tensors)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         places_of_outputs = tuple(
             places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs
@@ -262,7 +264,7 @@ class Island:
         return [*results, _ticket(graph)]
 
     def _recorded(
-        self, module: nn.Module | None, tensors: Sequence[torch.Tensor]
+        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor]
     ) -> tuple[list[Any], list[torch.Tensor], _RecordedGraph, pytree.TreeSpec]:
         """Run the call. Gives its outputs, what its graph saved, the graph, and how the outputs were nested."""
         saved, unpacked = list[torch.Tensor](), list[torch.Tensor]()
@@ -287,8 +289,14 @@ class Island:
                 for i, tensor in zip(positions, entered, strict=True):
                     given[i] = tensor
                 graph.begin = [get_gradient_edge(t) for t in entered]
+            for tensor, attributes in zip(given, self.named(model), strict=True):
+                vars(tensor).update(attributes)
+            before = _attributes_of(given)
             returned = self.call(module, *given)
         outputs, spec = pytree.tree_flatten(returned)
+        results = [o for o in outputs if isinstance(o, torch.Tensor)]
+        if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
+            raise NoIsland(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
         _take_attributes(graph, saved)
@@ -364,6 +372,11 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return flat.set_(memory, 0, (memory.nbytes() // tensor.element_size(),), (1,))
+
+
+def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:
+    """The attributes of each tensor, by name, and which object each is."""
+    return [[(key, id(value)) for key, value in vars(tensor).items()] for tensor in tensors]
 
 
 def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:

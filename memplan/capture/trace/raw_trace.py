@@ -141,6 +141,7 @@ class RawTrace:
     - gradients: one node (or None) per parameter that requires grad, then per input that requires grad.
     - layers: module path of each forward node.
     - scalar_reads, attribute_reads: numbers that forward read.
+    - tensor_reads: attributes of parameters, buffers and inputs that it read: see `StandIns`.
     - reassigned: buffers that forward puts other tensors into, with the output that holds the new one.
     - answers, forward_reads: what was read from tensors; the first `forward_reads` of these were read by forward.
     - decisions: branches that the trace has taken from an earlier run.
@@ -168,6 +169,7 @@ class RawTrace:
     layers: dict[str, str]
     scalar_reads: tuple[ScalarRead, ...]
     attribute_reads: tuple[AttributeRead, ...]
+    tensor_reads: dict[tuple[str, str], Any]
     reassigned: dict[str, int]
     answers: tuple[Answer, ...]
     forward_reads: int

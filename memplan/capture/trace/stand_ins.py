@@ -7,11 +7,15 @@ trace. Other Python effects on them are not:
     loss.backward()              # within forward: gradients land in .grad
     x.requires_grad_()           # an argument becomes a leaf of the graph
     self.weight.data = other     # memory is exchanged
+    x.note = "seen"              # an argument gets an attribute
+
+Attributes that forward reads from these tensors are noted, because they may change from call to call.
 """
 
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
+from memplan.capture.attributes.attributes import is_plain
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import UnsupportedModel
 
@@ -34,19 +39,30 @@ class StartsToRequireGrad(UnsupportedModel):
         self.positions = tuple(positions)
 
 
+ABSENT = object()  # in place of the value of an attribute that a tensor does not have
+_READ_NOTHING = ("torch", "deepspeed", "memplan")  # packages in which such an attribute does not change what ops run
+
+
 class StandIns:
-    """The stand-ins of one trace: of parameters and buffers by name, and of the tensors of the call, by name too."""
+    """The stand-ins of one trace: of parameters and buffers by name, and of the tensors of the call, by name too.
+
+    - reads: (name of a tensor, attribute) -> its value, or ABSENT, for attributes that forward or backward has read.
+    """
 
     def __init__(
         self,
         state: Mapping[str, torch.Tensor],
         given: Mapping[str, torch.Tensor],
         arguments: tuple[tuple[Any, ...], dict[str, Any]],
+        real: Mapping[str, torch.Tensor],
     ) -> None:
+        """Note what is there. real: what each stands for; arguments are called "argument x" there."""
         self._state, self._given, self._arguments = state, given, arguments
         self._tensors = {**state, **{f"argument {name}": tensor for name, tensor in given.items()}}
         self._before = {name: (storage_key(t), t.requires_grad, set(vars(t))) for name, t in self._tensors.items()}
         self._leaves, self._spec = pytree.tree_flatten(arguments)
+        self._real = {id(t): (name, real[name]) for name, t in self._tensors.items() if private.is_ordinary(real[name])}
+        self.reads: dict[tuple[str, str], Any] = {}
         self._fresh: set[int] = set()  # arguments that came to require grad before an op read them
 
     def note_requires_grad(self, tensor: torch.Tensor) -> None:
@@ -55,6 +71,24 @@ class StandIns:
             node = private.tracer_node(tensor)
             if node is not None and not node.users:
                 self._fresh.add(id(tensor))
+
+    def read(self, tensor: torch.Tensor, key: str) -> Any:
+        """The value of an attribute that a tensor of the trace does not have, from the tensor that it stands for.
+
+        Raises AttributeError if that tensor does not have it either, UnsupportedModel if the value may change in place.
+        """
+        name, real = self._real.get(id(tensor), ("", tensor))
+        reader = str(sys._getframe(2).f_globals.get("__name__")).partition(".")[0]
+        if name and not key.startswith("__") and reader not in _READ_NOTHING:
+            value = self.reads[name, key] = vars(real).get(key, ABSENT)
+            if value is not ABSENT and not is_plain(value):
+                raise UnsupportedModel(
+                    f"forward reads the attribute {key} of {name}, a {type(value).__name__}, which may change; a "
+                    "planned step would not notice. Keep it in an attribute of a module"
+                )
+            if value is not ABSENT:
+                return value
+        raise AttributeError(f"{type(real).__name__!r} object has no attribute {key!r}")
 
     def check(self, phase: str) -> None:
         """Raise UnsupportedModel where forward or backward did something that a planned step would not do.

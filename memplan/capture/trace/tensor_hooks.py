@@ -30,12 +30,15 @@ def only_waits(hook: Any) -> bool:
 
 def watching_tensors(
     note_requires_grad: Callable[[torch.Tensor], None],
+    read_attribute: Callable[[torch.Tensor, str], Any],
 ) -> contextlib.AbstractContextManager[None]:
     """A context in which forward may put hooks on tensors that change gradients.
 
     Raises UnsupportedModel, from forward or its backward, for hooks that only look at gradients, where forward retains
-    a gradient, and where it exchanges the memory of a tensor. note_requires_grad: called with a tensor before forward
-    says whether it requires grad.
+    a gradient, and where it exchanges the memory of a tensor.
+
+    - note_requires_grad: called with a tensor before forward says whether it requires grad.
+    - read_attribute: called with a tensor and the name of an attribute that the tensor does not have.
     """
     method: Any = torch.Tensor.requires_grad_
     setter: Any = torch.Tensor.requires_grad
@@ -52,6 +55,7 @@ def watching_tensors(
         "register_hook": _register,
         "retain_grad": _retain,
         "requires_grad_": requires,
+        "__getattr__": lambda tensor, name: read_attribute(tensor, name),
     }
     return private.on_traced(methods, {"data": _exchange, "requires_grad": set_requires})
 

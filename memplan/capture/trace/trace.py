@@ -226,10 +226,12 @@ class _StepTrace:
         own = given[: len(call.tensors)]
         arguments = call.with_tensors(own)
         parts = {name: private.part_here(tensor) for name, tensor in state.items()}
-        stand_ins = StandIns(parts, dict(zip(call.names, own, strict=True)), arguments)
+        real = {**self._parameters, **self._buffers}
+        real |= {f"argument {name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
+        stand_ins = StandIns(parts, dict(zip(call.names, own, strict=True)), arguments, real)
         with (
             private.seeding_refused(seeding_itself),
-            watching_tensors(stand_ins.note_requires_grad),
+            watching_tensors(stand_ins.note_requires_grad, stand_ins.read),
             _in_place_of_state(self._request.model, state),
         ):
             template = self._forward(*arguments)
@@ -241,6 +243,7 @@ class _StepTrace:
             gradients = [None if g is None else private.part_here(g) for g in gradients]
             stand_ins.check("backward")
             self._islands.check()
+            self._notes.tensor_reads = stand_ins.reads
             return list(template.tensors), gradients
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OutputTemplate:
@@ -268,6 +271,13 @@ class _StepTrace:
         for name, tensor in request.model.named_buffers():
             if name in buffers and tensor is not buffers[name]:
                 notes.reassigned[name] = template.add(tensor, f"buffer {name}")
+        for name, tensor in zip(template.names, template.tensors, strict=True):
+            attributes = private.attributes_set_on(tensor)
+            if attributes:
+                raise UnsupportedModel(
+                    f"forward sets the attribute {attributes[0]} of {name.strip() or 'its output'}, a tensor that it "
+                    "returns or leaves behind; a planned step would not"
+                )
         return template
 
     def _gradients(
@@ -350,6 +360,7 @@ class _StepTrace:
             layers=notes.layers(),
             scalar_reads=tuple(notes.reads),
             attribute_reads=tuple(notes.attribute_reads),
+            tensor_reads=notes.tensor_reads,
             reassigned=notes.reassigned,
             answers=tuple(notes.answers),
             forward_reads=notes.forward_reads,

@@ -46,6 +46,7 @@ class TraceNotes:
     spans: list[tuple[int, str]] = field(default_factory=list)
     reads: list[ScalarRead] = field(default_factory=list)
     attribute_reads: list[AttributeRead] = field(default_factory=list)
+    tensor_reads: dict[tuple[str, str], Any] = field(default_factory=dict)
     boundary: fx.Node | None = None
     template: OutputTemplate | None = None
     requires_grad: tuple[bool, ...] = ()

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short
+from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short, is_plain
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.ops.island import Island, IslandCost, Layout, NoIsland, Place
 from memplan.capture.trace.call import Forward
@@ -127,6 +127,11 @@ class IslandRuns:
         """
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
             raise NoIsland(f"{name} is given what belongs to the model; a copy has another")
+        names = {id(p): own for own, p in self._model.named_parameters()}
+        owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
+        pairs = zip(arguments.tensors, owners, strict=True)
+        if any(owner is None and private.attributes_set_on(tensor) for tensor, owner in pairs):
+            raise NoIsland(f"{name} is given a tensor with attributes of its own")
         before, python_before, self._within = held_rng(self._device), python_generators(), True
         autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
         island = Island(
@@ -136,6 +141,7 @@ class IslandRuns:
             static=arguments.static,
             module=module,
             call=call,
+            named=functools.partial(_plain_attributes, owners),
             inputs=tuple(map(Layout.of, tensors)),
             needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
             device=self._device,
@@ -209,6 +215,13 @@ class IslandRuns:
             torch.cuda.synchronize(self._device)
         time_s = time.perf_counter() - begin
         return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
+
+
+def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
+    """Attributes of the parameters with these names, as far as no run can change them in place."""
+    parameters = [None if name is None else model.get_parameter(name) for name in owners]
+    named = [vars(p) if p is not None and private.is_ordinary(p) else {} for p in parameters]
+    return [{key: value for key, value in table.items() if is_plain(value)} for table in named]
 
 
 def _own_things(model: nn.Module) -> dict[int, Any]:
