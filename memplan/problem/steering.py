@@ -97,8 +97,8 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool, whole: bool
     found: list[Lead] = []
     for unit in _UNITS:
         rounded = [LiveRange(-(-b.size_bytes // unit) * unit, b.first, b.last) for b in blocks.values()]
-        hurry = whole or found
-        packing = pack_slab(rounded, int(_ENOUGH * bound_bytes), rounds=1) if hurry else pack_slab(rounded, rounds=2)
+        shorter = whole or found
+        packing = pack_slab(rounded, int(_ENOUGH * bound_bytes), rounds=1) if shorter else pack_slab(rounded)
         targets = dict(zip(blocks, packing.offsets, strict=True))
         roomy = _Leader(2 * packing.size_bytes, expandable, targets, blocks)
         for moments in microbatches:
