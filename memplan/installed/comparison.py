@@ -51,7 +51,7 @@ class Comparison:
         plan, first = self._step.plan, self._predicted
         on_cuda = self._step.runner.device.type == "cuda"
         predicted_bytes = first.peak_bytes if on_cuda else first.live_peak_bytes
-        if first.steering is not None:
+        if first.steering is not None and not self._step.runner.store.arena.astray:
             predicted_bytes += first.steering.plugged_bytes
         measured_bytes = first.problem.resident_bytes + grown_bytes
         if plan.problem.accumulate:  # which counts gradients of earlier micro-batches as resident

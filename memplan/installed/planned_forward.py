@@ -243,9 +243,13 @@ class PlannedForward:
         other._training, other._own_attribute = self._training, self._own_attribute
         for step in reversed(self.steps) if planner is self._planner else ():
             try:
-                other.add(step.bound_to(model, original))
+                bound = step.bound_to(model, original)
             except PlanMismatch as error:
                 other.choice.unfit = str(error)
+                continue
+            if isinstance(bound, WholeStep):
+                planner.placement.share_arena(bound, model)
+            other.add(bound)
         return other
 
 

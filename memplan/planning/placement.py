@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import torch
 from torch import nn
@@ -48,12 +49,12 @@ class Placement:
         self._counted: dict[str, nn.Parameter] | None = None  # a copy of the model has others
         self.known_link = settings.link
         self._transfers: Transfers | None = None  # of all steps, which share host memory
-        self._arena: StepArena | None = None  # of all steps
+        self._arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()  # of all steps
 
     def for_copy(self, settings: Settings) -> Placement:
         """The placement of a copy of the model. Updates in backward stay with the original."""
         other = copy.copy(self)
-        other._settings, other.updates = settings, None
+        other._settings, other.updates, other._arenas = settings, None, weakref.WeakKeyDictionary()
         return other
 
     @property
@@ -170,6 +171,13 @@ class Placement:
             self.updates.reads_done, self.updates.arrived = transfers.reads_done, transfers.arrived
         if step.plan.problem.link is not None:
             self._transfers = transfers
-        self._arena = self._arena or step.runner.store.arena
         copies = None if step.plan.problem.link is None else transfers
-        step.runner.store.share(copies, self.updates, self._arena)
+        step.runner.store.share(copies, self.updates)
+        self.share_arena(step, model)
+
+    def share_arena(self, step: WholeStep, model: nn.Module) -> None:
+        """Let a step have the arena of the other steps of its model, which may be a copy."""
+        store = step.runner.store
+        arena = self._arenas.setdefault(model, store.arena)
+        if arena.device == store.arena.device:
+            store.arena = arena

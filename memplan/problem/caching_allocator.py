@@ -143,7 +143,8 @@ class CachingAllocator:
     def extend(self, size_bytes: int, stream: int) -> int:
         """The address of a new segment of this size for large blocks, which does not expand. It is free."""
         pool = self._pools.setdefault((stream, False), _Pool(small=False))
-        segment_bytes = -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
+        least_bytes = LARGE_SEGMENT_BYTES if size_bytes < MIN_OWN_SEGMENT_BYTES else size_bytes
+        segment_bytes = -(-least_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
         self._grow(segment_bytes)
         pool.put(block := _Chunk(self._place(segment_bytes), segment_bytes, pool))
         return block.address

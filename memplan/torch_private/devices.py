@@ -218,11 +218,13 @@ class MemoryPool:
         with torch.cuda.device(self._index):
             self._pool = torch.cuda.MemPool(use_on_oom=True)
         self._id, self._stream = self._pool.id, torch.cuda.current_stream(self._index).cuda_stream
+        self._device_before = self._index
         self._held: set[int] = set()
+        self._delete = torch._C._cuda_cudaCachingAllocator_raw_delete
 
     def __del__(self) -> None:
-        for address in self._held:
-            torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+        for address in self.__dict__.get("_held", ()):
+            self._delete(address)
 
     @property
     def is_of_this_stream(self) -> bool:
@@ -235,26 +237,31 @@ class MemoryPool:
         It does not expand, whatever the setting is: others get memory of a pool only from segments that do not, and
         PyTorch ends the process where one that does goes back in pieces ("cudaMalloc_count > 0").
         """
-        before = torch._C._accelerator_getAllocatorSettings()
-        others = [text for text in before.split(",") if text and "expandable_segments" not in text]
+        expands = segments_expand()
+        told = torch._C._accelerator_getAllocatorSettings().split(",")
+        others = [text for text in told if text and "expandable_segments" not in text]
         self.enter()
         try:
-            torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:False"]))
+            if expands:
+                torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:False"]))
             address = self.allocate(size_bytes)
         finally:
-            torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+            if expands:
+                torch._C._accelerator_setAllocatorSettings(",".join([*others, "expandable_segments:True"]))
             self.leave()
         self.free(address)
         return address
 
     def enter(self) -> None:
         """Let this thread's blocks come from the pool from now on."""
+        self._device_before = torch._C._cuda_exchangeDevice(self._index)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self._index, self._id)
 
     def leave(self) -> None:
         """Let this thread's blocks come from where others come from."""
         torch._C._cuda_endAllocateToPool(self._index, self._id)
         torch._C._cuda_releasePool(self._index, self._id)
+        torch._C._cuda_maybeExchangeDevice(self._device_before)
 
     def allocate(self, size_bytes: int) -> int:
         """The address of a new block, while this thread's come from the pool."""
@@ -265,7 +272,7 @@ class MemoryPool:
     def free(self, address: int) -> None:
         """Free a block. Those that are left are freed with the pool."""
         self._held.remove(address)
-        torch._C._cuda_cudaCachingAllocator_raw_delete(address)
+        self._delete(address)
 
 
 _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102  # of CUdevice_attribute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -51,6 +52,8 @@ class _Pool:
 class _Forward:
     """A forward that waits for its backward."""
 
+    spent = False
+
 
 @pytest.fixture
 def arena(monkeypatch: pytest.MonkeyPatch) -> StepArena:
@@ -67,13 +70,14 @@ STEERING = Steering(
 
 def step(arena: StepArena, steering: Steering = STEERING, during: Callable[[], None] = lambda: None) -> None:
     forward = _Forward()
-    with arena.forward(steering, [], in_flight=False):
+    with arena.forward(steering, []):
         for index in range(3):
             arena.steer(index)
         during()
     arena.led(forward)
-    with arena.backward(steering, forward):
+    with arena.backward(forward):
         arena.steer(5)
+    forward.spent = True
 
 
 def test_plugs_are_set_and_taken_away(arena: StepArena) -> None:
@@ -123,14 +127,14 @@ def test_smaller_and_larger_plans_share_it(arena: StepArena) -> None:
 
 def test_backward_of_another_forward_is_not_led(arena: StepArena) -> None:
     first, second = _Forward(), _Forward()
-    with arena.forward(STEERING, [], in_flight=False):
+    with arena.forward(STEERING, []):
         arena.steer(0)
     arena.led(first)
-    with arena.forward(STEERING, [], in_flight=True):
+    with arena.forward(STEERING, []):
         arena.steer(0)
     arena.led(second)
     for forward in (second, first):
-        with arena.backward(STEERING, forward):
+        with arena.backward(forward):
             arena.steer(5)
             assert _Pool.made[0].inside == 0
     assert _Pool.made[0].held_bytes == GUARD_BYTES
@@ -139,17 +143,92 @@ def test_backward_of_another_forward_is_not_led(arena: StepArena) -> None:
 
 def test_gradients_of_others_are_not_planned_for(arena: StepArena) -> None:
     step(arena)
-    with arena.forward(STEERING, [torch.empty(2 * MIB)], in_flight=False):
+    with arena.forward(STEERING, [torch.empty(2 * MIB)]):
         arena.steer(0)
         assert _Pool.made[0].inside == 0
     assert arena.astray == 1
 
 
-def test_another_stream_has_another_pool(arena: StepArena) -> None:
+def test_other_sizes_and_other_streams_are_outside(arena: StepArena) -> None:
     step(arena)
-    _Pool.made[0].is_of_this_stream = False
+    pool, forward = _Pool.made[0], _Forward()
+    with arena.forward(None, []):  # its own program calls for plugs as well
+        arena.steer(0)
+        assert pool.inside == 0
+    arena.led(forward)
+    with arena.backward(forward):
+        arena.steer(5)
+        assert pool.inside == 0
+    pool.is_of_this_stream = False
+    step(arena, during=lambda: setattr(pool, "seen", pool.inside))
+    assert pool.seen == 0 and len(_Pool.made) == 1 and pool.held_bytes == GUARD_BYTES  # type: ignore[attr-defined]
+
+
+def test_a_failure_where_the_caller_holds_results_leaves_nothing(arena: StepArena) -> None:
+    def fail() -> None:
+        arena.leave()
+        raise torch.OutOfMemoryError
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step(arena, during=fail)
+    assert _Pool.made[0].inside == 0 and _Pool.made[0].held_bytes == GUARD_BYTES
     step(arena)
-    assert len(_Pool.made) == 2 and arena.astray == 0
+    assert arena.astray == 1
+
+
+def test_a_step_within_a_step_is_outside(arena: StepArena) -> None:
+    inside: list[int] = []
+
+    def nest() -> None:
+        with arena.forward(STEERING, []):
+            arena.steer(0)
+            arena.leave()
+            arena.enter()
+            inside.append(_Pool.made[0].inside)
+        inside.append(_Pool.made[0].inside)
+
+    step(arena, during=nest)
+    assert inside == [0, 1] and arena.astray == 0
+
+
+def test_another_thread_is_outside(arena: StepArena) -> None:
+    inside: list[int] = []
+
+    def other() -> None:
+        with arena.forward(STEERING, []):
+            arena.steer(0)
+            arena.enter()
+            inside.append(_Pool.made[0].inside)
+
+    def during() -> None:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    step(arena, during=during)
+    assert inside == [1] and arena.astray == 0  # the first one's
+
+
+def test_no_room_leaves_the_step_to_the_allocator(arena: StepArena, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: _Pool, size_bytes: int) -> int:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(_Pool, "extend", full)
+        step(arena)
+    assert arena.astray == 1
+    step(arena)
+    assert arena.astray == 1
+
+
+def test_steps_that_always_ask_for_other_blocks_have_no_arena(arena: StepArena) -> None:
+    other = Steering(64 * MIB, ({0: ((8 * MIB, 4 * MIB),)},), frozenset())
+    for _ in range(2):
+        step(arena, other)
+    assert arena.given_up and arena.astray == 2
+    step(arena, during=lambda: setattr(_Pool.made[0], "seen", _Pool.made[0].inside))
+    assert _Pool.made[0].seen == 0  # type: ignore[attr-defined]
+    assert arena._pool is None
 
 
 def test_callers_are_outside(arena: StepArena) -> None:

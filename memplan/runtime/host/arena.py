@@ -2,15 +2,17 @@
 
 It is a pool of PyTorch's allocator that nobody else uses. A program calls `steer_arena` before ops whose blocks would
 go elsewhere, as `Steering` says. A plug that lands in another place than it should shows that the arena holds something
-that was not planned, a gradient that the caller keeps for instance: the rest of the step is then outside of it.
+that was not planned, a gradient that the caller keeps for instance: the rest of the step is then outside of it. Where
+that happens again, the model has no arena any more.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -18,61 +20,88 @@ from memplan import torch_private as private
 from memplan.problem.caching_allocator import SMALL_BYTES
 from memplan.problem.steering import GUARD_BYTES, Moves, Steering
 
+_MOST_MISPLACED = 2  # steps in which a block had another place than planned
+
+
+class InFlightStep(Protocol):
+    """A forward; it is spent once what it saved is gone."""
+
+    spent: bool
+
 
 class StepArena:
-    """The arena of one model, which its steps share.
+    """The arena of one model on one device, which its steps share.
 
     - astray: how many steps were not led through it to their end.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.astray = 0
-        self._device = device
+        self.astray = self._misplaced = 0
+        self.device = device
         self._pool: private.MemoryPool | None = None
         self._size = self._open_bytes = self._start = 0
         self._tail = 0  # the address of the guard, or of all that a smaller arena leaves
         self._plugs: dict[int, int] = {}  # addresses by offset
         self._moves: Moves | None = None
-        self._inside = False
-        self._forward: weakref.ref[Any] | None = None  # whose backward is led
+        self._busy = threading.Lock()
+        self._thread: int | None = None  # that is led
+        self._entered = False  # its blocks come from the arena
+        self._forward: weakref.ref[InFlightStep] | None = None  # whose backward is led
+        self._forwards: weakref.WeakSet[InFlightStep] = weakref.WeakSet()  # that were led
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it is not used any more, because steps ask for other blocks than they were planned with."""
+        return self._misplaced >= _MOST_MISPLACED
 
     @contextlib.contextmanager
-    def forward(self, steering: Steering | None, gradients: Sequence[torch.Tensor], in_flight: bool) -> Iterator[None]:
-        """A context for a forward. Without steering it is outside of the arena.
-
-        - gradients: those that are there.
-        - in_flight: whether other forwards wait for their backward.
-        """
-        self._forward = None
-        if steering is None:
-            yield
+    def forward(self, steering: Steering | None, gradients: Sequence[torch.Tensor]) -> Iterator[None]:
+        """A context for a forward. Without steering it is outside of the arena. gradients: those that are there."""
+        if not self._busy.acquire(blocking=False):
+            with self._paused():
+                yield
             return
-        opened = self._open(steering.arena_bytes, empty=not in_flight and not gradients)
-        self._moves = self._moves_beside(steering, gradients) if opened and not in_flight else None
-        self.astray += self._moves is None
-        with self._within():
-            yield
+        try:
+            self._forward, self._moves = None, None
+            if self.given_up:
+                self._close()
+            elif steering is not None:
+                in_flight = any(not forward.spent for forward in self._forwards)
+                if self._open(steering.arena_bytes, empty=not in_flight and not gradients) and not in_flight:
+                    self._moves = self._moves_beside(steering, gradients)
+                self.astray += self._moves is None
+            with self._within():
+                yield
+        finally:
+            self._busy.release()
 
-    def led(self, forward: Any) -> None:
-        """Tell that a forward, which has ended, is the one whose backward goes on from here."""
-        self._forward = weakref.ref(forward)
+    def led(self, forward: InFlightStep) -> None:
+        """Tell which forward has ended."""
+        if self._moves is not None and self._thread is None:
+            self._forward = weakref.ref(forward)
+            self._forwards.add(forward)
 
     @contextlib.contextmanager
-    def backward(self, steering: Steering | None, forward: Any) -> Iterator[None]:
+    def backward(self, forward: InFlightStep) -> Iterator[None]:
         """A context for the backward of a forward."""
-        if steering is None:
-            yield
+        if not self._busy.acquire(blocking=False):
+            with self._paused():
+                yield
             return
-        if self._forward is None or self._forward() is not forward:
-            self._lose()
-        self._forward = None
-        with self._within():
-            yield
-        self._unplug()
+        try:
+            if self._forward is None or self._forward() is not forward:
+                self._lose()
+            self._forward = None
+            with self._within():
+                yield
+            self._moves = None
+            self._unplug()
+        finally:
+            self._busy.release()
 
     def steer(self, index: int) -> None:
         """Set and take away plugs before a step of the schedule."""
-        if self._moves is None or not self._inside:
+        if self._moves is None or self._thread != threading.get_ident():
             return
         assert self._pool is not None
         for size_bytes, offset in self._moves.get(index, ()):
@@ -81,67 +110,87 @@ class StepArena:
                 continue
             address = self._plugs[offset] = self._pool.allocate(size_bytes)
             if address != self._start + offset:
+                self._misplaced += 1
                 self._lose()
                 return
 
-    @contextlib.contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside(self) -> contextlib.AbstractContextManager[None]:
         """A context within another, in which memory is not the arena's."""
-        if not self._inside:
+        return contextlib.nullcontext() if self._thread is None else self._paused()
+
+    @contextlib.contextmanager
+    def _paused(self) -> Iterator[None]:
+        """A context in which this thread is not led, if it is."""
+        if self._thread != threading.get_ident():
             yield
             return
+        thread, was_entered = self._thread, self._entered
         self.leave()
+        self._thread = None
         try:
             yield
         finally:
-            self.enter()
+            self._thread = thread
+            if was_entered:
+                self.enter()
 
     def leave(self) -> None:
         """From now on this thread's memory is not the arena's."""
-        if self._inside:
+        if self._entered and self._thread == threading.get_ident():
             assert self._pool is not None
+            self._entered = False
             self._pool.leave()
 
     def enter(self) -> None:
-        """From now on this thread's memory is the arena's again."""
-        if self._inside:
+        """From now on this thread's memory is the arena's again, if it is led."""
+        if self._moves is not None and not self._entered and self._thread == threading.get_ident():
             assert self._pool is not None
             self._pool.enter()
+            self._entered = True
 
     @contextlib.contextmanager
     def _within(self) -> Iterator[None]:
         if self._moves is None:
             yield
             return
-        self._inside = True
-        self.enter()
+        self._thread = threading.get_ident()
         try:
+            self.enter()
             yield
         except BaseException:
             self._lose()
             raise
         finally:
             self.leave()
-            self._inside = False
+            self._thread = None
 
     def _open(self, size_bytes: int, empty: bool) -> bool:
-        """Have an arena of this size, which can't be while the present one holds something. Gives whether it is so."""
+        """Have an arena of this size. Gives False where that can't be: there is no room, or something is in it."""
         self._unplug()
-        usable = self._pool is not None and self._pool.is_of_this_stream
-        if usable and self._open_bytes == size_bytes:
-            return True
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return False
+        if self._pool is not None and (not self._pool.is_of_this_stream or self._open_bytes == size_bytes):
+            return self._pool.is_of_this_stream
         if not empty:
             return False
-        if self._pool is not None and self._tail:
-            self._pool.free(self._tail)
-        if self._pool is None or not usable or self._size < size_bytes:
-            self._pool = None  # its memory goes back first
-            self._pool, self._size = private.MemoryPool(self._device), size_bytes
+        try:
+            return self._opened(size_bytes)
+        except torch.OutOfMemoryError:
+            self._close()
+            return False
+
+    def _opened(self, size_bytes: int) -> bool:
+        if self._pool is not None and self._size < size_bytes:
+            self._close()  # its memory goes back first
+        if self._pool is None:
+            self._pool, self._size = private.MemoryPool(self.device), size_bytes
             try:
                 self._start = self._pool.extend(size_bytes + GUARD_BYTES)
             except torch.OutOfMemoryError:
                 torch.cuda.empty_cache()  # which nobody does for a pool
                 self._start = self._pool.extend(size_bytes + GUARD_BYTES)
+        else:
+            self._pool.free(self._tail)
         self._pool.enter()
         try:
             first = self._pool.allocate(size_bytes)
@@ -150,7 +199,16 @@ class StepArena:
         finally:
             self._pool.leave()
         self._open_bytes = size_bytes
-        return first == self._start
+        if first != self._start or self._tail != self._start + size_bytes:
+            self._close()
+            return False
+        return True
+
+    def _close(self) -> None:
+        """Give the arena's memory back, as far as nobody holds it."""
+        self._unplug()
+        self._pool = None
+        self._size = self._open_bytes = self._start = self._tail = 0
 
     def _moves_beside(self, steering: Steering, gradients: Sequence[torch.Tensor]) -> Moves | None:
         """Moves of a microbatch, while these gradients are there; None where they were not planned for."""
@@ -161,11 +219,11 @@ class StepArena:
         return steering.moves[-1] if ours and len(steering.moves) > 1 else None
 
     def _lose(self) -> None:
+        """Give up leading this step."""
+        self.leave()
         self.astray += self._moves is not None
         self._moves = None
         self._unplug()
-        self.leave()
-        self._inside = False
 
     def _unplug(self) -> None:
         for address in self._plugs.values():

@@ -124,9 +124,9 @@ class ParameterStore:
             home = module._parameters if leaf in module._parameters else module._buffers
             self._homes[name] = (home, leaf)
 
-    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None, arena: StepArena) -> None:
+    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
         """Share these with the stores of the model's other steps."""
-        self.transfers, self.updates, self.arena = transfers or self.transfers, updates, arena
+        self.transfers, self.updates = transfers or self.transfers, updates
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return private.part_here(self.parameter(name))
@@ -567,7 +567,7 @@ class Runner:
             return contextlib.nullcontext()
         steering = self._steering if self._sizes is None or numbers == self._sizes.here else None
         gradients = [g for name in self.store if (g := self.store.parameter(name).grad) is not None]
-        return self.store.arena.forward(steering, gradients, any(not s.spent for s in self.waiting))
+        return self.store.arena.forward(steering, gradients)
 
     def _program_for(self, numbers: Numbers) -> Program:
         """The program, with checks of its results where it has not run at these sizes yet."""
@@ -609,7 +609,7 @@ class Runner:
                 self._without_autocast(),
                 updating or contextlib.nullcontext(),
                 self._watched(lambda w: w.backward()),
-                self.store.arena.backward(self._steering, state),
+                contextlib.nullcontext() if self._steering is None else self.store.arena.backward(state),
             ):
                 results = self._run(run, arguments)
         except BaseException:
