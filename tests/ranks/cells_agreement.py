@@ -126,8 +126,8 @@ def other_graph() -> str | None:
 def extra_gather() -> str | None:
     """The step of one rank has a collective more."""
 
-    def with_gather(*args: Any) -> Any:
-        program = original(*args)
+    def with_gather(*args: Any, **options: Any) -> Any:
+        program = original(*args, **options)
         return dataclasses.replace(program, collectives=("gather layers.3.weight", *program.collectives))
 
     original = planner_module.lower
@@ -415,8 +415,8 @@ def out_of_memory() -> str | None:
 def alone_with_gathers() -> str | None:
     """One rank runs out of memory in a step that has run collectives: it raises, and the others when they next ask."""
 
-    def with_gather(*args: Any) -> Any:
-        program = original(*args)
+    def with_gather(*args: Any, **options: Any) -> Any:
+        program = original(*args, **options)
         return dataclasses.replace(program, collectives=("gather layers.3.weight", *program.collectives))
 
     original = planner_module.lower
