@@ -62,6 +62,8 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     taken = problem.takes_gradients or any(value.updates for value in graph.values)
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
+    if not _is_foreseen(problem):
+        return None
     outside = _makers_of_outputs(problem)
     found = lead(_microbatches(problem, schedule, outside), expandable, whole=False)
     if found is not None and found.missed:
@@ -85,6 +87,12 @@ def _allocated_bytes(problem: Problem, schedule: Schedule, expandable: bool, ste
     microbatch.run(loop.forward, 0)
     microbatch.finish(loop.backward)
     return heap.peak_bytes
+
+
+def _is_foreseen(problem: Problem) -> bool:
+    """Whether it is known what ops ask for. Steps with convolutions that copy operands went astray."""
+    scratch_bytes = zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
+    return not any(n > SMALL_BYTES and op.kind in _SCRATCH_FIRST for op, n in scratch_bytes)
 
 
 def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int]) -> list[list[Moment]]:
