@@ -27,7 +27,7 @@ while not (Path(folder) / "go").exists():
     time.sleep(0.001)
 for number in range(30):
     known = KnownCosts.read(device)
-    known.enter(f"{name}-{number}", [1.0, 1.0], number)
+    known.enter(f"{name}-{number}", [1.0, 1.0], number, ((0, number),))
     known.save()
 print(sorted(KnownCosts.read(device).facts))
 """

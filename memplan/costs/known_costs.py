@@ -21,11 +21,12 @@ import torch
 from memplan.cache import keep, kept, only_writer
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.key import kernel_switches
+from memplan.problem.data import Blocks
 
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
 _MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
 _SETTLED = -1
-_FORMAT = 4  # of the file
+_FORMAT = 5  # of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +38,14 @@ class OpFacts:
     - doubts: 0 where repeats agreed. More is how often they did not: the seconds may be those of a busy machine, and
       are measured again. `_SETTLED`: they have been measured again, and count.
     - process: the one that measured doubted seconds. It goes on with them, so that its plans are alike.
+    - requests: see `Costs`.
     """
 
     time_s: float
     scratch_bytes: int
     doubts: int = 0
     process: int = 0
+    requests: Blocks = ()
 
 
 @dataclass(slots=True)
@@ -69,7 +72,7 @@ class KnownCosts:
         known = self.facts.get(key)
         return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
 
-    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int) -> None:
+    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int, requests: Blocks) -> None:
         """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them.
 
         A figure that is confirmed stays as it is, so that plans which were made with it do.
@@ -79,12 +82,12 @@ class KnownCosts:
         if before is not None and agree((before.time_s, time_s)):
             time_s = before.time_s
         if agree(times_s):
-            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED)
+            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED, 0, requests)
             return
         doubts = 1 if before is None else before.doubts + 1
         time_s = time_s if before is None else min(time_s, before.time_s)
         doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
-        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid())
+        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid(), requests)
 
     def doubt(self, key: str) -> None:
         """Let a later process measure an op once more, unless that has been done."""
@@ -98,7 +101,7 @@ class KnownCosts:
             return
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
-            facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process] for k, f in sorted(merged.items())}
+            facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process, f.requests] for k, f in sorted(merged.items())}
             keep(self.name, json.dumps({"format": _FORMAT, "facts": facts}).encode())
 
 
@@ -114,7 +117,10 @@ def _facts_in(name: str) -> dict[str, OpFacts]:
         content = json.loads(kept(name))
         if content["format"] != _FORMAT:
             return {}
-        return {str(k): OpFacts(float(t), int(s), *map(int, d)) for k, (t, s, *d) in content["facts"].items()}
+        return {
+            str(key): OpFacts(float(t), int(s), int(doubts), int(process), tuple((int(a), int(b)) for a, b in blocks))
+            for key, (t, s, doubts, process, blocks) in content["facts"].items()
+        }
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

@@ -39,7 +39,7 @@ from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, c
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
 from memplan.logs import log, show_count
-from memplan.problem.data import Costs, GatherSpeed, Roofline
+from memplan.problem.data import Blocks, Costs, GatherSpeed, Roofline
 from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and runs agree, or it has run often enough
@@ -91,7 +91,7 @@ def measure(
         bench = _Bench(traced, resident, budget_bytes)
         with _generator_and_grad_mode_kept(traced.device):
             try:
-                scratch, first_s = bench.first_runs(missing)
+                scratch, first_s, asked = bench.first_runs(missing)
             except RuntimeError as error:
                 if not private.is_out_of_memory(error):
                     raise
@@ -102,16 +102,22 @@ def measure(
                 ) from error
             of_all = zip(missing, first_s, scratch, strict=True)
             times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
-        for index, times_s, scratch_bytes in zip(missing, times, scratch, strict=True):
+        for index, times_s, scratch_bytes, blocks in zip(missing, times, scratch, asked, strict=True):
             if index not in bench.failed:
-                known.enter(traced.graph.ops[index].key, times_s, scratch_bytes)
+                known.enter(traced.graph.ops[index].key, times_s, scratch_bytes, blocks)
         if not quick:
             known.save()
     unknown = not all(op.key in known.facts for op in traced.graph.ops)
     estimated = estimate(traced, gather=gather).time_s if unknown else [0.0] * len(traced.graph.ops)
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
     source = "measured in part" if unknown else "measured"
-    return Costs(tuple(f.time_s for f in facts), tuple(f.scratch_bytes for f in facts), source)
+    requests = tuple(f.requests for f in facts) if any(f.requests for f in facts) else ()
+    return Costs(
+        tuple(f.time_s for f in facts),
+        tuple(f.scratch_bytes for f in facts),
+        source,
+        requests,
+    )
 
 
 def _of_islands(traced: Traced) -> dict[str, OpFacts]:
@@ -190,30 +196,31 @@ class _Bench:
             room_bytes = self.budget_bytes - self.traced.graph.resident_bytes - alone_bytes - scratch_bytes
         return max(0, min(self.cache_bytes, room_bytes))
 
-    def first_runs(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
+    def first_runs(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
         """Run each op once, and compare its result with the traced one.
 
-        Gives what each kernel holds at its peak beyond its new outputs, and the seconds, which count for long ops.
+        Gives what each kernel holds at its peak beyond its new outputs, the seconds, which count for long ops, and what
+        it asks for, as `Costs` says.
         """
         run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
-        peaks, times = run(indices)
+        peaks, times, requests = run(indices)
         if self._other:
             raise OtherResults(self._told, self._other)
-        return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times
+        return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times, requests
 
     def _new_bytes(self, index: int) -> int:
         values = self.traced.graph.values
         return sum(values[v].size_bytes for v in self.traced.graph.ops[index].outputs if values[v].reuses is None)
 
-    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Run an op, and compare its result with the traced one. Gives the seconds."""
+    def _first_run(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        """Run an op, and compare its result with the traced one. Gives the seconds and the result."""
         seen = _seen_anew(args, kwargs)
         start = time.perf_counter()
         with torch.profiler.record_function(f"{_MARK}{index}"):
             result = self.traced.kernels[index].target(*seen[0], **seen[1])
         time_s = time.perf_counter() - start
         self._compare(index, result, (*args, *kwargs.values()))
-        return time_s
+        return time_s, result
 
     def _tried(self, index: int, run: Callable[[int], _T], otherwise: _T) -> _T:
         """What a run of an op gives, on made-up data or else on computed data; `otherwise` where it fails on both."""
@@ -231,12 +238,12 @@ class _Bench:
         self._not_made_up.add(index)
         return self._tried(index, run, otherwise)
 
-    def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
+    def _first_runs_cpu(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
         """Peaks from the profiler's memory events, all ops in one session."""
         times = []
 
         def time_s(index: int) -> float:
-            return self._first_run(index, *self._arguments(index))
+            return self._first_run(index, *self._arguments(index))[0]
 
         with private.MemoryRecord() as record:
             for done, index in enumerate(indices):
@@ -253,29 +260,55 @@ class _Bench:
             begin, end = marks.get(f"{_MARK}{index}", (0, 0))  # none where no arguments could be made
             changes = [size for _, size in memory[bisect_left(starts, begin) : bisect_right(starts, end)]]
             peaks.append(max(accumulate(changes), default=0))
-        return peaks, times
+        return peaks, times, [()] * len(indices)
 
-    def _first_runs_cuda(self, indices: Sequence[int]) -> tuple[list[int], list[float]]:
-        """Peaks from the allocator, in the second run of each op.
+    def _first_runs_cuda(self, indices: Sequence[int]) -> tuple[list[int], list[float], list[Blocks]]:
+        """Peaks and requests from the allocator, in the second run of each op.
 
         In the first one, libraries take workspaces, which they keep, and look for the fastest algorithm.
         """
-        peaks, device = [], self.traced.device
+        found, device = [], self.traced.device
+        nothing: tuple[int, Blocks] = (0, ())
 
-        def peak_bytes(index: int) -> int:
+        def peak_and_requests(index: int) -> tuple[int, Blocks]:
             args, kwargs = self._arguments(index)
             self._first_run(index, args, kwargs)
             torch.cuda.synchronize(device)
             before = private.requested_bytes(device)[0]
             torch.cuda.reset_peak_memory_stats(device)
-            self._first_run(index, args, kwargs)
-            torch.cuda.synchronize(device)
-            return private.requested_bytes(device)[1] - before
+            with private.BlockRecord(device) as record:
+                _, result = self._first_run(index, args, kwargs)
+                torch.cuda.synchronize(device)
+            return private.requested_bytes(device)[1] - before, self._named(index, record.events, result)
 
         for done, index in enumerate(indices):
-            peaks.append(self._tried(index, peak_bytes, 0))
+            found.append(self._tried(index, peak_and_requests, nothing))
             show_count("timing ops", done + 1, len(indices))
-        return peaks, [0.0] * len(indices)  # launches return before kernels end
+        peaks, requests = [peak for peak, _ in found], [blocks for _, blocks in found]
+        return peaks, [0.0] * len(indices), requests  # launches return before kernels end
+
+    def _named(self, index: int, events: Iterable[tuple[int, int]], result: Any) -> Blocks:
+        """What an op asks for. () where an output is not among that.
+
+        events: addresses and bytes of blocks, in order.
+        """
+        results = result if isinstance(result, (list, tuple)) else [result]
+        values, outputs = self.traced.graph.values, self.traced.graph.ops[index].outputs
+        made = {made.value: results[made.index or 0] for made in self.traced.kernels[index].made}
+        addresses = {made[v].untyped_storage().data_ptr(): i for i, v in enumerate(outputs) if v in made}
+        live: dict[int, int] = {}
+        blocks: list[tuple[int, int]] = []
+        for address, size_bytes in events:
+            if size_bytes:
+                live[address] = -1 - len(blocks)
+                blocks.append((live[address], size_bytes))
+            elif address in live:
+                blocks.append((live.pop(address), 0))
+        names = {name: addresses[address] for address, name in live.items() if address in addresses}
+        asked = [i for i, v in enumerate(outputs) if values[v].reuses is None and values[v].size_bytes]
+        if sorted(names.values()) != asked:
+            return ()
+        return tuple((names.get(name, name), size_bytes) for name, size_bytes in blocks)
 
     def _arguments(self, index: int) -> _Arguments:
         kernel, op = self.traced.kernels[index], self.traced.graph.ops[index]

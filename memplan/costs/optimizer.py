@@ -17,7 +17,7 @@ from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import allocated_bytes, storage_key
 from memplan.errors import UnsupportedModel
-from memplan.problem.data import Roofline
+from memplan.problem.data import Blocks, Roofline
 
 _EXAMPLE = (2048, 2048)
 
@@ -27,12 +27,12 @@ class OptimizerMemory(NamedTuple):
 
     - state_bytes: bytes of its state once it has stepped.
     - step_bytes: bytes that a step allocates beyond that.
-    - requests: of its first step, in order, as in `Requests.update`.
+    - requests: of its first step, as in `Requests.update`.
     """
 
     state_bytes: int = 0
     step_bytes: int = 0
-    requests: tuple[tuple[int, int], ...] = ()
+    requests: Blocks = ()
 
 
 def optimizer_needs(

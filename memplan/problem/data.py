@@ -181,6 +181,9 @@ class Graph:
         return tuple(found)
 
 
+Blocks = tuple[tuple[int, int], ...]  # (name, bytes) of blocks in the order of requests, (name, 0) where one is freed
+
+
 @dataclass(frozen=True, slots=True)
 class Costs:
     """What each op of a step takes.
@@ -189,11 +192,14 @@ class Costs:
     - scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
     - source: where the figures come from: "measured", "measured in part" (some ops can't be run by themselves) or
       "estimated".
+    - requests[i]: what its kernel asks a CUDA device's allocator for. Names from 0 on are outputs of the op, by
+      position. () where that is not known.
     """
 
     time_s: tuple[float, ...]
     scratch_bytes: tuple[int, ...]
     source: str = "measured"
+    requests: tuple[Blocks, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,14 +307,14 @@ class Requests:
 
     - expandable: its setting `expandable_segments`.
     - workspaces: bytes of each that libraries keep.
-    - update: (name, bytes) that the optimizer's first step asks for, and (name, 0) for what it frees, in order. What it
-      does not free is its state. Later steps ask for the rest.
+    - update: what the optimizer's first step asks for. What it does not free is its state. Later steps ask for the
+      rest.
     - arena: a step may have an arena, in which each block has a place that is planned.
     """
 
     expandable: bool = False
     workspaces: tuple[int, ...] = ()
-    update: tuple[tuple[int, int], ...] = ()
+    update: Blocks = ()
     arena: bool = True
 
     @property

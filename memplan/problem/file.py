@@ -14,7 +14,19 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from memplan.errors import InvalidPlanFile
-from memplan.problem.data import RESIDENT_ROLES, Costs, Effect, GatherSpeed, Graph, Link, Op, Problem, Requests, Value
+from memplan.problem.data import (
+    RESIDENT_ROLES,
+    Blocks,
+    Costs,
+    Effect,
+    GatherSpeed,
+    Graph,
+    Link,
+    Op,
+    Problem,
+    Requests,
+    Value,
+)
 
 _FORMAT = "memplan.problem"
 _VERSION = 4
@@ -162,7 +174,20 @@ def _read_costs(content: dict[str, Any], op_count: int) -> Costs:
         tuple(Reader.typed({"time_s": t}, "time_s", float) for t in times),
         tuple(Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
         Reader.typed(content, "source", str),
+        tuple(_read_blocks(blocks) for blocks in Reader.typed({"requests": []} | content, "requests", list)),
     )
+
+
+def _read_blocks(content: Any) -> Blocks:
+    blocks = [tuple(pair) for pair in Reader.typed({"blocks": content}, "blocks", list)]
+    if any(len(pair) != 2 or any(type(n) is not int for n in pair) or pair[1] < 0 for pair in blocks):
+        raise InvalidPlanFile("a request is a name and a number of bytes")
+    live = set[int]()
+    for name, size_bytes in blocks:
+        if (name in live) == bool(size_bytes):
+            raise InvalidPlanFile(f"request {name} is made twice, or freed and not made")
+        live ^= {name}
+    return tuple(blocks)
 
 
 def _read_graph(content: dict[str, Any]) -> Graph:
@@ -215,19 +240,11 @@ def _read_gather(content: Any) -> GatherSpeed | None:
 def _read_requests(content: Any) -> Requests | None:
     if content is None:
         return None
-    update = [tuple(pair) for pair in Reader.typed(content, "update", list)]
-    if any(len(pair) != 2 or any(type(n) is not int for n in pair) or pair[1] < 0 for pair in update):
-        raise InvalidPlanFile("a request is a name and a number of bytes")
-    live = set[int]()
-    for name, size_bytes in update:
-        if (name in live) == bool(size_bytes):
-            raise InvalidPlanFile(f"request {name} is made twice, or freed and not made")
-        live ^= {name}
     workspaces = Reader.typed(content, "workspaces", list)
     return Requests(
         Reader.typed(content, "expandable", bool),
         tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
-        tuple(update),
+        _read_blocks(content["update"]),
         Reader.typed({"arena": True} | content, "arena", bool),  # older files do not say
     )
 

@@ -6,7 +6,7 @@
            +----------> time
 
 That is two-dimensional packing, with time given. First fit comes first, the largest blocks before others, and is mostly
-within a few parts in a thousand of the least. Where it is not, an ejection search tries smaller slabs: a block that
+within a few parts in a thousand of the least. Where it is not, an ejection search tries a smaller slab: a block that
 fits nowhere goes where it evicts the least, and what it evicts is placed again. Evicted blocks get heavier, as clauses
 do in breakout local search (Morris, AAAI 1993). The slab is never smaller than the most that lives at one time.
 """
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
 _SHORT = 10  # it does not last if so many in a row would
-_ROUNDS, _TRIES = 6, 4  # sizes of slabs that are searched, and searches for each
+_TRIES = 2  # searches
 _STEPS = 10_000  # placements of one search
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
@@ -54,11 +54,10 @@ class Packing:
     bound_bytes: int = 0
 
 
-def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, rounds: int = _ROUNDS) -> Packing:
+def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     """Offsets in a slab that is as small as is found. The same for the same blocks, always.
 
-    - enough_bytes: a slab of this size is as good as a smaller one.
-    - rounds: sizes of slabs that are searched.
+    enough_bytes: a slab of this size is as good as a smaller one.
     """
     if not blocks:
         return Packing()
@@ -67,22 +66,17 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0, rounds: int = 
     lasting = last - first
     orders = (np.lexsort((-lasting, -size)), np.lexsort((first, -size * lasting)))
     best = min((_first_fit(size, first, last, order) for order in orders), key=lambda at: _height(at, size))
-    close_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
+    limit_bytes = max(enough_bytes, int(bound_bytes * (1 + _CLOSE)))
     matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
     large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
-    least_bytes, draws = bound_bytes, np.random.default_rng(0)
-    for round_ in range(rounds):
-        height_bytes = _height(best, size)
-        if height_bytes <= close_bytes or least_bytes >= height_bytes:
+    draws = np.random.default_rng(0)
+    for _ in range(_TRIES):
+        if _height(best, size) <= limit_bytes:
             break
-        limit_bytes = (least_bytes + height_bytes) // 2 if round_ else min(close_bytes, height_bytes - 1)
-        for _ in range(_TRIES):
-            found = _eject(size[large], first[large], last[large], limit_bytes, draws)
-            if found is not None:
-                order = np.concatenate((large[np.argsort(found, kind="stable")], small))
-                best = min(best, _first_fit(size, first, last, order), key=lambda at: _height(at, size))
-                break
-        least_bytes = least_bytes if found is not None else limit_bytes + 1
+        found = _eject(size[large], first[large], last[large], limit_bytes, draws)
+        if found is not None:
+            order = np.concatenate((large[np.argsort(found, kind="stable")], small))
+            best = min(best, _first_fit(size, first, last, order), key=lambda at: _height(at, size))
     return Packing(tuple(best.tolist()), _height(best, size), bound_bytes)
 
 

@@ -20,9 +20,6 @@ from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Reques
 _MOST_STEPS = 10
 _WORTH_IT = 0.99  # of what is reserved without an arena
 _ARENA = 1  # the stream that stands for it
-# Kernels ask for their outputs in order, then for scratch, but for these, as recorded on CUDA.
-_LAST_OUTPUT_FIRST = frozenset({"aten.native_dropout.default"})
-_SCRATCH_FIRST = frozenset({"aten.convolution_backward.default"})
 
 
 def reserved_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None = None) -> int:
@@ -62,19 +59,21 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
     taken = problem.takes_gradients or any(value.updates for value in graph.values)
     if problem.in_flight > 1 or problem.link is not None or problem.gather is not None or taken:
         return None
-    if not _is_foreseen(problem):
-        return None
     outside = _makers_of_outputs(problem)
-    found = lead(_microbatches(problem, schedule, outside), expandable, whole=False)
-    if found is not None and found.missed:
-        outside |= {step.op for index in found.missed if isinstance(step := schedule[index], Compute)}
-        found = lead(_microbatches(problem, schedule, outside), expandable, whole=True)
-    if found is None:
+    found = [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
+    one, _ = found[-1]
+    if one.missed:
+        outside |= {step.op for index in one.missed if isinstance(step := schedule[index], Compute)}
+        found += [(one, outside) for one in lead(_microbatches(problem, schedule, outside), expandable)]
+    candidates = [
+        Steering(one.arena_bytes, one.moves, outside, one.kept_bytes) for one, outside in found if not one.missed
+    ]
+    if not candidates:
         return None
-    steering = Steering(found.arena_bytes, found.moves, outside)
-    alone_bytes = reserved_bytes(problem, schedule, expandable)
-    if reserved_bytes(problem, schedule, expandable, steering) >= _WORTH_IT * alone_bytes:
+    reserved = [reserved_bytes(problem, schedule, expandable, steering) for steering in candidates]
+    if min(reserved) >= _WORTH_IT * reserved_bytes(problem, schedule, expandable):
         return None
+    steering = candidates[reserved.index(min(reserved))]
     with_plugs, without = (_allocated_bytes(problem, schedule, expandable, one) for one in (steering, None))
     return dataclasses.replace(steering, plugged_bytes=with_plugs - without)
 
@@ -82,39 +81,33 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
 def _allocated_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None) -> int:
     """The most that is allocated in a first step, plugs included."""
     heap = _Heap(CachingAllocator(expandable), steering)
-    loop = _Loop(problem, schedule, heap)
-    microbatch = _Microbatch(loop)
-    microbatch.run(loop.forward, 0)
-    microbatch.finish(loop.backward)
+    _run_microbatches(_Loop(problem, schedule, heap))
     return heap.peak_bytes
 
 
-def _is_foreseen(problem: Problem) -> bool:
-    """Whether it is known what ops ask for. Steps with convolutions that copy operands went astray."""
-    scratch_bytes = zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True)
-    return not any(n > SMALL_BYTES and op.kind in _SCRATCH_FIRST for op, n in scratch_bytes)
+def _run_microbatches(loop: _Loop) -> None:
+    """Run a microbatch, and a further one if gradients add up."""
+    for _ in range(1 + loop.problem.accumulate):
+        microbatch = _Microbatch(loop)
+        microbatch.run(loop.forward, 0)
+        microbatch.finish(loop.backward)
 
 
 def _microbatches(problem: Problem, schedule: Schedule, outside: frozenset[int]) -> list[list[Moment]]:
     """What microbatches between two optimizer's steps ask an arena for: one, and a further one if they add up."""
     trace = _Trace(outside)
-    loop = _Loop(problem, schedule, trace)
-    for _ in range(1 + problem.accumulate):
-        trace.microbatches.append([])
-        microbatch = _Microbatch(loop)
-        microbatch.run(loop.forward, 0)
-        microbatch.finish(loop.backward)
+    _run_microbatches(_Loop(problem, schedule, trace))
     return trace.microbatches
 
 
 def _makers_of_outputs(problem: Problem) -> frozenset[int]:
-    """Ops that make the memory of what the caller holds: it may be there when the next step begins."""
+    """Ops that make large blocks which the caller holds: those may be there when the next step begins."""
     values, producers = problem.graph.values, problem.graph.producers()
     found = set[int]()
     for value in problem.graph.outputs:
         while (before := values[value].reuses) is not None:
             value = before
-        if (maker := producers[value]) is not None:
+        if (maker := producers[value]) is not None and values[value].size_bytes > SMALL_BYTES:
             found.add(maker)
     return frozenset(found)
 
@@ -192,7 +185,7 @@ class _Trace:
         self._held: set[int] = set()
 
     def begin(self, number: int) -> None:
-        pass
+        self.microbatches.append([])
 
     def step(self, index: int | None, op: int | None) -> None:
         if self._events:
@@ -365,29 +358,28 @@ class _Microbatch:
 
     def _compute(self, index: int) -> None:
         """A run of an op. An output that is there already is made again and thrown away, as `simulate` says."""
-        op, thrown_away = self.loop.graph.ops[index], list[int]()
-        scratch = self._scratch(index) if op.kind in _SCRATCH_FIRST else []
-        for value in reversed(op.outputs) if op.kind in _LAST_OUTPUT_FIRST else op.outputs:
-            taken = self.values[value].reuses
-            if taken is None:
-                if value in self.held:
-                    thrown_away.append(self.held[value])
-                self._make(value)
-            elif taken in self.held:
-                if value in self.held:
-                    thrown_away.append(self.held[value])
+        op, costs = self.loop.graph.ops[index], self.loop.problem.costs
+        made = [v for v in op.outputs if (taken := self.values[v].reuses) is None or taken in self.held]
+        thrown_away = [self.held[v] for v in made if v in self.held]
+        scratch: dict[int, int] = {}
+        left = [v for v in made if self.values[v].reuses is None]
+        for name, size_bytes in costs.requests[index] if costs.requests else ():
+            if name >= 0:
+                left.remove(op.outputs[name])
+                self._make(op.outputs[name])
+            elif size_bytes:
+                scratch[name] = self.allocator.allocate(size_bytes)
+            else:
+                self.allocator.free(scratch.pop(name))
+        for value in left:
+            self._make(value)
+        if not (costs.requests and costs.requests[index]):
+            scratch[0] = self.allocator.allocate(costs.scratch_bytes[index])
+        for value in made:
+            if (taken := self.values[value].reuses) is not None:
                 self.held[value] = self.held.pop(taken)
-        for address in (*(scratch or self._scratch(index)), *thrown_away):
+        for address in (*scratch.values(), *thrown_away):
             self.allocator.free(address)
-
-    def _scratch(self, index: int) -> list[int]:
-        """Addresses of an op's scratch: copies of an operand and a small rest, if it comes to that, or one block."""
-        scratch_bytes = self.loop.problem.costs.scratch_bytes[index]
-        operands = [self.values[v].size_bytes for v in self.loop.graph.ops[index].inputs]
-        rest = scratch_bytes % max((n for n in operands if 0 < n <= scratch_bytes), default=1)
-        if rest > SMALL_BYTES:
-            rest = 0
-        return [self.allocator.allocate(scratch_bytes - rest), self.allocator.allocate(rest)]
 
     def _surface(self, values: Sequence[int]) -> None:
         """Hand gradients over. They are freed if they are added to earlier ones, or if somebody takes them."""

@@ -27,11 +27,12 @@ from typing import NamedTuple
 from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES, SMALL_BYTES
 from memplan.problem.packing import LiveRange, most_alive, pack_slab
 
-# Sizes are rounded up to the first; where an arena comes out too large by more than _GOOD, to the others too, for which
-# there is less of a search for places.
-_UNITS = (MIN_BLOCK_BYTES, SMALL_BYTES // 4, SMALL_BYTES // 2, SMALL_BYTES * 3 // 16)
-_ENOUGH = 1.02  # of the least, for the others
-_GOOD = 1.01
+# Packings that are tried until one leads to a good arena: what sizes are rounded up to, and which slab is small enough,
+# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest.
+_PACKINGS = (
+    (MIN_BLOCK_BYTES, 1.015), (SMALL_BYTES // 16, 1.015), (MIN_BLOCK_BYTES, 1.03), (SMALL_BYTES // 4, 1.02),
+)  # fmt: skip
+_GOOD = 1.02  # of the least, for an arena
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
 _MOST_MOVES = 24  # before one step of a schedule
 
@@ -61,13 +62,16 @@ class Steering:
 
     - arena_bytes: of the arena, without the guard at its end.
     - moves: of a microbatch that begins while no gradients are there, and, where they are added up, of further ones.
-    - outside: ops whose results the caller holds: they are outside of the arena, with all that they ask for.
+    - outside: ops that make large blocks for the caller to hold, which are outside of the arena, with all that they ask
+      for.
+    - kept_bytes: what is in the arena when a further microbatch begins.
     - plugged_bytes: how much higher the peak of what is allocated is for the plugs.
     """
 
     arena_bytes: int
     moves: tuple[Moves, ...]
     outside: frozenset[int]
+    kept_bytes: int = 0
     plugged_bytes: int = 0
 
 
@@ -76,29 +80,33 @@ class Lead(NamedTuple):
 
     - reserved_bytes: of the arena, and of blocks that have no place there.
     - missed: steps of the schedule that ask for such blocks.
+    - kept_bytes: see `Steering`.
     """
 
     reserved_bytes: int
     arena_bytes: int
     moves: tuple[Moves, ...]
     missed: frozenset[int]
+    kept_bytes: int = 0
 
 
-def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool, whole: bool) -> Lead | None:
-    """Lead microbatches through an arena that is as small as is found; None where none is.
+def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool) -> list[Lead]:
+    """Ways to lead microbatches through an arena that is as small as is found: with no block outside, then with some.
 
-    - expandable: the allocator's setting `expandable_segments`.
-    - whole: each block has a place there. The search for places is shorter then.
+    The second is only given where it reserves less. expandable: the allocator's setting `expandable_segments`.
     """
     blocks = _live_ranges([moment for moments in microbatches for moment in moments])
     if not blocks:
-        return Lead(0, 0, tuple({} for _ in microbatches), frozenset())
-    bound_bytes = most_alive(blocks.values())
+        return [Lead(0, 0, tuple({} for _ in microbatches), frozenset())]
+    bound_bytes, kept_bytes = most_alive(blocks.values()), _kept_bytes(microbatches[0])
     found: list[Lead] = []
-    for unit in _UNITS:
+    tried = set[tuple[int, ...]]()
+    for unit, enough in _PACKINGS:
         rounded = [LiveRange(-(-b.size_bytes // unit) * unit, b.first, b.last) for b in blocks.values()]
-        shorter = whole or found
-        packing = pack_slab(rounded, int(_ENOUGH * bound_bytes), rounds=1) if shorter else pack_slab(rounded)
+        packing = pack_slab(rounded, int(enough * bound_bytes))
+        if packing.offsets in tried:
+            continue
+        tried.add(packing.offsets)
         targets = dict(zip(blocks, packing.offsets, strict=True))
         roomy = _Leader(2 * packing.size_bytes, expandable, targets, blocks)
         for moments in microbatches:
@@ -107,11 +115,24 @@ def lead(microbatches: Sequence[Sequence[Moment]], expandable: bool, whole: bool
             arena_bytes = -(-size_bytes // ROUND_LARGE_BYTES) * ROUND_LARGE_BYTES
             leader = _Leader(arena_bytes, expandable, targets, blocks)
             moves = tuple(leader.run(moments) for moments in microbatches)
-            if not (whole and leader.missed):
-                found.append(Lead(arena_bytes + leader.outside_bytes, arena_bytes, moves, frozenset(leader.missed)))
-        if found and min(one.reserved_bytes for one in found) <= _GOOD * bound_bytes:
+            reserved_bytes, missed = arena_bytes + leader.outside_bytes, frozenset(leader.missed)
+            found.append(Lead(reserved_bytes, arena_bytes, moves, missed, kept_bytes))
+        found.sort(key=lambda one: (one.reserved_bytes, len(one.missed)))
+        if found[0].reserved_bytes <= _GOOD * bound_bytes:
             break
-    return min(found, key=lambda one: one.reserved_bytes, default=None)
+    whole = [one for one in found if not one.missed][:1]
+    return whole + [found[0]] * bool(found[0].missed)
+
+
+def _kept_bytes(moments: Iterable[Moment]) -> int:
+    """Bytes of blocks that moments leave behind."""
+    live: dict[int, int] = {}
+    for event in (event for _, events in moments for event in events):
+        if isinstance(event, Request):
+            live[event.name] = event.size_bytes
+        else:
+            live.pop(event.name, None)
+    return sum(live.values())
 
 
 def _live_ranges(moments: Iterable[Moment]) -> dict[int, LiveRange]:

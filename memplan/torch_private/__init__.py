@@ -12,6 +12,7 @@ from memplan.torch_private.autograd import functions_applied_by as functions_app
 from memplan.torch_private.autograd import run_backward as run_backward
 from memplan.torch_private.autograd import versions_kept as versions_kept
 from memplan.torch_private.autograd import without_accumulators as without_accumulators
+from memplan.torch_private.devices import BlockRecord as BlockRecord
 from memplan.torch_private.devices import MemoryPool as MemoryPool
 from memplan.torch_private.devices import MemoryRecord as MemoryRecord
 from memplan.torch_private.devices import attention_order as attention_order

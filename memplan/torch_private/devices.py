@@ -44,6 +44,32 @@ class MemoryRecord:
         self.events = [] if results is None else sorted(results.events(), key=lambda event: event.start_ns())
 
 
+class BlockRecord:
+    """A context in which it is recorded what PyTorch's allocator is asked for on a CUDA device.
+
+    - events: (address, bytes) of each block in order, (address, 0) where one is freed; known once the context is left.
+      Empty where the user has such a record made already.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self.events: list[tuple[int, int]] = []
+
+    def __enter__(self) -> BlockRecord:
+        self._records = not torch._C._cuda_isHistoryEnabled()
+        if self._records:
+            torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if not self._records:
+            return
+        traced = torch.cuda.memory._snapshot()["device_traces"][self._index]
+        torch.cuda.memory._record_memory_history(None)
+        sizes = {"alloc": 1, "free_completed": 0}
+        self.events = [(e["addr"], e["size"] * sizes[e["action"]]) for e in traced if e["action"] in sizes]
+
+
 @contextlib.contextmanager
 def _without_profiler_lines() -> Iterator[None]:
     """A context that hides the start and stop lines that the profiler's C++ part writes to standard error.

@@ -204,3 +204,14 @@ def loss_of(output: Any) -> Tensor:
     """The loss in what a model returned."""
     loss: Tensor = output if isinstance(output, Tensor) else output.loss
     return loss
+
+
+def train(
+    model: nn.Module, sample: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, steps: int = 1
+) -> None:
+    """Steps on one batch."""
+    for _ in range(steps):
+        loss_of(model(**sample)).backward()
+        if optimizer is not None:
+            optimizer.step()
+        model.zero_grad()

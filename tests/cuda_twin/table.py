@@ -3,8 +3,8 @@
     make twin-table                          # table.md beside this file; half an hour
     .venv-twin/bin/python -m tests.cuda_twin.table --models gpt2 unet --out FILE
 
-Each row is a process of its own, with an allocator that nothing has used. Outputs of the model are held until backward
-has ended, as plans count them.
+Each row is a process of its own, with an allocator that nothing has used. As plans count on, a batch arrives while the
+one before is there, and outputs of the model are held until it is called again.
 """
 
 from __future__ import annotations
@@ -53,12 +53,15 @@ def measure(name: str, budget: str, loop: str, arena: str) -> Row:
         row["arena"] = getattr(plan, "steering", None) is not None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    batch, output = sample, None
+    del sample
     try:
         for _ in range(STEPS):
             for _ in range(batches):
-                output = model(**sample)
+                output = None
+                batch = {name: tensor.clone() for name, tensor in batch.items()}
+                output = model(**batch)
                 loss_of(output).backward()
-                del output
             if optimizer is not None:
                 optimizer.step()
             model.zero_grad()

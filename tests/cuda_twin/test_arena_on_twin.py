@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import memplan
 from memplan.plans.plan import Plan
 from memplan.runtime.host.arena import StepArena
 from tests.cuda_twin import twin
-from tests.cuda_twin.models import gpt2, loss_of
+from tests.cuda_twin.models import gpt2, loss_of, train
 from tests.cuda_twin.table import ALLOCATORS, LOOPS, in_process
 
 pytestmark = [pytest.mark.twin, pytest.mark.skipif(twin.missing() is not None, reason=str(twin.missing()))]
@@ -25,17 +24,6 @@ MIB = 1 << 20
 
 def small() -> tuple[nn.Module, dict[str, Any]]:
     return gpt2(4, 256, n_layer=4)
-
-
-@pytest.fixture(autouse=True)
-def own_allocator() -> Iterator[None]:
-    """An allocator that holds nothing, whose segments grow."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def planned(model: nn.Module, sample: dict[str, Any], **options: Any) -> tuple[Plan, StepArena, torch.optim.Optimizer]:
@@ -51,19 +39,17 @@ def planned(model: nn.Module, sample: dict[str, Any], **options: Any) -> tuple[P
     return plan, arenas[-1], optimizer
 
 
-def train(
-    model: nn.Module, sample: dict[str, Any], optimizer: torch.optim.Optimizer, steps: int, batches: int = 1
-) -> None:
-    for _ in range(steps):
-        for _ in range(batches):
-            loss_of(model(**sample)).backward()
-        optimizer.step()
-        model.zero_grad()
-
-
 @pytest.mark.parametrize("allocator", ALLOCATORS)
 @pytest.mark.parametrize(
-    ("name", "loop"), [("gpt2", LOOPS[0]), ("gpt2", LOOPS[2]), ("resnet", LOOPS[0]), ("bert", LOOPS[2])]
+    ("name", "loop"),
+    [
+        ("gpt2", LOOPS[0]),
+        ("gpt2", LOOPS[2]),
+        ("resnet", LOOPS[0]),
+        ("bert", LOOPS[2]),
+        ("densenet", LOOPS[0]),
+        ("unet", LOOPS[2]),
+    ],
 )
 def test_the_allocator_reserves_what_was_predicted(name: str, loop: str, allocator: str, tmp_path: Path) -> None:
     led, alone = (in_process([name, "min", loop, arena], str(tmp_path), allocator) for arena in ("yes", "no"))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +15,7 @@ from torch import nn
 
 import memplan
 from tests.cuda_twin import twin
-from tests.cuda_twin.models import Built, bert, gpt2, llama, loss_of, pictures, resnet50, small_llama
+from tests.cuda_twin.models import Built, bert, gpt2, llama, pictures, resnet50, small_llama, train
 
 pytestmark = [pytest.mark.twin, pytest.mark.skipif(twin.missing() is not None, reason=str(twin.missing()))]
 
@@ -30,29 +28,6 @@ SMALL: dict[str, Callable[[], Built]] = {
     "bert": bert,
     "resnet": pictures(resnet50, 16, 128, ()),
 }
-
-
-@pytest.fixture(autouse=True)
-def own_allocator() -> Iterator[None]:
-    """An allocator that holds nothing, without fragments: segments grow."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def train(
-    model: nn.Module, sample: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, steps: int = 1
-) -> None:
-    for _ in range(steps):
-        output = model(**sample)
-        loss_of(output).backward()
-        del output
-        if optimizer is not None:
-            optimizer.step()
-        model.zero_grad()
 
 
 def held_bytes(step: Callable[[], None]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,12 +34,9 @@ PROBLEMS = {"llama": llama_like(4), "resnet": resnet_like((2, 2, 2, 2)), "unet":
 
 def led_blocks(moments: list[Moment], expandable: bool) -> tuple[int, int]:
     """The most bytes that the allocator reserves for moments that are led, and that live at one time."""
-    found = lead([moments], expandable, whole=False)
-    if found is not None and found.missed:
-        found = lead([moments], expandable, whole=True)
-    if found is None:  # some block has no place in any of those that were tried
+    found = lead([moments], expandable)[0]
+    if found.missed:  # some block has no place in any of those that were tried
         return 0, 0
-    assert not found.missed
     allocator = CachingAllocator(expandable)
     start = allocator.extend(found.arena_bytes, 0)
     blocks: dict[int, int] = {}
@@ -114,11 +111,10 @@ def schedules(problem: Problem) -> list[Schedule]:
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_steps_that_are_led_reserve_less(name: str, expandable: bool, accumulate: bool) -> None:
-    problem = dataclasses.replace(PROBLEMS[name], requests=Requests(expandable), accumulate=accumulate)
-    for schedule in schedules(problem):
-        steering = steering_of(problem, schedule, expandable)
-        if steering is None:
-            continue
+    problem = replace(PROBLEMS[name], requests=Requests(expandable), accumulate=accumulate)
+    led = [(s, found) for s in schedules(problem) if (found := steering_of(problem, s, expandable)) is not None]
+    assert led
+    for schedule, steering in led:
         led_bytes = reserved_bytes(problem, schedule, expandable, steering)
         assert simulate(problem, schedule).peak_bytes <= led_bytes < reserved_bytes(problem, schedule, expandable)
         assert len(steering.moves) == 1 + accumulate
@@ -137,18 +133,22 @@ def test_recorded_loops_would_reserve_hardly_more_than_their_peaks(path: Path) -
 @FUZZ
 @given(random_problems())
 def test_what_an_arena_is_asked_for_comes_to_the_peak(problem: Problem) -> None:
-    problem = dataclasses.replace(in_units(problem, 512), update_bytes=0, accumulate=False)
-    problem = dataclasses.replace(problem, link=None, gather=None, in_flight=1)
+    problem = replace(in_units(problem, 4 * MIB), update_bytes=0, accumulate=False)
+    problem = replace(problem, link=None, gather=None, in_flight=1)
     problem, schedule = unplanned_step(problem)
     (moments,) = reserved._microbatches(problem, schedule, frozenset())
-    blocks = _live_ranges(moments)
-    assert all(block.size_bytes > SMALL_BYTES for block in blocks.values())
-    assert most_alive(blocks.values()) <= simulate(problem, schedule).peak_bytes - problem.resident_bytes
+    peak_bytes = simulate(problem, schedule).peak_bytes - problem.resident_bytes
+    alive_bytes = most_alive(_live_ranges(moments).values())
+    elsewhere_bytes = sum(problem.graph.values[v].size_bytes for v in problem.graph.tangents)
+    assert peak_bytes - elsewhere_bytes <= alive_bytes <= peak_bytes
 
 
 def test_what_the_caller_holds_is_outside() -> None:
-    problem = PROBLEMS["unet"]
-    schedule = schedules(problem)[0]
+    step = PROBLEMS["unet"]
+    schedule = schedules(step)[0]
+    assert not reserved._makers_of_outputs(step)  # a loss is in no place of an arena
+    values = [replace(v, size_bytes=2 * MIB) if v.held else v for v in step.graph.values]
+    problem = replace(step, graph=replace(step.graph, values=tuple(values)))
     outside = reserved._makers_of_outputs(problem)
     assert outside and all(Compute(op) in schedule for op in outside)
     (moments,) = reserved._microbatches(problem, schedule, outside)
@@ -159,5 +159,5 @@ def test_what_the_caller_holds_is_outside() -> None:
 
 @pytest.mark.parametrize("change", [{"in_flight": 2}, {"takes_gradients": True}])
 def test_steps_that_are_not_led(change: dict[str, object]) -> None:
-    problem = dataclasses.replace(PROBLEMS["unet"], **change)  # type: ignore[arg-type]
+    problem = replace(PROBLEMS["unet"], **change)  # type: ignore[arg-type]
     assert steering_of(problem, schedules(PROBLEMS["unet"])[0], True) is None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -146,6 +148,23 @@ def test_gradients_of_others_are_not_planned_for(arena: StepArena) -> None:
     with arena.forward(STEERING, [torch.empty(2 * MIB)]):
         arena.steer(0)
         assert _Pool.made[0].inside == 0
+    assert arena.astray == 1
+
+
+def test_a_further_microbatch_is_led_beside_gradients_that_were_planned_for(arena: StepArena) -> None:
+    steering = replace(STEERING, moves=(*STEERING.moves, {0: ((4 * MIB, 3 * MIB),)}), kept_bytes=3 * MIB)
+    step(arena, steering)
+    pool = _Pool.made[0]
+    pool.enter()
+    address = pool.allocate(3 * MIB)
+    pool.leave()
+    inside, outside = (SimpleNamespace(nbytes=3 * MIB, data_ptr=lambda at=at: at) for at in (address, -1))
+    with arena.forward(steering, [inside, outside]):  # type: ignore[list-item]
+        arena.steer(0)
+        assert pool.inside == 1
+    assert arena.astray == 0
+    with arena.forward(steering, [outside]):  # type: ignore[list-item]
+        assert pool.inside == 0
     assert arena.astray == 1
 
 

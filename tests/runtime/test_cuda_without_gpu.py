@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -396,8 +397,20 @@ def test_what_a_library_keeps_is_no_scratch_of_the_op_that_was_first(monkeypatch
         return first_run(index, args, kwargs)
 
     monkeypatch.setattr(bench, "_first_run", run)
+    monkeypatch.setattr(private, "BlockRecord", lambda device: contextlib.nullcontext(SimpleNamespace(events=[])))
     assert bench._first_runs_cuda([0, 1])[0] == [100, 100]
     assert runs == [0, 0, 1, 1]
+
+
+def test_blocks_that_an_op_asks_for_are_its_outputs_and_scratch() -> None:
+    x = torch.randn(2, 4, requires_grad=True)
+    model = nn.LayerNorm(4)
+    bench = _Bench(_traced(model, x), lambda kind, name, _: x)
+    result = torch.native_layer_norm(x, [4], model.weight, model.bias, 1e-5)
+    mean, normed = result[1].data_ptr(), result[0].data_ptr()
+    events = [(7, 0), (1, 512), (mean, 8), (1, 0), (1, 256), (normed, 32), (result[2].data_ptr(), 8)]
+    assert bench._named(0, events, result) == ((-1, 512), (1, 8), (-1, 0), (-4, 256), (0, 32), (2, 8))
+    assert bench._named(0, events[:-1], result) == ()  # one of its outputs came from elsewhere
 
 
 def test_the_first_step_is_observed_by_the_allocators_peak(monkeypatch: pytest.MonkeyPatch) -> None:

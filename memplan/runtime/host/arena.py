@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from memplan import torch_private as private
-from memplan.problem.caching_allocator import SMALL_BYTES
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES
 from memplan.problem.steering import GUARD_BYTES, Moves, Steering
 
 _MOST_MISPLACED = 2  # steps in which a block had another place than planned
@@ -214,9 +214,9 @@ class StepArena:
         """Moves of a microbatch, while these gradients are there; None where they were not planned for."""
         if not gradients:
             return steering.moves[0]
-        ends = self._start, self._start + self._size
-        ours = all(ends[0] <= g.data_ptr() < ends[1] for g in gradients if g.nbytes > SMALL_BYTES)
-        return steering.moves[-1] if ours and len(steering.moves) > 1 else None
+        ours = [g for g in gradients if g.nbytes > SMALL_BYTES and 0 <= g.data_ptr() - self._start < self._size]
+        kept_bytes = sum(-(-g.nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for g in ours)
+        return steering.moves[-1] if kept_bytes == steering.kept_bytes and len(steering.moves) > 1 else None
 
     def _lose(self) -> None:
         """Give up leading this step."""
