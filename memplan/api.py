@@ -389,7 +389,7 @@ def grown_bytes(model: nn.Module) -> int | None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and off blocks of it, and put the original forwards back.
+    """Take the plan off the model and off submodules of it, and put the original forwards back.
 
     A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
     back, and the next `optimizer.step()` brings back its state.
