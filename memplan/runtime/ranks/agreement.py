@@ -217,6 +217,13 @@ class Agreement:
                 problem = None if isinstance(problem, _LeaderFailed) else problem
             planning.finish()
 
+    def together(self, run: Callable[[], object]) -> None:
+        """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
+        _, problem = self._attempt(run)
+        words = self._ranks.words(_word(None, problem, idle=True).pack())
+        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
+            raise self._failure(problem)
+
     def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
 
