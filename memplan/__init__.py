@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from memplan.installed.blocks import apply_blocks as apply_blocks
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
+    from memplan.capture.trace.islands import opaque as opaque
     from memplan.losses import chunked_loss as chunked_loss
     from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
@@ -60,6 +61,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
+    "opaque": "capture.trace.islands",
     "apply_blocks": "installed.blocks", "PartialPlan": "plans.partial_plan",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",

@@ -30,12 +30,11 @@ from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_env
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
-from memplan.runtime.parts.rehearsal import errors_of_forward
+from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.runtime.program.lower import Grads
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
@@ -345,7 +344,7 @@ def _settings(
     return Settings(budget, **given)
 
 
-def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | PartialPlan | None, ...]:
+def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, ...]:
     """Plan a planned model for further kinds of calls ahead of time, the largest first. Gives their plans in order.
 
     Where ranks train the model together (`group=` of `apply`), each calls this with equally many samples. The ranks
@@ -371,7 +370,7 @@ def _bytes(sample: Sample) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
 
 
-def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
+def plan_of(model: nn.Module) -> Plan | None:
     """The plan that the model ran last, or will run first. None where it has none."""
     _refuse_other_kinds(model)
     planned = planned_forward(model)

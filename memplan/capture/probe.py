@@ -157,6 +157,16 @@ class NotedReads(private.RealOps):
     def __init__(self) -> None:
         super().__init__()
         self.answers: list[Answer] = []
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which nothing is noted."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
 
     def __enter__(self) -> NotedReads:
         self._depth = stack_depth()
@@ -164,7 +174,7 @@ class NotedReads(private.RealOps):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = self.run_op(func, args, kwargs)
-        if func is private.READ_SCALAR:
+        if func is private.READ_SCALAR and not self._is_paused:
             self.answers.append(Answer(result, lines_within(self._depth)))
         return result
 

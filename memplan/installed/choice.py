@@ -17,10 +17,9 @@ from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Unsup
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.logs import log, show
 from memplan.planning.planner import Planner
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.data import Surroundings
-from memplan.runtime.parts.rehearsal import errors_of_forward
+from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.units import format_bytes
@@ -36,7 +35,7 @@ _AGAIN = (
     "a further backward through a planned forward (retain_graph=True) keeps no more memory, but runs forward again. "
     "Add losses up and call backward once if that time matters"
 )
-_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
+_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more run unplanned
 
 
 class StepChoice:
@@ -380,7 +379,7 @@ class StepChoice:
             (show if took_s and self._tells_of_plan else log.info)(text)
         return step
 
-    def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
+    def prepare(self, sample: Sample) -> Plan | None:
         """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
         if not self.alone and self.agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")

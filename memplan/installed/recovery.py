@@ -196,7 +196,7 @@ class Recovery:
             return
         if isinstance(problem, OtherIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
             log.warning("planning again, because %s", problem)
-            self._choice.planner.capturing.make_no_island_of(problem.function)
+            self._choice.planner.capturing.make_no_island_of(problem.called, str(problem))
             self._choice.forget()
             return
         sized = isinstance(step, WholeStep) and step.sized is not None

@@ -153,6 +153,7 @@ class RawTrace:
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
+    - told: islands with the reason for each, in words.
     - handed: names that lines of forward only hand on to islands.
     - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
@@ -181,5 +182,6 @@ class RawTrace:
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
     handed: frozenset[NamedOn] = frozenset()
     specs: Mapping[str, Any] = field(default_factory=dict)

@@ -19,19 +19,18 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import as_ops
 from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts, strides_that_matter
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
-from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, IslandsTraced, OpenIsland, refuse_failed
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.op_watch import OpWatch
+from memplan.capture.trace.op_watch import OpenBranch, OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
@@ -114,7 +113,7 @@ class _StepTrace:
         self._differentiated = [name for name, p in self._parameters.items() if p.requires_grad]
         names = {module: name for name, module in model.named_modules()}
         self._notes = TraceNotes(names, {}, len(self._parameters), in_place=request.in_place)
-        self._islands = IslandsTraced(request.islands)
+        self._islands = IslandsTraced(request.islands, self._notes.around)
         if around is not None and around.answers:
             self._notes.seen, self._notes.blind = iter(around.answers), True
         elif request.seen is not None:
@@ -130,14 +129,14 @@ class _StepTrace:
             stack.enter_context(torch.autocast(request.device.type, enabled=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(private.not_tracing_for_transformers())
-            stack.enter_context(generator_kept(request.device))
+            stack.enter_context(generator_kept(request.device, lambda: self._notes.drew))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))
             stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
             stack.enter_context(private.functions_applied_by(self._islands.apply))
-            stack.enter_context(forwards_exchanged(self._islands.forwards(request.model)))
+            stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
             with self._errors_in_words():
@@ -175,15 +174,17 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except OpenIsland:
+        except (OpenIsland, OpenBranch) as error:
+            if isinstance(error, OpenBranch):
+                error.calls = (self._notes.around(),)
             raise
         except UnsupportedModel as error:
-            refusal = refuse_failed(error, str(error))
+            refusal = self._refused(error, str(error))
             raise (refusal if isinstance(refusal, OpenIsland) else error) from error.__cause__
         except private.FixedSize as error:
             raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
-            raise refuse_failed(
+            raise self._refused(
                 error,
                 f"the shape or value of a result depends on data ({first_line(error)}): module {self._notes.module}, "
                 f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
@@ -196,14 +197,16 @@ class _StepTrace:
                 raise CompiledCode(
                     f"forward calls a function that went through torch.compile: module {self._notes.module}, "
                     f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
-                    {self._notes.where} - {""},
+                    [self._notes.around()],
                 ) from error
-            raise refuse_failed(
+            raise self._refused(
                 error,
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {self._notes.module}, {line_of(error)}",
-                self._notes.where,
             ) from error
+
+    def _refused(self, error: Exception, message: str) -> UnsupportedModel:
+        return refuse_failed(error, message, self._islands, self._notes.around())
 
     # -- what is traced ---------------------------------------------------------------------------------------------
 
@@ -290,9 +293,10 @@ class _StepTrace:
         own = {name: leaves[name] for name in self._differentiated}
         wanted = [*own.values(), *(t for t in given[: len(request.call.tensors)] if t.requires_grad)]
         edges = Edges(starts)
+        self._islands.look_at(edges)
         notes.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
         notes.inner = _inner(template, edges)
-        _refuse_state_of_backward(edges)
+        _refuse_state_of_backward(edges, self._islands)
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
             if around is None or around.whole:
@@ -372,19 +376,20 @@ class _StepTrace:
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
+            told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
             specs=notes.specs,
         )
 
 
-def _refuse_state_of_backward(edges: Edges) -> None:
+def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
     """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
     depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
     for function, state in depend.items():
         raise OpenIsland(
             f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
             "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            depend,
+            [islands.applied.get(f, (f,)) for f in depend],
         )
 
 

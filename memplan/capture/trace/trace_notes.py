@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.trace.call import OutputTemplate
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, Decision, ScalarRead
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -35,6 +36,8 @@ class TraceNotes:
     - additions: how many there were in backward.
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
+    - running: modules whose calls are not over.
+    - python_state: of Python's generators when a module last began or ended. drew: the modules in which they moved.
 
     The rest is handed on as it is: see `RawTrace`.
     """
@@ -68,6 +71,24 @@ class TraceNotes:
     renamed: dict[str, str] = field(default_factory=dict)
     fixed_at: dict[str, str] = field(default_factory=dict)
     specs: dict[str, Any] = field(default_factory=dict)
+    running: list[nn.Module] = field(default_factory=list)
+    python_state: Any = None
+    drew: tuple[Any, ...] = ()
+
+    def around(self) -> tuple[Any, ...]:
+        """The modules that are running, the innermost first: paths, or classes of those that the model has not.
+
+        The model itself is not among them.
+        """
+        keys = (self.names.get(module, type(module)) for module in reversed(self.running))
+        return tuple(dict.fromkeys(key for key in keys if key))
+
+    def _look_for_draws(self) -> None:
+        """Note in which module numbers were drawn from Python's generators."""
+        state = python_generators()
+        if self.python_state not in (None, state):
+            self.drew = self.drew or self.around()
+        self.python_state = state
 
     def fixed(self, symbol: str, number: int) -> None:
         """Note that PyTorch turns a symbol into a number, here."""
@@ -140,11 +161,16 @@ class TraceNotes:
         """A context that notes which module runs while each node is recorded."""
 
         def enter(module: nn.Module, args: Any) -> None:
+            self._look_for_draws()
+            self.running.append(module)
             if module in self.names:
                 self.stack.append(self.names[module])
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._look_for_draws()
+            while self.running and self.running.pop() is not module:
+                pass
             if module in self.names and self.stack:
                 self.stack.pop()
                 self.spans.append((len(private.tracer_graph().nodes), self.where))

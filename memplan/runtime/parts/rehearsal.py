@@ -23,11 +23,12 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, own_generators
 from memplan.capture.attributes.kept_memory import has_memory
+from memplan.capture.ops.edges import Edge, Edges
 from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.probe import BackwardWithin, DataFollowed, NotedReads, UnitCall, nothing_saved
 from memplan.capture.trace.call import Call, CallReader, Forward, OutputTemplate
-from memplan.capture.trace.edges import Edge, Edges
 from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_exchanged
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.runtime.parts.forward_writes import WritesUndone
@@ -177,8 +178,11 @@ def one_forward(
     run: Callable[..., Any],
     call: Call,
     around: contextlib.AbstractContextManager[object] | None = None,
+    islands: Islands = NO_ISLANDS,
 ) -> OneForward:
     """Run forward once on a call, within the context `around`. Nothing of that run stays.
+
+    islands: calls whose reads from tensors are not noted.
 
     Raises ForwardFails where forward raises.
     """
@@ -186,7 +190,23 @@ def one_forward(
         data = DataFollowed([*model.parameters(), *call.tensors])
         buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
         standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
-        with around or contextlib.nullcontext(), data, NotedReads() as reads:
+        reads = NotedReads()
+
+        def unheard(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+            with reads.paused():
+                return original(*args, **kwargs)
+
+        def apply(function: Any, args: tuple[Any, ...], original: Forward) -> Any:
+            with reads.paused() if function in islands.callables else contextlib.nullcontext():
+                return original(*args)
+
+        with (
+            around or contextlib.nullcontext(),
+            calls_exchanged(model, islands.callables, unheard),
+            private.functions_applied_by(apply),
+            data,
+            reads,
+        ):
             try:
                 run(*call.variadic, **call.arguments)
             except BackwardWithin:

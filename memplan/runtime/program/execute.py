@@ -116,6 +116,7 @@ class ParameterStore:
         self.updates: UpdatesInBackward | None = None
         self.arena = StepArena(device)
         self.gathers = gathers
+        self.absent: set[str] = set()  # parameters that get no gradient in this backward
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
         for name in names:
@@ -178,6 +179,8 @@ class ParameterStore:
         """
         pairs = []
         for name, gradient in zip(names, gradients, strict=True):
+            if name in self.absent:
+                continue
             parameter = self._direct.get(name)
             if parameter is not None and _lands_as_it_is(parameter, gradient):
                 self._land(parameter, gradient)
@@ -598,6 +601,7 @@ class Runner:
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
+        self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
@@ -621,7 +625,9 @@ class Runner:
         self._known_sizes.add(state.numbers)
         self.arrived = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
         self.store.transfers.all_reads_done()
-        return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
+        keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
+        found = zip(keys, results, strict=True)
+        return {key: gradient for key, gradient in found if key not in self.store.absent}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]

@@ -16,7 +16,6 @@ from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
@@ -32,7 +31,7 @@ class PlannedStep(Protocol):
     """A step that serves one kind of call of a model."""
 
     @property
-    def plan(self) -> Plan | PartialPlan | None: ...
+    def plan(self) -> Plan | None: ...
     @property
     def provisional(self) -> bool: ...
     @property
