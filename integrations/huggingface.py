@@ -55,7 +55,7 @@ class MemplanCallback(TrainerCallback):
                 )
         self._budget, self._count_optimizer, self._keywords = budget, count_optimizer, apply_keywords
         self._model: nn.Module | None = None
-        self._plan: memplan.Plan | memplan.PartialPlan | None = None
+        self._plan: memplan.Plan | None = None
         self._place: _InPlace | None = None
         if model is not None:
             if not self._offloads:
@@ -70,7 +70,7 @@ class MemplanCallback(TrainerCallback):
         return "host_budget" in self._keywords or getattr(self._budget, "host", None) is not None
 
     @property
-    def plan(self) -> memplan.Plan | memplan.PartialPlan | None:
+    def plan(self) -> memplan.Plan | None:
         """The plan that ran last, also after training; None before the first step."""
         return self._plan if self._model is None else memplan.plan_of(self._model)
 
@@ -176,8 +176,9 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
         )
     if getattr(args, "fsdp", None):
         raise ValueError(
-            "MemplanCallback got TrainingArguments(fsdp=...), which shards the model that would be planned. Leave fsdp "
-            "out and train with DistributedDataParallel, or train without this callback"
+            "MemplanCallback got TrainingArguments(fsdp=...), and can't follow how the Trainer shards the model. Leave "
+            "fsdp out and train with DistributedDataParallel, or shard the model with fully_shard in a loop of your "
+            "own: memplan.apply plans it there"
         )
     if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
         raise ValueError(

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memplan.batch_size import longest_sequence as longest_sequence
     from memplan.capture.shards import Shard as Shard
     from memplan.capture.shards import Shards as Shards
+    from memplan.capture.trace.islands import opaque as opaque
     from memplan.config import Config as Config
     from memplan.config import generate_config as generate_config
     from memplan.config import load_config as load_config
@@ -35,12 +36,9 @@ if TYPE_CHECKING:
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import Remedy as Remedy
     from memplan.errors import UnsupportedModel as UnsupportedModel
-    from memplan.installed.blocks import apply_blocks as apply_blocks
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
-    from memplan.capture.trace.islands import opaque as opaque
     from memplan.losses import chunked_loss as chunked_loss
-    from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
@@ -62,7 +60,6 @@ _HOMES = {
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
     "opaque": "capture.trace.islands",
-    "apply_blocks": "installed.blocks", "PartialPlan": "plans.partial_plan",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
     "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",

@@ -34,11 +34,11 @@ from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
-from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.runtime.program.lower import Grads
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
+from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
 
 
@@ -130,8 +130,8 @@ def apply(
         compiler, or Triton on a GPU.
     - random: whose masks dropout has. "eager": those of PyTorch's kernels. "counter", with fused kernels: groups make
         them, other ones, from seeds that PyTorch's generator gives once a step. Dropout is then no kernel of its own,
-        and a mask that is kept takes a byte for each number. Random ops beside dropout and `bernoulli_`, and steps that
-        are planned in parts, keep PyTorch's.
+        and a mask that is kept takes a byte for each number. Random ops beside dropout and `bernoulli_`, and calls that
+        run as they are, keep PyTorch's.
     - dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves
         all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
         sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
@@ -380,7 +380,7 @@ def plan_of(model: nn.Module) -> Plan | None:
 def grown_bytes(model: nn.Module) -> int | None:
     """The most bytes that a planned model's first step was measured to hold beyond those that were there before it.
 
-    On a CPU, kernel scratch is not measured. None before that step is over, without a plan, and with a plan in parts.
+    On a CPU, kernel scratch is not measured. None before that step is over, and without a plan.
     """
     _refuse_other_kinds(model)
     planned = planned_forward(model)
@@ -388,7 +388,7 @@ def grown_bytes(model: nn.Module) -> int | None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and off blocks of it, and put the original forwards back.
+    """Take the plan off the model and off submodules of it, and put the original forwards back.
 
     A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
     back, and the next `optimizer.step()` brings back its state.

@@ -40,16 +40,16 @@ from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, OpenIsland, calls_around
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
-from memplan.capture.trace.trace import TraceRequest, input_names, trace_step
+from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import Role
 
 
 class UnplannableArgument(UnsupportedModel):
-    """An argument with which a step can't be planned in parts either."""
+    """An argument with which a step can't run unplanned either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Capture:
     - settled: Python attributes that the first eager forward sets and later ones leave.
     - hooks: hooks that the first eager forward adds to submodules.
     - backward: the autocast under which backward runs; None: without autocast.
-    - answers: what forward reads from tensors; of a part, also what backward reads.
+    - answers: what forward reads from tensors.
     - left: what the first eager forward leaves, and what was there for the capture.
     - tangents: the gradients that arrive, by output, where that is known from a backward.
     - requiring: positions of arguments that forward lets require grad.
@@ -191,19 +191,18 @@ def _capture(
     _refuse_odd_arguments(call)
     _check_devices(call, planned_device, device is not None)
     _refuse_hooks(model, loss_fn is not None, shards, islands)
-    around = None if tangents is None else PartSurroundings(tangents, whole=True)
     memory, reads, autocast = KeptMemory(), _reads(model, shards, run), Autocast.ambient(planned_device.type)
     ignored = () if shards is None else shards.attributes
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
-            model, call.requiring_grad(requiring), run, autocast, planned_device, around=around,
+            model, call.requiring_grad(requiring), run, autocast, planned_device, tangents=tangents,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
             seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
             islands=islands, capability=capability,
         )  # fmt: skip
         raw, settled = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
-        outside = around is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
+        outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
         if outside and not varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
@@ -312,73 +311,6 @@ def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
     return {name: shard.shape for name, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
 
 
-def capture_part(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    around: PartSurroundings | None = None,
-    shards: Shards | None = None,
-    seen: Sequence[Answer] | None = None,
-    unsteady: Collection[str] = (),
-) -> Capture:
-    """Capture one call of a submodule, as a part of a larger step.
-
-    - around: what is known of that step. With None, the capture only shows whether the call can be captured at all.
-    - shards: whatever has sharded the parameters, and gathers them around the call.
-    - seen, unsteady: as for `capture`.
-
-    Arguments must require grad where they do in the step. Raises UnsupportedModel; it is an OpenBranch as for
-    `capture`.
-    """
-    refuse_wrappers(module)
-    _refuse_subclasses(module, shards)
-    device = model_device(module)
-    if any(t.device.type != device.type for t in call.tensors):
-        raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
-    _refuse_odd_arguments(call)
-    _refuse_hooks(module, False, shards)
-    if private.collects_outputs():
-        _refuse_collectors(module)
-    autocast = Autocast.ambient(device.type)
-    made = MadeTensors()
-    with private.outside_of_tracing(), made.kept_in():
-        captured = _captured_part(module, forward, call, around, shards, seen, autocast, made)
-        _refuse_unsteady(captured.key, unsteady)
-        return captured
-
-
-def _captured_part(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    around: PartSurroundings | None,
-    shards: Shards | None,
-    seen: Sequence[Answer] | None,
-    autocast: Autocast,
-    made: MadeTensors,
-) -> Capture:
-    """The captured part. made: notes the tensors of its traces."""
-    device, shapes, reads = model_device(module), _shapes(module, shards), _reads(module, shards, forward)
-    ignored = () if shards is None else shards.attributes
-    with AttributesKept(module, ignored, forward) as attributes, KeptMemory() as memory:
-        with contextlib.nullcontext() if shards is None else shards.tracing():
-            request = TraceRequest(
-                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen,
-                made=made,
-            )  # fmt: skip
-            raw = _with_sums(_heard(reads, request), request, reads, memory)
-        if attributes.changes():
-            raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
-        if memory.written:
-            raise UnsupportedModel("forward writes to a tensor that is no buffer")
-        key = StepKey(module, call, autocast, device.type, shards, reads, forward)
-    traced = build_traced(raw, input_names(call, around), device)
-    _refuse_writes_to(traced, "input")
-    key.guard(traced, raw)
-    answers = raw.answers
-    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks, answers=answers)
-
-
 def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
     for tensor, around in zip(memory.written, memory.around, strict=True):
         same = [c for c in traced.constants.values() if storage_key(c) == storage_key(tensor)]
@@ -400,13 +332,6 @@ def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
     for value in traced.graph.values:
         if value.role in roles and value.reuses is not None:
             raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
-
-
-def _refuse_collectors(module: nn.Module) -> None:
-    """Refuse hooks that collect outputs for a caller outside: they would run at capture and never again."""
-    for name, inner in module.named_modules():
-        if inner is not module and inner._forward_hooks:
-            raise UnsupportedModel(f"outputs of module {name} are collected by the model around it")
 
 
 def model_device(model: nn.Module) -> torch.device:

@@ -24,10 +24,10 @@ from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.trial.one_forward import ForwardFails
 from memplan.runtime.program.lower import Program
 from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement
+from memplan.runtime.trial.one_forward import ForwardFails
 
 
 class PlannedForward:

@@ -54,9 +54,9 @@ class Capturing:
         self._islands = NO_ISLANDS
         self._unfit: dict[Any, str] = {}  # calls that can be no islands, with the reason for each
 
-    def stop_deciding(self) -> None:
-        """Capture from now on without running forward to see its branches: it takes too many ways."""
-        self.decides = False
+    def decide(self, decides: bool) -> None:
+        """Capture from now on with, or without, the branches that a run of forward takes."""
+        self.decides = decides
 
     def depend_no_more_on(self, value: str) -> None:
         """Capture from now on only what does not depend on this value."""

@@ -28,7 +28,7 @@ from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
-from memplan.planning.unplanned import UnplannedSteps
+from memplan.planning.unplanned_steps import UnplannedSteps
 from memplan.planning.whole_plans import WholePlans
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
@@ -354,10 +354,6 @@ class Planner:
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
-    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
-        """Other steps that could serve a call at once, for when other ranks can't run the step at hand."""
-        return ()
-
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which this rank runs the model to plan it: sharded parameters are not gathered."""
         shards = self.settings.shards
@@ -388,10 +384,10 @@ class Planner:
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
         """The plan, which says what is not checked, what margin it keeps and which calls run as they are."""
-        known = {"unchecked": captured.key.unchecked, "margin": self.limits.margin, "islands": captured.islands}
-        if all(getattr(plan, name) == value for name, value in known.items()):  # a plan that was given stays that
-            return plan
-        return dataclasses.replace(plan, **known)
+        unchecked, margin, islands = captured.key.unchecked, self.limits.margin, captured.islands
+        if (plan.unchecked, plan.margin, plan.islands) == (unchecked, margin, islands):
+            return plan  # one that was given stays that
+        return dataclasses.replace(plan, unchecked=unchecked, margin=margin, islands=islands)
 
 
 def _refuse_collectives(captured: Capture) -> None:

@@ -171,9 +171,7 @@ class Remedies:
             size, plan = found
             yield Remedy(f"a length of {size} instead of {whole}", plan.peak_bytes, plan.overhead)
 
-    def _largest(
-        self, what: str, whole: int, plan_at: Callable[[int], Plan]
-    ) -> tuple[int, Plan] | None:
+    def _largest(self, what: str, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
         floors = {whole: self.refusal.floor_bytes}
         found = largest_that_fits(plan_at, self._limit_bytes, whole - 1, floors)
         if found is None:

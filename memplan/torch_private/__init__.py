@@ -93,7 +93,6 @@ from memplan.torch_private.symbols import text_of_node as text_of_node
 from memplan.torch_private.symbols import varies as varies
 from memplan.torch_private.tensors import alike as alike
 from memplan.torch_private.tensors import changes_ops as changes_ops
-from memplan.torch_private.tensors import in_place_of_state as in_place_of_state
 from memplan.torch_private.tensors import is_allocated as is_allocated
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_transformed as is_transformed

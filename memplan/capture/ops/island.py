@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,7 +37,7 @@ from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.layout import dense_stride, storage_key
+from memplan.capture.ops.layout import storage_key
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 
@@ -238,6 +240,7 @@ class Island:
     - random: it draws from PyTorch's generators.
     - repeats: it may run again, and gives the same bits then.
     - writes: positions of tensors to which it writes.
+    - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
     - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
     - looked_at: its facts are known.
     - forward_cost, backward_cost: what a run took.
@@ -265,6 +268,7 @@ class Island:
     random: bool = False
     repeats: bool = True
     writes: frozenset[int] = frozenset()
+    loose: bool = False
     varies: bool = False
     room: Layout | None = None
     looked_at: bool = False
@@ -273,6 +277,7 @@ class Island:
     like: Any = None  # attributes of a module that forward makes
     shared: frozenset[int] = frozenset()  # inputs that others give gradients to as well
     _told: list[str] = field(default_factory=list)
+    _entered: Any = None  # the node at which the graph of the latest run begins
     _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
 
     @property
@@ -316,8 +321,7 @@ class Island:
             raise OtherIsland(f"{self.title} returns other tensors than in its first run", self.called)
         graph.saved = places_of_saved
         if saver.buffer is not None:
-            if any(graph.uses[i] > 1 for i in self.shared):
-                raise OtherIsland(f"{self.title} reads an argument several times, which others read too", self.called)
+            self._check_uses(graph.uses, (1,) * len(graph.uses))
             results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
             self._tell_of(saver.beside_bytes)
         elif (facts.saved, facts.results, facts.uses) != (planned.saved, planned.results, planned.uses):
@@ -338,8 +342,8 @@ class Island:
             self.varies = True
             most = tuple(map(max, planned.uses, facts.uses))
             self.forward_facts = dataclasses.replace(planned, uses=most)
-        elif facts.uses != planned.uses:
-            raise OtherIsland(f"{self.title} reads its arguments more, or less, often than before", self.called)
+        else:
+            self._check_uses(facts.uses, planned.uses)
         known = {source for source in planned.kept if source[0] == "input" or source[1] < facts.made}
         held = list[Place | torch.Tensor]()
         for place, tensor in zip(facts.saved, saver.tensors, strict=True):
@@ -348,6 +352,12 @@ class Island:
         graph.saved = held
         self._tell_of(sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) if self.looked_at else 0)
         return [*results[: facts.made], *(layout.empty(self.device) for layout in planned.results[facts.made :])]
+
+    def _check_uses(self, uses: Sequence[int], planned: Sequence[int]) -> None:
+        """Raise OtherIsland where gradients would be added in another order than autograd does."""
+        more = any(uses[i] > planned[i] for i in (self.shared if self.loose else range(len(uses))))
+        if more or (uses != planned and not self.loose):
+            raise OtherIsland(f"{self.title} reads its arguments more often, or less often, than before", self.called)
 
     def _tell_of(self, beside_bytes: int) -> None:
         if beside_bytes and not self._told:
@@ -358,12 +368,21 @@ class Island:
                 self.title, beside_bytes,
             )  # fmt: skip
 
-    def saves_bytes(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> int:
-        """How large a buffer has to be for what a run saves."""
+    def saves(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[int, Any]:
+        """How large a buffer has to be for what a run saves, and something that is equal for runs that save alike."""
         saver, module = _Saver(), None if self.module is None else model.get_submodule(self.module)
-        self._recorded(model, module, tensors, saver)
+        outputs, graph, _ = self._recorded(model, module, tensors, saver)
         known = set(map(storage_key, tensors))
-        return _room_bytes([t for t in saver.tensors if storage_key(t) not in known])
+        room_bytes = _room_bytes([t for t in saver.tensors if storage_key(t) not in known])
+        layouts = [Layout.of(t) for t in (*saver.tensors, *outputs) if isinstance(t, torch.Tensor)]
+        return room_bytes, (layouts, graph.uses, [end is None for end in graph.ends])
+
+    def check_released(self) -> None:
+        """Raise NoIsland where something outside still holds the graph of the latest run, though its ticket is gone."""
+        if self._entered is not None and self._entered() is not None:
+            gc.collect()
+            if self._entered() is not None:
+                raise NoIsland(f"{self.title} leaves a tensor behind that backward could begin at")
 
     def give_room(self, most_bytes: int) -> None:
         """Copy what the call saves to a buffer of so many bytes from now on."""
@@ -374,7 +393,7 @@ class Island:
         saved = (*kept, Place(("result", facts.made), self.room, 0))
         results = (*facts.results[: facts.made], self.room)
         self.forward_facts = dataclasses.replace(facts, saved=saved, results=results)
-        self.varies = True
+        self.varies = self.loose = True
 
     def _recorded(
         self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: _Saver
@@ -398,6 +417,7 @@ class Island:
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
                 positions = [i for i, needed in enumerate(self.needs) if needed]
                 views = _Enter.apply(anchor, *(tensors[i].detach() for i in positions))  # type: ignore[no-untyped-call]
+                self._entered = weakref.ref(views[0].grad_fn)
                 entered = dict(zip(positions, views, strict=True))
                 for i, tensor in entered.items():
                     given[i] = tensor
@@ -428,7 +448,8 @@ class Island:
         for i, tensor in entered.items():
             begin = get_gradient_edge(tensor)
             uses[i] = len(edges.to(tensor)) + any(begin == end for end in graph.ends)
-            if uses[i] > 1 and self.room is None:
+            planned = self.forward_facts
+            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
                 graph.diverted[i] = edges.divert(tensor)
         graph.uses = tuple(uses)
 
@@ -464,7 +485,7 @@ class Island:
             raise NoIsland(f"the backward of {self.title} writes to what it is given")
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
         results, given = list[torch.Tensor](), tuple(g is not None for g in grads)
-        if self.room is None:
+        if not self.loose:
             places, uses = _PlaceFinder(sources), self.forward_facts.uses
             gradients = tuple(
                 tuple(places.of(t.detach(), "result of backward", results) for t in of_one)
@@ -490,27 +511,45 @@ class Island:
         results: list[torch.Tensor],
         absent: set[str] | None,
     ) -> tuple[tuple[Place | None, ...], ...]:
-        """Gradients in memory of their own, one for each input, in layouts that do not depend on the run."""
-        taken, gradients = {storage_key(t) for t in sources.values()}, list[tuple[Place | None, ...]]()
-        for place, (i, of_one) in enumerate(zip(needed, found, strict=True)):
-            gradient, owner = of_one[0].detach() if of_one else None, self.owners[i]
-            layout = self.inputs[i]._replace(stride=dense_stride(self.inputs[i].shape))
-            if gradient is None and owner is not None and absent is not None:
+        """Gradients in memory of their own, as many and in such layouts as in the first run.
+
+        Those that this run does not give are -0.0, which changes no sum.
+        """
+        assert self.forward_facts is not None
+        taken, places = {storage_key(t) for t in sources.values()}, list[tuple[Place | None, ...]]()
+        for i, of_one in zip(needed, found, strict=True):
+            owner, slots = self.owners[i], 1 if self.room is not None else max(1, self.forward_facts.uses[i])
+            if owner is not None and not of_one and i not in self.shared and absent is not None:
                 absent.add(owner)
-            if owner is None and gradient is not None and self.backward_facts is None:
-                layout = Layout.of(gradient)
-            elif owner is None and self.backward_facts is not None:
-                layout = self.backward_facts.results[place]
-            if gradient is None:
-                gradient = layout.empty(self.device).zero_()
-            elif Layout.of(gradient) != layout or storage_key(gradient) in taken or _whole(gradient) is not gradient:
-                if owner is None and Layout.of(gradient) != layout:
-                    raise UnsupportedModel(f"the backward of {self.title} gives gradients of other strides than before")
-                gradient = layout.empty(self.device).copy_(gradient)
-            taken.add(storage_key(gradient))
-            results.append(gradient)
-            gradients.append((Place(("result of backward", place), layout, 0),))
-        return tuple(gradients)
+            given = [t.detach() for t in (of_one if len(of_one) <= slots else [functools.reduce(torch.add, of_one)])]
+            mine = []
+            for gradient in (*given, *(None for _ in range(slots - len(given)))):
+                place = len(results)
+                layout = self._layout_of(i, gradient, place)
+                if gradient is None:
+                    gradient = layout.empty(self.device).fill_(-0.0)
+                elif (
+                    Layout.of(gradient) != layout or storage_key(gradient) in taken or _whole(gradient) is not gradient
+                ):
+                    gradient = layout.empty(self.device).copy_(gradient)
+                taken.add(storage_key(gradient))
+                results.append(gradient)
+                mine.append(Place(("result of backward", place), layout, 0))
+            places.append(tuple(mine))
+        return tuple(places)
+
+    def _layout_of(self, position: int, gradient: torch.Tensor | None, place: int) -> Layout:
+        """How the gradient of an input lies. place: which result it is."""
+        like = self.inputs[position]
+        dense = like._replace(stride=torch.empty_like(like.empty(torch.device("meta")), device="meta").stride())
+        if self.owners[position] is not None:
+            return dense
+        if self.backward_facts is None:
+            return dense if gradient is None else Layout.of(gradient)
+        layout = self.backward_facts.results[place]
+        if gradient is not None and Layout.of(gradient) != layout:
+            raise UnsupportedModel(f"the backward of {self.title} gives gradients of other strides than before")
+        return layout
 
 
 class _Saver:

@@ -190,10 +190,10 @@ class IslandsTraced:
             facts, shared = island.forward_facts, set[int]()
             assert facts is not None
             for position, (target, number) in enumerate(node.next_functions):
-                if target is not None and island.room is not None and len(edges.into(target, number)) > 1:
+                if target is not None and island.loose and len(edges.into(target, number)) > 1:
                     shared.add(position)
             island.shared = frozenset(shared)
-            if any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
+            if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
                 self.unfit.add(island.called)
         if self.unfit:
             raise OpenIsland("an opaque call reads differently often what others read too", unfit=self.unfit)

@@ -192,12 +192,9 @@ class OpWatch(private.TorchDispatchMode):
                     f"at {source}. Draw them outside of the model and pass them in"
                 )
         attributes = private.tracer_constants()
-        if seen is not None and self._notes.blind:
-            value = seen.value
-        else:
-            value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
-            if seen is not None and seen.value != value:
-                raise UnsupportedModel(f"{OTHER_READS}, at {source}")
+        value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
+        if seen is not None and seen.value != value:
+            raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         self._notes.reads.append(ScalarRead(node, value, self._notes.place(source)))
         return value
 

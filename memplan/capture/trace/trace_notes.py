@@ -28,8 +28,7 @@ class TraceNotes:
     - names: paths of modules.
     - sources: placeholder name -> the real tensor that a scalar read may look at.
     - stack, spans: modules that run, and where in the graph each was entered or left.
-    - seen, blind: what forward read from tensors before. Where the inputs' data is not at hand (`blind`), it is all
-      that was read, else the booleans of a run.
+    - seen: booleans that forward read from tensors in a run.
     - answers: what the trace has read so far.
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
     - in_place, odd_sums: see `sums`.
@@ -60,7 +59,6 @@ class TraceNotes:
     summed: tuple[str, ...] = ()
     inner: dict[int, bool] = field(default_factory=dict)
     seen: Iterator[Answer] | None = None
-    blind: bool = False
     answers: list[Answer] = field(default_factory=list)
     forward_reads: int = 0
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
@@ -103,7 +101,7 @@ class TraceNotes:
         """Note the state of the trace when forward has returned."""
         nodes = private.tracer_graph().nodes
         self.forward_reads = len(self.answers)
-        if self.seen is not None and not self.blind and next(self.seen, None) is not None:
+        if self.seen is not None and next(self.seen, None) is not None:
             raise UnsupportedModel(OTHER_READS)
         self.decisions = tuple(
             Decision(template.add(tensor, f"branch at {where}"), value, where) for tensor, value, where in self.decided
@@ -136,7 +134,7 @@ class TraceNotes:
 
         Raises UnsupportedModel where nothing was read here.
         """
-        if self.seen is None or not (self.blind or (tensor.dtype is torch.bool and self.template is None)):
+        if self.seen is None or tensor.dtype is not torch.bool or self.template is not None:
             return None
         answer = next(self.seen, None)
         if answer is None or answer.place != place:

@@ -411,12 +411,7 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program, with the model whose parameters it reads.
-
-    - drops_saved: forward saves nothing, and runs again when backward begins.
-    """
-
-    drops_saved = False
+    """A program, with the model whose parameters it reads."""
 
     def __init__(
         self,
@@ -480,11 +475,6 @@ class Runner:
         - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
         """
         self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
-
-    @property
-    def is_attended(self) -> bool:
-        """Whether a rescue gives gradients where this program can't."""
-        return self._rescue is not None
 
     def begin_backward(self, state: InFlight) -> None:
         """Call what is to be called when a backward begins."""
@@ -793,9 +783,6 @@ class _StepFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, state = runner.forward(tensors[:input_count])
-        if runner.drops_saved:
-            state.spend()
-            state.watched.clear()  # which hold outputs; what forward has read is checked before it runs again
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))

@@ -28,6 +28,7 @@ from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.call import Forward
+from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.islands import (
     Arguments,
@@ -79,7 +80,7 @@ class IslandRuns(private.RealOps):
         self._reasons = reasons
         self._calls: list[Island] = []
         self._within = False
-        self._reads = 0  # of data, by ops so far
+        self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
         self._writes = 0  # to what forward has not made
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._memory = KeptMemory()
@@ -110,7 +111,8 @@ class IslandRuns(private.RealOps):
         for tensor in tensors_of(result):
             if has_memory(tensor) and storage_key(tensor) not in given:
                 self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
-        self._reads += _depends_on_data(func, args)
+        self._reads += func is private.READ_SCALAR
+        self._shapes += _has_shape_of_data(func, args)
         return result
 
     def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
@@ -140,7 +142,7 @@ class IslandRuns(private.RealOps):
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
             state = dict(zip(names, given[count:], strict=True))
-            with private.in_place_of_state(callee, state):
+            with in_place_of_state(callee, state):
                 returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
                 now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
                 if any(now.get(name) is not tensor for name, tensor in state.items()):
@@ -195,7 +197,8 @@ class IslandRuns(private.RealOps):
             attributes=attributes_in_short,
             like=None if instance is None else attributes_in_short(instance),
         )
-        gradients, reads, writes = [p.grad for p in self._parameters], self._reads, self._writes
+        gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
+        writes, island.varies = self._writes, False
         self._within = True
         try:
             returned = run()
@@ -203,12 +206,14 @@ class IslandRuns(private.RealOps):
             self._within = False
         after = held_rng(self._device)
         island.random = before != after
-        island.repeats = repeats and python_generators() == python_before and self._writes == writes
+        drew, island.varies = python_generators() != python_before, self._shapes > shapes
+        island.repeats = repeats and not drew and self._writes == writes
+        island.loose = island.varies or drew or self._reads > reads
         self._within = True
         try:
             self._refuse(island, arguments, instance, autocast)
             with torch.no_grad(), kept() as attributes:
-                self._look(island, tensors, returned, before, attributes, self._reads > reads)
+                self._look(island, tensors, returned, before, attributes)
             self._calls.append(island)
         except Exception as error:
             why = "" if isinstance(error, (NoIsland, UnsupportedModel)) else "it fails when it runs a second time: "
@@ -245,12 +250,10 @@ class IslandRuns(private.RealOps):
         returned: Any,
         state: Any,
         attributes: AttributesKept,
-        reads_data: bool,
     ) -> None:
         """Fill the facts and costs of an island by extra runs of the call and its backward.
 
-        - state: of the generators before the call.
-        - reads_data: what the call does depends on data.
+        state: of the generators before the call.
         """
         tensors = [t.detach() for t in given]
 
@@ -270,12 +273,12 @@ class IslandRuns(private.RealOps):
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
             island.repeats &= not attributes.changed() and not island.writes
             facts, sources, outputs = outputs_of(results)
-            if reads_data and any(type(o) in (int, float) for o in facts.outputs):
+            if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise NoIsland(f"{island.title} returns numbers that depend on data")
             island.repeats &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
-            if (reads_data or island.varies) and any(facts.differentiable):
+            if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
-                self._give_room(island, tensors, state)
+                self._look_for_more(island, tensors, state)
                 (*results, ticket), island.forward_cost = self._twice(forward, tensors)
                 facts, sources, outputs = outputs_of(results)
             if any(facts.differentiable):
@@ -283,21 +286,33 @@ class IslandRuns(private.RealOps):
                 grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
                 kept = [ticket, *(sources[source] for source in facts.kept)]
                 _, island.backward_cost = self._twice(lambda: island.backward(grads, kept), [*grads, *kept])
+                del kept
+            del results, ticket, sources, outputs
+            island.check_released()
             island.looked_at = True
 
-    def _give_room(self, island: Island, tensors: Sequence[torch.Tensor], state: Any) -> None:
-        """Give an island a buffer for what it saves, with room for what some runs save and a margin."""
-        most_bytes, python_state, numpy_state = 0, random.getstate(), np.random.get_state()
+    def _look_for_more(self, island: Island, tensors: Sequence[torch.Tensor], state: Any) -> None:
+        """Run an island on other random numbers and other data, to see whether it saves other tensors then.
+
+        If it does, it gets a buffer for them, with room for the most that was seen and a margin.
+        """
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        restore_held_rng(self._device, state)
+        most_bytes, alike = island.saves(self._model, tensors)
+        parameters = set(map(id, self._parameters))
         for run in range(_RUNS):
-            restore_held_rng(self._device, state)
-            if run:
-                torch.manual_seed(run)
-                random.seed(run)
-                np.random.seed(run)
-            most_bytes = max(most_bytes, island.saves_bytes(self._model, tensors))
+            torch.manual_seed(run)
+            random.seed(run)
+            np.random.seed(run)
+            changed = run % 2 and all(t.is_floating_point() or id(t) in parameters for t in tensors)
+            given = [t.neg() if changed and t.is_floating_point() and t.dim() > 1 else t for t in tensors]
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a run on data that do not occur
+                bytes_then, then = island.saves(self._model, given)
+                most_bytes, island.varies = max(most_bytes, bytes_then), island.varies or then != alike
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        island.give_room(int(_MARGIN * most_bytes))
+        if island.varies:
+            island.give_room(int(_MARGIN * most_bytes))
 
     def _twice(
         self, run: Callable[[], list[torch.Tensor]], given: Sequence[torch.Tensor | None]
@@ -318,11 +333,11 @@ class IslandRuns(private.RealOps):
         return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
 
 
-def _depends_on_data(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether an op gives a number, or a tensor whose shape depends on data."""
+def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op gives a tensor whose shape depends on data."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return func is private.READ_SCALAR or torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
