@@ -250,7 +250,7 @@ class _StepBuilder:
         for written in written_storages.values():
             self._write(op, written, once=hidden is not None)
         for position in island.island.writes if island is not None and island.forward else ():
-            self._write(op, node.args[1][position], once=False)  # type: ignore[index, arg-type]
+            self._write(op, node.args[1][position], once=island.island.alike)  # type: ignore[index, arg-type]
         self._collect_outputs(op, node)
         if hidden is not None and op.effects:
             op.repeat_args = tuple(None if i in hidden[0] else a for i, a in enumerate(args))

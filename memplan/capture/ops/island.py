@@ -238,7 +238,9 @@ class Island:
     - device: of the plan.
     - forward_facts, backward_facts: what runs of it gave, and have to give again.
     - random: it draws from PyTorch's generators.
-    - repeats: it may run again, and gives the same bits then.
+    - repeats: it may run again in a step, and gives the same bits then.
+    - once: it leaves, or reads, Python state. alike: once that is put back, another run gives the same bits.
+    - kept: takes the model, and makes a context that puts Python state back.
     - writes: positions of tensors to which it writes.
     - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
     - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
@@ -267,6 +269,9 @@ class Island:
     backward_facts: BackwardFacts | None = None
     random: bool = False
     repeats: bool = True
+    once: bool = False
+    alike: bool = True
+    kept: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext
     writes: frozenset[int] = frozenset()
     loose: bool = False
     varies: bool = False

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops.island import Island
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Evaluation, Numbers, Sizes, TensorSizes, expressions_in
@@ -428,6 +429,7 @@ class Runner:
         sizes: Sizes | None = None,
         checked: Callable[[], Program] | None = None,
         steering: Steering | None = None,
+        islands: Sequence[Island] = (),
     ) -> None:
         """Prepare to run a program.
 
@@ -440,8 +442,11 @@ class Runner:
         - sizes: of the step; None where it is for one size.
         - checked: gives the program with checks of its results, for the first run at each size.
         - steering: leads the step through the model's arena, at the planned sizes.
+        - islands: of forward.
         """
         self.program = program
+        self._once = [island for island in islands if island.once]
+        self.unlike = [island.title for island in islands if not island.alike]
         self._sizes, self._checked, self._steering = sizes, checked, steering
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
@@ -522,6 +527,8 @@ class Runner:
         numbers = self._numbers(inputs)
         program = self._program_for(numbers)
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
+        may_stop = self._decisions or program.forward in self.unchecked
+        python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), self._in_arena(numbers):
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
@@ -529,7 +536,9 @@ class Runner:
             self.store.transfers.settle()
             if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
                 self._go_back(start)
+                python_state.close()
             raise
+        python_state.pop_all()
         self.store.transfers.forward_reads_done()
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
@@ -648,7 +657,7 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.start is None or state.surfacing or self._loses_what_it_reads(state.start):
+        if state.start is None or state.surfacing or self.unlike or self._loses_what_it_reads(state.start):
             return False
         return all(watched.is_same(self.store) for watched in state.start.read)
 
@@ -661,6 +670,8 @@ class Runner:
             return
         if state.start is None:
             why = "its parameters are there only around its own passes"
+        elif self.unlike:
+            why = f"{self.unlike[0]} would give, or leave, something else"
         elif self.written.for_good:
             why = "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
         elif self._loses_what_it_reads(state.start):
@@ -685,7 +696,8 @@ class Runner:
         with private.versions_kept(buffers.values()):  # other forwards that wait may have read them
             self._go_back(state.start)
             try:
-                again = self.forward(state.start.inputs)[1]
+                with self._state_kept():
+                    again = self.forward(state.start.inputs)[1]
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
@@ -693,6 +705,13 @@ class Runner:
             return self.backward(again, tangents)
         finally:
             state.surfacing = again.surfacing
+
+    def _state_kept(self) -> contextlib.ExitStack:
+        """A context that puts Python state back which islands change."""
+        stack = contextlib.ExitStack()
+        for island in self._once:
+            stack.enter_context(island.kept(self.store.model))
+        return stack
 
     def _backward_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers

@@ -13,6 +13,7 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
+from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
@@ -203,4 +204,5 @@ def _runner(
         sizes=traced.sizes,
         checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),
         steering=plan.steering,
+        islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
     )

@@ -25,6 +25,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short, is_plain
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.named_state import state_behind
+from memplan.capture.ops import op_facts
 from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.call import Forward
@@ -82,6 +83,7 @@ class IslandRuns(private.RealOps):
         self._within = False
         self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
         self._writes = 0  # to what forward has not made
+        self._hidden: set[int] = set()  # buffers to which ops write without a word
         self._made: dict[int, Any] = {}  # memory that forward has made
         self._memory = KeptMemory()
         self.unfit: dict[Any, str] = {}
@@ -103,7 +105,9 @@ class IslandRuns(private.RealOps):
         for tensor in written_by(func, args, kwargs or {}):
             if storage_key(tensor) not in self._made:
                 self._memory.keep(tensor)
-                self._writes += 1
+                self._writes += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
+        hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
+        self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
         result = self.run_op(func, args, kwargs)
         given = {
             storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and has_memory(t)
@@ -126,7 +130,7 @@ class IslandRuns(private.RealOps):
 
         named = functools.partial(lambda *_: function, *args)  # what it reads, and what it is given
         repeats = state_behind(vars(function).get("forward")) is None
-        kept = functools.partial(AttributesKept, nn.Identity(), run=named, given=args)
+        kept = functools.partial(_state_kept, None, named, args)
         return self._looked_at(function, None, arguments, call, lambda: original(*args), kept, repeats)
 
     def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
@@ -149,7 +153,7 @@ class IslandRuns(private.RealOps):
                     raise NoIsland(f"{name_of(called)} exchanges parameters or buffers")
             return returned
 
-        kept = functools.partial(AttributesKept, module, run=original)
+        kept = functools.partial(_state_kept, path, original if path is None else None, ())
         repeats = not any(map(private.is_hooked, module.modules()))
         return self._looked_at(called, path, arguments, call, lambda: original(*args, **kwargs), kept, repeats, module)
 
@@ -160,7 +164,7 @@ class IslandRuns(private.RealOps):
         arguments: Arguments,
         call: Callable[..., Any],
         run: Callable[[], Any],
-        kept: Callable[[], AttributesKept],
+        kept: Callable[[nn.Module], AttributesKept],
         repeats: bool,
         instance: nn.Module | None = None,
     ) -> Any:
@@ -196,6 +200,7 @@ class IslandRuns(private.RealOps):
             around=autocast.context,
             attributes=attributes_in_short,
             like=None if instance is None else attributes_in_short(instance),
+            kept=kept,
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
         writes, island.varies = self._writes, False
@@ -207,12 +212,13 @@ class IslandRuns(private.RealOps):
         after = held_rng(self._device)
         island.random = before != after
         drew, island.varies = python_generators() != python_before, self._shapes > shapes
-        island.repeats = repeats and not drew and self._writes == writes
+        island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
+        island.alike, island.once = repeats and self._writes == writes, not repeats or drew
         island.loose = island.varies or drew or self._reads > reads
         self._within = True
         try:
             self._refuse(island, arguments, instance, autocast)
-            with torch.no_grad(), kept() as attributes:
+            with torch.no_grad(), kept(self._model) as attributes:
                 self._look(island, tensors, returned, before, attributes)
             self._calls.append(island)
         except Exception as error:
@@ -271,11 +277,12 @@ class IslandRuns(private.RealOps):
 
         with private.outside_of_tracing():
             (*results, ticket), island.forward_cost = self._twice(forward, tensors)
-            island.repeats &= not attributes.changed() and not island.writes
+            island.once |= attributes.changed()
             facts, sources, outputs = outputs_of(results)
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
                 raise NoIsland(f"{island.title} returns numbers that depend on data")
-            island.repeats &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
+            island.alike &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
+            island.repeats = island.alike and not island.once and not island.writes
             if (island.loose or island.varies) and any(facts.differentiable):
                 del results, ticket, sources, outputs
                 self._look_for_more(island, tensors, state)
@@ -331,6 +338,12 @@ class IslandRuns(private.RealOps):
             torch.cuda.synchronize(self._device)
         time_s = time.perf_counter() - begin
         return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
+
+
+def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
+    """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
+    module = nn.Identity() if path is None else model.get_submodule(path)
+    return AttributesKept(module, run=module.forward if path is not None else run, given=given)
 
 
 def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
