@@ -191,6 +191,14 @@ def attributes_in_short(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def state_in_short(module: nn.Module, run: Any = None) -> tuple[Any, ...]:
+    """Python state that the code of a module, or of `run`, may read, as far as it is cheap to compare."""
+    return tuple(
+        (name, tuple((k, _in_short(v)) for k, v in table.items() if k not in _OF_NO_CONCERN))
+        for name, table in attribute_tables(module, run=run)
+    )
+
+
 def _in_short(value: Any) -> Any:
     """A value that does not change in place, or as much of any other value as is cheap to compare."""
     if is_plain(value):

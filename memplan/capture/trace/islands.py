@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import attribute_tables
+from memplan.capture.attributes.attributes import attribute_tables, state_in_short
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.edges import Edges
@@ -141,6 +141,7 @@ class IslandsTraced:
         self.used: dict[str, Island] = {}
         self.given: dict[str, tuple[bool, ...]] = {}  # see `OpenIsland`
         self.unfit: set[Any] = set()
+        self._states: list[tuple[Any, Callable[[], Any], Any]] = []  # Python state at each call
         self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
         self.applied: dict[Any, Calls] = {}  # functions that were traced through, with the calls around them
 
@@ -172,6 +173,8 @@ class IslandsTraced:
         if island is None or not _is_call_of(island, called, arguments, like):
             raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
         self.used[island.name] = island
+        look = functools.partial(state_in_short, module or nn.Identity(), called if module is None else None)
+        self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
         assert facts is not None
@@ -200,8 +203,11 @@ class IslandsTraced:
 
     def check(self) -> None:
         """Raise OpenIsland if backward gives gradients to other outputs of an island than in the run of forward."""
+        self.unfit |= {called for called, look, state in self._states if look() != state}
         if self.unfit:
-            raise OpenIsland("an opaque call returns one tensor twice", unfit=self.unfit)
+            raise OpenIsland(
+                "forward sets what an opaque call reads, or that returns one tensor twice", unfit=self.unfit
+            )
         if self.given:
             raise OpenIsland("gradients arrive at other outputs of an opaque call", given=self.given)
 
