@@ -55,7 +55,7 @@ class MemplanCallback(TrainerCallback):
                 )
         self._budget, self._count_optimizer, self._keywords = budget, count_optimizer, apply_keywords
         self._model: nn.Module | None = None
-        self._plan: memplan.Plan | memplan.PartialPlan | None = None
+        self._plan: memplan.Plan | None = None
         self._place: _InPlace | None = None
         if model is not None:
             if not self._offloads:
@@ -70,7 +70,7 @@ class MemplanCallback(TrainerCallback):
         return "host_budget" in self._keywords or getattr(self._budget, "host", None) is not None
 
     @property
-    def plan(self) -> memplan.Plan | memplan.PartialPlan | None:
+    def plan(self) -> memplan.Plan | None:
         """The plan that ran last, also after training; None before the first step."""
         return self._plan if self._model is None else memplan.plan_of(self._model)
 

@@ -57,10 +57,10 @@ class MemplanCallback(Callback):
         self._budget, self._part, self._count_optimizer = budget, part, count_optimizer
         self._keywords = apply_keywords
         self._model: Any = None
-        self._plan: memplan.Plan | memplan.PartialPlan | None = None
+        self._plan: memplan.Plan | None = None
 
     @property
-    def plan(self) -> memplan.Plan | memplan.PartialPlan | None:
+    def plan(self) -> memplan.Plan | None:
         """The plan that ran last, also after training; None before the first step."""
         return self._plan if self._model is None else memplan.plan_of(self._model)
 

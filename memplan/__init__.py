@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from memplan.batch_size import longest_sequence as longest_sequence
     from memplan.capture.shards import Shard as Shard
     from memplan.capture.shards import Shards as Shards
+    from memplan.capture.trace.islands import opaque as opaque
     from memplan.config import Config as Config
     from memplan.config import generate_config as generate_config
     from memplan.config import load_config as load_config
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
     from memplan.losses import chunked_loss as chunked_loss
-    from memplan.plans.partial_plan import PartialPlan as PartialPlan
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
@@ -59,7 +59,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
-    "PartialPlan": "plans.partial_plan",
+    "opaque": "capture.trace.islands",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
     "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",

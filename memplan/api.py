@@ -30,16 +30,15 @@ from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_env
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
-from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.lower import Grads
 from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
+from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
 
 
@@ -131,8 +130,8 @@ def apply(
         compiler, or Triton on a GPU.
     - random: whose masks dropout has. "eager": those of PyTorch's kernels. "counter", with fused kernels: groups make
         them, other ones, from seeds that PyTorch's generator gives once a step. Dropout is then no kernel of its own,
-        and a mask that is kept takes a byte for each number. Random ops beside dropout and `bernoulli_`, and steps that
-        are planned in parts, keep PyTorch's.
+        and a mask that is kept takes a byte for each number. Random ops beside dropout and `bernoulli_`, and calls that
+        run as they are, keep PyTorch's.
     - dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves
         all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
         sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
@@ -346,7 +345,7 @@ def _settings(
     return Settings(budget, **given)
 
 
-def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | PartialPlan | None, ...]:
+def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, ...]:
     """Plan a planned model for further kinds of calls ahead of time, the largest first. Gives their plans in order.
 
     Where ranks train the model together (`group=` of `apply`), each calls this with equally many samples. The ranks
@@ -372,7 +371,7 @@ def _bytes(sample: Sample) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
 
 
-def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
+def plan_of(model: nn.Module) -> Plan | None:
     """The plan that the model ran last, or will run first. None where it has none."""
     _refuse_other_kinds(model)
     planned = planned_forward(model)
@@ -382,7 +381,7 @@ def plan_of(model: nn.Module) -> Plan | PartialPlan | None:
 def grown_bytes(model: nn.Module) -> int | None:
     """The most bytes that a planned model's first step was measured to hold beyond those that were there before it.
 
-    On a CPU, kernel scratch is not measured. None before that step is over, without a plan, and with a plan in parts.
+    On a CPU, kernel scratch is not measured. None before that step is over, and without a plan.
     """
     _refuse_other_kinds(model)
     planned = planned_forward(model)

@@ -33,10 +33,9 @@ ARROWS = {
     "solvers/front": "config problem solvers/bounds solvers/chain solvers/exact solvers/numeric solvers/orders "
     "solvers/search",
     "solvers/offload": "problem solvers/front solvers/numeric solvers/orders",
-    "solvers/parts": "problem",
     "solvers": "solvers/bounds solvers/front",
     "torch_private": "errors",
-    "capture/ops": "errors torch_private",
+    "capture/ops": "errors logs torch_private",
     "capture/attributes": "capture/ops errors torch_private",
     "capture/trace": "capture/attributes capture/ops errors torch_private",
     "capture/analysis": "capture/ops capture/trace errors problem torch_private",
@@ -46,12 +45,11 @@ ARROWS = {
     "runtime/watch": "capture torch_private",
     "runtime/host": "capture problem torch_private",
     "runtime/program": "capture errors plans problem runtime/host runtime/watch torch_private",
-    "runtime/parts": "capture errors logs plans runtime/program runtime/watch torch_private",
+    "runtime/trial": "capture errors runtime/program runtime/watch torch_private",
     "runtime/ranks": "capture errors problem runtime/program torch_private",
     "runtime": "",
     "losses": "",
-    "planning/parts": "capture costs errors logs plans problem runtime solvers torch_private units",
-    "planning": "cache capture config costs errors fusion logs losses planning/parts plans problem runtime solvers "
+    "planning": "cache capture config costs errors fusion logs losses plans problem runtime solvers "
     "torch_private units",
     "installed": "capture costs errors logs planning plans problem runtime torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",

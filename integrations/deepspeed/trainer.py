@@ -36,10 +36,10 @@ class MemplanDeepSpeedCallback(TrainerCallback):
         self._trainer, self._memory = weakref.ref(trainer), memory
         self._engine: DeepSpeedEngine | None = None
         self._watch: Watch | None = None
-        self._plan: memplan.Plan | memplan.PartialPlan | None = None
+        self._plan: memplan.Plan | None = None
 
     @property
-    def plan(self) -> memplan.Plan | memplan.PartialPlan | None:
+    def plan(self) -> memplan.Plan | None:
         """The plan that ran last on this rank, also after training; None before the first step."""
         return self._plan if self._engine is None else memplan.plan_of(self._engine.module)
 

@@ -122,29 +122,25 @@ class Watch:
                 peak_bytes = self._before_bytes + grown_bytes
                 text = f"the first step peaked at {memplan.format_bytes(peak_bytes)}{self._without_state}"
                 self._post("peak", plan, peak_bytes, text)
-        measurable = plan is None or isinstance(plan, memplan.Plan)  # and not in parts
-        if self._board.tell() and ("peak" in self._posted or not measurable):
+        if self._board.tell() and "peak" in self._posted:
             self.end()
 
-    def _post(self, topic: str, plan: Any, peak_bytes: int, text: str) -> None:
+    def _post(self, topic: str, plan: memplan.Plan, peak_bytes: int, text: str) -> None:
         self._posted.add(topic)
         self._board.post(topic, Line(self._stage, _budget_bytes(plan), peak_bytes, text))
 
 
-def promise(plan: Any) -> str:
-    """The budget and the predictions of a plan, of the whole step or in parts, as a line of text."""
-    if isinstance(plan, memplan.Plan):
-        ways = f"recompute {len(plan.recomputed)} ops, offload {memplan.format_bytes(plan.offloaded_bytes)}"
-    else:
-        ways = f"recompute {sum(row.way != 'keep' for row in plan.units)} of {len(plan.units)} parts, offload 0 B"
+def promise(plan: memplan.Plan) -> str:
+    """The budget and the predictions of a plan, as a line of text."""
+    ways = f"recompute {len(plan.recomputed)} ops, offload {memplan.format_bytes(plan.offloaded_bytes)}"
     return (
         f"budget {memplan.format_bytes(_budget_bytes(plan))}, predicted peak {memplan.format_bytes(plan.peak_bytes)} "
         f"(unplanned {memplan.format_bytes(plan.baseline_peak_bytes)}), {ways}, overhead {plan.overhead:+.1%}"
     )
 
 
-def _budget_bytes(plan: Any) -> int:
-    budget_bytes = plan.problem.budget_bytes if isinstance(plan, memplan.Plan) else plan.budget_bytes
+def _budget_bytes(plan: memplan.Plan) -> int:
+    budget_bytes = plan.problem.budget_bytes
     assert isinstance(budget_bytes, int)
     return budget_bytes
 

@@ -21,6 +21,7 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes import (
     AddedHook,
     AttributesKept,
+    ChangesState,
     LeftBehind,
     SetsAttribute,
     SetValue,
@@ -38,17 +39,17 @@ from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import NO_ISLANDS, Islands
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
+from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, OpenIsland, calls_around
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
-from memplan.capture.trace.trace import TraceRequest, input_names, trace_step
+from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import Role
 
 
 class UnplannableArgument(UnsupportedModel):
-    """An argument with which a step can't be planned in parts either."""
+    """An argument with which a step can't run unplanned either."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ class Capture:
     - settled: Python attributes that the first eager forward sets and later ones leave.
     - hooks: hooks that the first eager forward adds to submodules.
     - backward: the autocast under which backward runs; None: without autocast.
-    - answers: what forward reads from tensors; of a part, also what backward reads.
+    - answers: what forward reads from tensors.
     - left: what the first eager forward leaves, and what was there for the capture.
     - tangents: the gradients that arrive, by output, where that is known from a backward.
     - requiring: positions of arguments that forward lets require grad.
+    - islands: with the reason for each, in words.
     """
 
     traced: Traced
@@ -81,6 +83,7 @@ class Capture:
     left: LeftBehind | None = None
     tangents: Mapping[int, GradientLayout] | None = None
     requiring: tuple[int, ...] = ()
+    islands: tuple[str, ...] = ()
 
     def changed(self, change: Callable[[Traced], Traced]) -> Capture:
         """The capture with a change made to its step, and to that for `out.sum().backward()`."""
@@ -177,7 +180,7 @@ def _capture(
     - made: notes the tensors of its traces.
     - requiring: positions of arguments that forward lets require grad.
     """
-    refuse_wrappers(model)
+    refuse_wrappers(model, islands)
     _refuse_subclasses(model, shards)
     planned_device = device or model_device(model)
     if planned_device.type not in ("cpu", "cuda"):
@@ -187,20 +190,19 @@ def _capture(
     call = sample if isinstance(sample, Call) else reader.read_sample(sample)
     _refuse_odd_arguments(call)
     _check_devices(call, planned_device, device is not None)
-    _refuse_hooks(model, loss_fn is not None, shards)
-    around = None if tangents is None else PartSurroundings(tangents, whole=True)
+    _refuse_hooks(model, loss_fn is not None, shards, islands)
     memory, reads, autocast = KeptMemory(), _reads(model, shards, run), Autocast.ambient(planned_device.type)
     ignored = () if shards is None else shards.attributes
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
-            model, call.requiring_grad(requiring), run, autocast, planned_device, around=around,
+            model, call.requiring_grad(requiring), run, autocast, planned_device, tangents=tangents,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
             seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
             islands=islands, capability=capability,
         )  # fmt: skip
         raw, settled = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
-        outside = around is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
+        outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
         if outside and not varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
@@ -217,7 +219,7 @@ def _capture(
     answers = raw.answers[: raw.forward_reads]
     return Capture(
         traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers, tangents=tangents,
-        requiring=requiring,
+        requiring=requiring, islands=raw.told,
     )  # fmt: skip
 
 
@@ -233,7 +235,8 @@ def _settled_trace(
     if settled and attributes.set_anew:
         raise SetsAttribute(
             f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
-            f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either"
+            f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either",
+            settled[0].owner,
         )
     if attributes.set_anew:  # some ways to read are not heard
         seen_before = str(raw.module.graph)
@@ -243,20 +246,23 @@ def _settled_trace(
         if str(raw.module.graph) != seen_before:
             raise SetsAttribute(
                 f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
-                "to tensors before; a planned step would not. Keep such state in a buffer"
+                "to tensors before; a planned step would not. Keep such state in a buffer",
+                attributes.set_anew[0].owner,
             )
     if settled:
         memory.undo()
         first, raw = raw, _heard(reads, request)
         if _lasting_ops(first) != _lasting_ops(raw):
-            raise UnsupportedModel(
+            raise ChangesState(
                 f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
-                "later one does; a planned step would not. Run the model once before memplan.apply"
+                "later one does; a planned step would not. Run the model once before memplan.apply",
+                settled[0].owner,
             )
         if attributes.changes() != settled:
-            raise UnsupportedModel(
+            raise ChangesState(
                 f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
-                "planned step would not. Keep such state in a buffer, or change it outside of forward"
+                "planned step would not. Keep such state in a buffer, or change it outside of forward",
+                settled[0].owner,
             )
     return raw, settled
 
@@ -305,94 +311,27 @@ def _shapes(model: nn.Module, shards: Shards | None) -> dict[str, torch.Size]:
     return {name: shard.shape for name, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
 
 
-def capture_part(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    around: PartSurroundings | None = None,
-    seen: Sequence[Answer] | None = None,
-    unsteady: Collection[str] = (),
-) -> Capture:
-    """Capture one call of a submodule, as a part of a larger step.
-
-    - around: what is known of that step. With None, the capture only shows whether the call can be captured at all.
-    - seen, unsteady: as for `capture`.
-
-    Arguments must require grad where they do in the step. Raises UnsupportedModel; it is an OpenBranch as for
-    `capture`.
-    """
-    refuse_wrappers(module)
-    _refuse_subclasses(module, None)
-    device = model_device(module)
-    if any(t.device.type != device.type for t in call.tensors):
-        raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
-    _refuse_odd_arguments(call)
-    _refuse_hooks(module, False)
-    if private.collects_outputs():
-        _refuse_collectors(module)
-    autocast = Autocast.ambient(device.type)
-    made = MadeTensors()
-    with private.outside_of_tracing(), made.kept_in():
-        captured = _captured_part(module, forward, call, around, seen, autocast, made)
-        _refuse_unsteady(captured.key, unsteady)
-        return captured
-
-
-def _captured_part(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    call: Call,
-    around: PartSurroundings | None,
-    seen: Sequence[Answer] | None,
-    autocast: Autocast,
-    made: MadeTensors,
-) -> Capture:
-    """The captured part. made: notes the tensors of its traces."""
-    device, reads = model_device(module), _reads(module, None, forward)
-    with AttributesKept(module, run=forward) as attributes, KeptMemory() as memory:
-        request = TraceRequest(
-            module, call, forward, autocast, device, around=around, memory=memory, seen=seen, made=made
-        )  # fmt: skip
-        raw = _with_sums(_heard(reads, request), request, reads, memory)
-        if attributes.changes():
-            raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
-        if memory.written:
-            raise UnsupportedModel("forward writes to a tensor that is no buffer")
-        key = StepKey(module, call, autocast, device.type, None, reads, forward)
-    traced = build_traced(raw, input_names(call, around), device)
-    _refuse_writes_to(traced, "input")
-    key.guard(traced, raw)
-    answers = raw.answers
-    return Capture(traced, call, CallReader(forward), key, None, (), attributes.added_hooks, answers=answers)
-
-
 def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
-    for tensor in memory.written:
+    for tensor, around in zip(memory.written, memory.around, strict=True):
         same = [c for c in traced.constants.values() if storage_key(c) == storage_key(tensor)]
         if not same or any(constant is not tensor for constant in same):
-            raise UnsupportedModel(
+            raise OpenIsland(
                 f"forward writes to a tensor of shape {tuple(tensor.shape)} that is no buffer, under another name than "
-                "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer"
+                "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer",
+                [around],
             )
 
 
 def _refuse_unsteady(key: StepKey, unsteady: Collection[str]) -> None:
     value = key.depends_on(unsteady) if unsteady else None
     if value is not None:
-        raise UnsupportedModel(f"forward depends on a value that changes from step to step: {value}")
+        raise ChangesState(f"forward depends on a value that changes from step to step: {value}", value)
 
 
 def _refuse_writes_to(traced: Traced, *roles: Role) -> None:
     for value in traced.graph.values:
         if value.role in roles and value.reuses is not None:
             raise UnsupportedModel(f"forward writes to {value.role} {value.name.split('@')[0]}")
-
-
-def _refuse_collectors(module: nn.Module) -> None:
-    """Refuse hooks that collect outputs for a caller outside: they would run at capture and never again."""
-    for name, inner in module.named_modules():
-        if inner is not module and inner._forward_hooks:
-            raise UnsupportedModel(f"outputs of module {name} are collected by the model around it")
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -460,8 +399,8 @@ def _refuse_odd_arguments(call: Call) -> None:
             )
 
 
-def refuse_wrappers(model: nn.Module) -> None:
-    """Refuse models that are wrapped, compiled or told to recompute, and say what to do."""
+def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
+    """Refuse models that are wrapped, compiled or told to recompute, and say what to do. Islands may be compiled."""
     kinds = {kind.__name__ for kind in type(model).__mro__}
     for kind in (
         "DataParallel",
@@ -490,12 +429,19 @@ def refuse_wrappers(model: nn.Module) -> None:
                 f"parameters of {name or type(model).__name__} have no shape yet. Run the model once, under "
                 "torch.no_grad(), before you plan it"
             )
-        if private.runs_compiled(module) or (module is model and private.is_compiled(model)):
-            raise UnsupportedModel(
-                f"module {name or type(model).__name__} is compiled, and a plan of eager kernels would lose what that "
-                'gains in time. memplan.apply(..., kernels="fused") compiles groups of ops itself, in place of what '
-                "torch.compile made; else leave torch.compile and compile() out"
-            )
+    compiled = [
+        name
+        for name, module in model.named_modules()
+        if private.runs_compiled(module) or (module is model and private.is_compiled(model))
+        if not islands.has(name)
+    ]
+    if compiled:
+        raise (UnsupportedModel if "" in compiled else CompiledCode)(
+            f"module {compiled[0] or type(model).__name__} is compiled, and a plan of eager kernels would lose what "
+            'that gains in time. memplan.apply(..., kernels="fused") compiles groups of ops itself, in place of what '
+            "torch.compile made; else leave torch.compile and compile() out",
+            *(() if "" in compiled else ([calls_around(name) for name in compiled],)),
+        )
 
 
 def _refuse_subclasses(model: nn.Module, shards: Shards | None) -> None:
@@ -518,18 +464,27 @@ def _refuse_subclasses(model: nn.Module, shards: Shards | None) -> None:
             )
 
 
-def _refuse_hooks(model: nn.Module, with_loss: bool, shards: Shards | None = None) -> None:
-    """Refuse hooks on submodules: they would run at capture and never again."""
+def _refuse_hooks(
+    model: nn.Module, with_loss: bool, shards: Shards | None = None, islands: Islands = NO_ISLANDS
+) -> None:
+    """Refuse hooks on submodules that are no islands: they would run at capture and never again."""
     if any(map(private.foreign_hooks, private.global_hook_tables())):
         raise UnsupportedModel(
             "torch.nn.modules.module has hooks for every module, which a planned step would not run. Remove them"
         )
-    for name, module in model.named_modules():
-        if module is model and not with_loss:
-            continue  # the model's own hooks run around the planned forward
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
-            if unplanned_hooks(getattr(module, kind), shards):
-                raise UnsupportedModel(
-                    f"module {name or type(model).__name__} has {kind[1:].replace('_', ' ')}, which a planned step "
-                    "would not run. Remove them, or put what they do into forward"
-                )
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    hooked = {
+        name: kind[1:].replace("_", " ")
+        for name, module in model.named_modules()
+        if not islands.has(name)
+        and (module is not model or with_loss)  # the model's own run around the planned forward
+        for kind in kinds
+        if unplanned_hooks(getattr(module, kind), shards)
+    }
+    if hooked:
+        name, kind = next(iter(hooked.items()))
+        raise OpenIsland(
+            f"module {name or type(model).__name__} has {kind}, which a planned step would not run. Remove them, or "
+            "put what they do into forward",
+            [calls_around(path) for path in hooked],
+        )

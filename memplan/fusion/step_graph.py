@@ -78,7 +78,7 @@ def readers_of(base: fx.Node) -> Iterator[fx.Node]:
             yield user
 
 
-def opaque(*args: Any) -> Any:
+def opaque_call(*args: Any) -> Any:
     """Stands for an op that is not fused."""
     raise NotImplementedError
 
@@ -169,7 +169,7 @@ class StepGraph:
             if root in traced.roots[value]
         ]
         overwritten = [node for _, _, node in taken]
-        run = self._call(opaque, (index, *dict.fromkeys([*reads, *overwritten])), {}, None, "extern")
+        run = self._call(opaque_call, (index, *dict.fromkeys([*reads, *overwritten])), {}, None, "extern")
         self.externs[index], self.overwrites[run] = run, overwritten
         for made in kernel.made:
             result = self._call(operator.getitem, (run, made.index), {}, made.node.meta["val"], "result")

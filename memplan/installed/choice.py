@@ -17,12 +17,11 @@ from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, Unsup
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
 from memplan.logs import log, show
 from memplan.planning.planner import Planner
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.data import Surroundings
-from memplan.runtime.parts.rehearsal import errors_of_forward
 from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
+from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
@@ -36,7 +35,7 @@ _AGAIN = (
     "a further backward through a planned forward (retain_graph=True) keeps no more memory, but runs forward again. "
     "Add losses up and call backward once if that time matters"
 )
-_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more are for plans in parts
+_MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward takes; more run unplanned
 
 
 class StepChoice:
@@ -124,16 +123,8 @@ class StepChoice:
         return self.in_place_of(before, self._at_hand(call) or self._planned(call))
 
     def decline(self, step: PlannedStep, why: str) -> None:
-        """Note that this call takes another branch than the step.
-
-        Once a call has taken too many branches, such calls are planned in parts from then on.
-        """
+        """Note that this call takes another branch than the step."""
         self._declined.append((step, why))
-        capturing = self.planner.capturing
-        if capturing.decides and len(self._declined) >= _MOST_BRANCHES:
-            capturing.stop_deciding()
-            self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in self._declined)]
-            log.warning("such calls have taken %d ways, and are planned in parts: %s", _MOST_BRANCHES, why)
 
     def _step_for(self, call: Call) -> PlannedStep:
         if self.agreement is None:
@@ -252,7 +243,9 @@ class StepChoice:
         began_s = time.monotonic()
         with self.planning():
             try:
-                step = self._without(unsteady, lambda: self._new_step(call, known, share, kinds))
+                step = self._without(
+                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, kinds))
+                )
             except NothingToTrain as error:
                 if not self.alone:
                     raise
@@ -291,6 +284,25 @@ class StepChoice:
         self.steps[:] = [s for s in self.steps if not isinstance(s, WholeStep) or not s.key.depends_on({unsteady})]
         log.warning(
             "a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, unsteady
+        )
+        return step
+
+    def _in_few_ways(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
+        """A new step. Once a call has taken too many branches, it is one for all of them, if there is one."""
+        capturing, declined = self.planner.capturing, self._declined
+        if len(declined) < _MOST_BRANCHES or not capturing.decides or "ways" in self._told:
+            return plan()
+        self._told.add("ways")
+        capturing.decide(False)
+        try:
+            step = plan()
+        except (BudgetInfeasible, UnsupportedModel) as error:
+            capturing.decide(True)
+            log.info("each way of such calls gets a plan, because %s", error)
+            return plan()
+        self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in declined)]
+        log.warning(
+            "such calls have taken %d ways, so what branches runs unplanned: %s", _MOST_BRANCHES, declined[-1][1]
         )
         return step
 
@@ -377,7 +389,7 @@ class StepChoice:
             (show if took_s and self._tells_of_plan else log.info)(text)
         return step
 
-    def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
+    def prepare(self, sample: Sample) -> Plan | None:
         """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
         if not self.alone and self.agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")

@@ -22,13 +22,12 @@ from memplan.installed.recovery import OnOutOfMemory, Recovery
 from memplan.installed.unused import UnusedPlan
 from memplan.logs import log
 from memplan.planning.planner import Planner
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.parts.rehearsal import ForwardFails
 from memplan.runtime.program.lower import Program
 from memplan.runtime.program.step import PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement
+from memplan.runtime.trial.one_forward import ForwardFails
 
 
 class PlannedForward:
@@ -76,7 +75,7 @@ class PlannedForward:
         return self._planner.settings.shards
 
     @property
-    def plan(self) -> Plan | PartialPlan | None:
+    def plan(self) -> Plan | None:
         """The plan that ran last, or will run first. None before there is one."""
         return self.steps[0].plan if self.steps else None
 
@@ -161,7 +160,7 @@ class PlannedForward:
         if isinstance(step, WholeStep):
             self.recovery.attend(step)
 
-    def prepare(self, sample: Sample) -> Plan | PartialPlan | None:
+    def prepare(self, sample: Sample) -> Plan | None:
         """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
         return self.choice.prepare(sample)
 

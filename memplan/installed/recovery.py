@@ -105,6 +105,8 @@ class Recovery:
             return "on_mismatch is 'raise'"
         if changed is not None:
             return f"Forward can't run again for it, because since then {changed}"
+        if step.runner.unlike:
+            return f"Forward can't run again for it, because {step.runner.unlike[0]} would give something else"
         if step.runner.written.matters:
             return "Forward can't run again for it, because it writes to what it reads; on_oom='replan' keeps buffers"
         return "Forward can't run again for it, because what it read has been written to since"
@@ -196,7 +198,7 @@ class Recovery:
             return
         if isinstance(problem, OtherIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
             log.warning("planning again, because %s", problem)
-            self._choice.planner.capturing.make_no_island_of(problem.function)
+            self._choice.planner.capturing.make_no_island_of(problem.called, str(problem))
             self._choice.forget()
             return
         sized = isinstance(step, WholeStep) and step.sized is not None
@@ -256,7 +258,7 @@ class Recovery:
 def _islands_repeat(step: PlannedStep) -> bool:
     """Whether a forward may run again without a trace in Python that it would not leave in one run."""
     kernels = step.capture.traced.kernels if isinstance(step, WholeStep) else ()
-    return all(k.target.island.repeats for k in kernels if isinstance(k.target, IslandKernel))
+    return not any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))
 
 
 def _layouts(tangents: dict[int, torch.Tensor]) -> dict[int, TangentLayout]:

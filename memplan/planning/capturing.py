@@ -13,13 +13,13 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.attributes.attributes import AttributesKept, SetsAttribute
+from memplan.capture.attributes.attributes import AttributesKept, ChangesState, SetsAttribute
+from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capture import Capture, capture, model_device
-from memplan.capture.ops.island import NoIsland
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.capture.trace.islands import NO_ISLANDS, OpenIsland, islands_of
+from memplan.capture.trace.islands import NO_ISLANDS, Calls, Islands, OpenIsland, calls_with, name_of
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
@@ -30,9 +30,9 @@ from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
-from memplan.runtime.parts.rehearsal import ForwardFails, OneForward, one_forward
 from memplan.runtime.program.execute import Written
-from memplan.runtime.program.island_runs import IslandRuns
+from memplan.runtime.trial.island_runs import IslandRuns
+from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -52,11 +52,11 @@ class Capturing:
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._islands = NO_ISLANDS
-        self._no_islands: frozenset[str] = frozenset()  # functions by name, modules by path
+        self._unfit: dict[Any, str] = {}  # calls that can be no islands, with the reason for each
 
-    def stop_deciding(self) -> None:
-        """Capture from now on without running forward to see its branches: it takes too many ways."""
-        self.decides = False
+    def decide(self, decides: bool) -> None:
+        """Capture from now on with, or without, the branches that a run of forward takes."""
+        self.decides = decides
 
     def depend_no_more_on(self, value: str) -> None:
         """Capture from now on only what does not depend on this value."""
@@ -66,9 +66,9 @@ class Capturing:
         """Capture what depends on this value after all, because it can't be left out."""
         self.unsteady -= {value}
 
-    def make_no_island_of(self, function: str) -> None:
-        """Capture from now on only what does not call this function or module, which gives something else each time."""
-        self._no_islands |= {function}
+    def make_no_island_of(self, called: Any, why: str) -> None:
+        """Make no island of this function or module from now on: it gives something else each time."""
+        self._unfit[called] = why
         self._islands = NO_ISLANDS
 
     @private.without_saved_tensor_hooks()
@@ -129,22 +129,24 @@ class Capturing:
         is_real = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
 
-        def traced() -> Capture:
+        def once(islands: Islands) -> Capture:
+            def traced() -> Capture:
+                try:
+                    return trace(islands=islands, seen=seen or None)
+                except OpenBranch:
+                    if not decides:
+                        raise
+                    return trace(islands=islands, seen=self._one_forward(model, forward, sample, islands).answers)
+
             try:
-                return self._through_islands(functools.partial(trace, seen=seen or None), model, forward, sample, looks)
-            except OpenBranch:
+                return traced()
+            except SetsAttribute as error:
                 if not decides:
                     raise
-                answers = self._one_forward(model, forward, sample).answers
-                return self._through_islands(functools.partial(trace, seen=answers), model, forward, sample, looks)
+                found = self._one_forward(model, forward, sample, islands)
+                return _with_caches(model, self._run(model, forward), found, traced, error)
 
-        try:
-            captured = traced()
-        except SetsAttribute as error:
-            if not decides:
-                raise
-            run = self._run(model, forward)
-            captured = _with_caches(model, run, self._one_forward(model, forward, sample), traced, error)
+        captured = self._through_islands(once, model, forward, sample, looks)
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
@@ -152,47 +154,50 @@ class Capturing:
         return captured if settings.update == "step" else self._with_updates(model, captured)
 
     def _through_islands(
-        self, trace: Callable[..., Capture], model: nn.Module, forward: Forward, sample: Sample | Call, looks: bool
+        self, once: Callable[[Islands], Capture], model: nn.Module, forward: Forward, sample: Sample | Call, looks: bool
     ) -> Capture:
-        """The capture of `trace(islands=)`, once calls that can't be traced, or have side effects, are islands.
+        """The capture of `once(islands)`, where calls that can't be captured are islands: the smallest that can be.
 
-        looks: forward may run on the sample. Raises the first refusal if islands do not help.
+        looks: forward may run on the sample. Raises the refusal that islands do not help against.
         """
-        islands, applied, first, looked = self._islands, set[Any](), None, False
+        islands, unfit, looked = self._islands, dict(self._unfit), False
         given: dict[str, tuple[bool, ...]] = {}
-
-        def note(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
-            applied.add(function)
-            return original(*args)
-
         while True:
+            applied = dict[Any, None]()
             try:
-                with private.functions_applied_by(note):
-                    captured = trace(islands=islands)
+                with private.functions_applied_by(functools.partial(_note, applied)):
+                    captured = once(islands)
                 self._islands = islands
-                if first is not None:
-                    names = ", ".join(sorted(map(_name_of, islands.callables)))
-                    log.info("%d calls run as they are, as ops of the plan (%s): %s", len(islands.calls), names, first)
                 return captured
-            except OpenBranch:
-                raise
             except UnsupportedModel as error:
                 refusal = error.with_traceback(None)
-            first = first or refusal
-            new, other = islands_of(refusal, applied - islands.callables)
-            new = {c for c in new if _name_of(c) not in self._no_islands}
-            stale = isinstance(refusal, OpenIsland) and not looked  # they are those of a call of another size
-            if not looks or not ((stale and new) or new - islands.callables or other.items() - given.items()):
-                raise first
-            given, looked = given | other, True
+            if not looks:
+                raise refusal
+            before = islands.callables, len(unfit), len(given)
+            unfit |= dict.fromkeys(refusal.unfit if isinstance(refusal, OpenIsland) else (), str(refusal))
+            chains = _chains(refusal, model, [f for f in applied if f not in islands.callables])
+            new, known = set[Any](), islands.callables - unfit.keys()
+            for chain in chains:
+                if looked:
+                    unfit |= {c: str(refusal) for c in chain[:1] if c in known}
+                fit = next((c for c in chain if c not in unfit and _is_callable(c, model)), None)
+                new |= set() if fit is None else _alike(fit, model, refusal) - unfit.keys()
+            given |= refusal.given if isinstance(refusal, OpenIsland) else {}
+            callables = (known | new) - unfit.keys()
+            if (looked or not callables) and before == (callables, len(unfit), len(given)):
+                raise _refused(refusal, chains, unfit)
+            reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
             device = self._placement.device or model_device(model)
-            run = IslandRuns(model, islands.callables | new, given, device)
+            run, looked = IslandRuns(model, frozenset(callables), given, device, reasons), True
             try:
                 with run.watching():
                     self._one_forward(model, forward, sample)
-            except (NoIsland, UnsupportedModel, ForwardFails) as error:
-                log.info("no island is made of %s, because %s", ", ".join(map(_name_of, new)), error)
-                raise first from None
+            except (UnsupportedModel, ForwardFails) as error:
+                log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
+                raise refusal from None
+            for called, why in run.unfit.items():
+                log.info("no island is made of %s, because %s", name_of(called), why)
+            unfit |= run.unfit
             islands = run.islands
 
     def _with_updates(self, model: nn.Module, captured: Capture) -> Capture:
@@ -213,24 +218,62 @@ class Capturing:
         """The call that a sample stands for."""
         return sample if isinstance(sample, Call) else CallReader(self._run(model, forward)).read_sample(sample)
 
-    def _one_forward(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
-        """Run forward where its parameters are, to see what it does. Raises ForwardFails."""
-        return contextvars.copy_context().run(self._forward_once, model, forward, sample)
+    def _one_forward(
+        self, model: nn.Module, forward: Forward, sample: Sample | Call, islands: Islands = NO_ISLANDS
+    ) -> OneForward:
+        """Run forward where its parameters are, to see what it does beside islands. Raises ForwardFails."""
+        return contextvars.copy_context().run(self._forward_once, model, forward, sample, islands)
 
-    def _forward_once(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> OneForward:
+    def _forward_once(self, model: nn.Module, forward: Forward, sample: Sample | Call, islands: Islands) -> OneForward:
         device, run = self._placement.device, self._run(model, forward)
         call = self.call_of(model, forward, sample)
         if device is None or not self._placement.host:
             with torch.enable_grad():
-                return one_forward(model, run, call.detached(None if device is None else model_device(model)))
+                return one_forward(
+                    model, run, call.detached(None if device is None else model_device(model)), None, islands
+                )
         with torch.no_grad():
             fetched = FetchedWhereUsed(self._placement.away(model), device, model)
-            return one_forward(model, run, call.detached(device), fetched)
+            return one_forward(model, run, call.detached(device), fetched, islands)
 
 
-def _name_of(island: Any) -> str:
-    """The name of an autograd function, or the path of a module."""
-    return island if isinstance(island, str) else str(island.__qualname__)
+def _note(applied: dict[Any, None], function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+    applied[function] = None
+    return original(*args)
+
+
+def _chains(refusal: UnsupportedModel, model: nn.Module, applied: Sequence[Any]) -> list[Calls]:
+    """Calls of which one each has to be an island, the innermost first, after a refusal.
+
+    applied: functions that were traced through. Any of them may have the side effect that the refusal is about.
+    """
+    if isinstance(refusal, (OpenIsland, OpenBranch)):
+        return [chain for chain in refusal.calls if chain]
+    functions = [(f,) for f in applied if not is_library_code(f)]
+    of_state = calls_with(model, refusal.owner) if isinstance(refusal, ChangesState) else []
+    return functions or of_state
+
+
+def _is_callable(called: Any, model: nn.Module) -> bool:
+    """Whether something is called: a list of modules is not."""
+    module = model.get_submodule(called) if isinstance(called, str) else None
+    return module is None or "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]:
+    """A call that is to be an island, and modules of the same class, whose code is the same."""
+    kind = type(model.get_submodule(called)) if isinstance(called, str) else None
+    if kind is None or kind.__module__.startswith("torch.") or len(getattr(refusal, "calls", ())) > 1:
+        return {called}
+    return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
+
+
+def _refused(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> UnsupportedModel:
+    """A refusal that says why no call around it can run as it is."""
+    reasons = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
+    if reasons:
+        refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(reasons)}",)
+    return refusal
 
 
 def _with_caches(

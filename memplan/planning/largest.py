@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from memplan.errors import BudgetInfeasible
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 
-_Found = TypeVar("_Found", bound=Plan | PartialPlan)
+_Found = TypeVar("_Found", bound=Plan)
 
 _TRIES = 8
 _EVEN = ((1024, 64), (128, 16), (32, 4))  # sizes from the first on are multiples of the second

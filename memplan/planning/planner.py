@@ -1,4 +1,4 @@
-"""From a call to a step that can run: captured, given a plan, lowered. Or a step of which only parts are planned."""
+"""From a call to a step that can run: captured, given a plan, lowered. Or a step that runs as it is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,8 @@ from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
-from memplan.planning.uncaptured import UncapturedSteps
+from memplan.planning.unplanned_steps import UnplannedSteps
 from memplan.planning.whole_plans import WholePlans
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
@@ -65,9 +64,7 @@ class Planner:
         self._plans = WholePlans(settings, self.limits, self.placement, self._problems)
         self._at_hand = AtHand(self.limits, self.placement, self._problems)
         self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._at_hand)
-        self._uncaptured = UncapturedSteps(
-            settings, self.limits, self.placement, self._problems.optimizer_needs
-        )  # fmt: skip
+        self._unplanned = UnplannedSteps(settings, self.limits, self.placement, self._problems.optimizer_needs)
         self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
     def check_optimizer(self, model: nn.Module) -> None:
@@ -141,7 +138,7 @@ class Planner:
                 return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
             except OtherResults as error:
                 refusal = error.with_traceback(None)  # or its frames would keep the capture
-            return self._not_whole(model, forward, sample, known, refusal, False)
+            return self._unplanned.step(model, forward, sample, known, refusal)
 
     @contextlib.contextmanager
     def _advice(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Iterator[None]:
@@ -154,16 +151,10 @@ class Planner:
                 raise
             call = self.capturing.call_of(model, forward, sample)
 
-            def plan_with(settings: Settings, call: Call | Sample) -> Plan | PartialPlan:
+            def plan_with(settings: Settings, call: Call | Sample) -> Plan:
                 other = Planner(settings, decides=self.capturing.decides, looks=self.capturing.looks)
                 other.limits.learnt = self.limits.margin
-                try:
-                    return other.plan(model, forward, call)
-                except UnsupportedModel as refusal:
-                    step = other.step(model, forward, call)
-                    if step.plan is None:
-                        raise refusal from None
-                    return step.plan
+                return other.plan(model, forward, call)
 
             raise Remedies(self.settings, model, call, error, limit_bytes, plan_with).error() from None
 
@@ -242,7 +233,7 @@ class Planner:
                 sized = captured.traced.sizes is not None
                 found = None if sized else self._unsearched(model, captured, known, share is not None)
         if refusal is not None:
-            return self._not_whole(model, forward, sample, known, refusal, share is not None)
+            return self._unplanned.step(model, forward, sample, known, refusal)
         if share is None and self.capturing.looks:
             _refuse_collectives(captured)
         if found is not None:
@@ -255,19 +246,6 @@ class Planner:
             return self._whole(model, captured, self._for_all(model, captured, known, share))
         soon = functools.partial(self._soon, model, captured, known)
         return self._whole(model, captured, *self._group.shared(captured, bool(known), share, soon))
-
-    def _not_whole(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        sample: Sample | Call,
-        known: Sequence[PlannedStep],
-        refusal: UnsupportedModel,
-        in_group: bool,
-    ) -> PlannedStep:
-        """A step for a call that can't be captured, because of the refusal."""
-        decides, unsteady = self.capturing.decides, self.capturing.unsteady
-        return self._uncaptured.step(model, forward, sample, known, refusal, in_group, decides, unsteady)
 
     def _unsearched(
         self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool
@@ -405,11 +383,11 @@ class Planner:
         return step
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:
-        """The plan, which says what is not checked and what margin it keeps."""
-        unchecked, margin = captured.key.unchecked, self.limits.margin
-        if (plan.unchecked, plan.margin) == (unchecked, margin):  # a plan that was given stays that
-            return plan
-        return dataclasses.replace(plan, unchecked=unchecked, margin=margin)
+        """The plan, which says what is not checked, what margin it keeps and which calls run as they are."""
+        unchecked, margin, islands = captured.key.unchecked, self.limits.margin, captured.islands
+        if (plan.unchecked, plan.margin, plan.islands) == (unchecked, margin, islands):
+            return plan  # one that was given stays that
+        return dataclasses.replace(plan, unchecked=unchecked, margin=margin, islands=islands)
 
 
 def _refuse_collectives(captured: Capture) -> None:

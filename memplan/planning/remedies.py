@@ -16,13 +16,12 @@ from memplan.losses import chunked_loss, takes_chunked_loss
 from memplan.planning.automatic import memory_bytes
 from memplan.planning.largest import largest_that_fits
 from memplan.planning.settings import Settings
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.problem.data import Link
 from memplan.units import format_bytes
 
 # What plans a call by other settings, or raises BudgetInfeasible.
-PlanWith = Callable[[Settings, Call | Sample], Plan | PartialPlan]
+PlanWith = Callable[[Settings, Call | Sample], Plan]
 
 _QUICK = "rotor"  # how remedies are looked for that take several searches, unless the user says how
 _LINK = Link(25e9, 25e9)  # of PCI Express 4.0 with 16 lanes, for a device that is only described
@@ -88,12 +87,12 @@ class Remedies:
         settings = dataclasses.replace(settings, host_budget=most_bytes, link=link)
         frozen = settings.in_flight == 1 and any(not p.requires_grad for p in self._model.parameters())
         plan = self._tried("host_budget=", settings)
-        if not isinstance(plan, Plan):  # in parts nothing is offloaded
+        if plan is None:
             return
         more = ""
         if frozen:
             staying = self._tried("keep_frozen=", dataclasses.replace(settings, keep_frozen=True))
-            if isinstance(staying, Plan) and staying.time_s < plan.time_s:
+            if staying is not None and staying.time_s < plan.time_s:
                 plan, more = staying, ", keep_frozen=True"
         unit, word = (1 << 30, "GiB") if plan.host_bytes > 1 << 30 else (1 << 20, "MiB")
         size = f"{math.ceil(plan.host_bytes * 1.02 / unit)}{word}"
@@ -146,7 +145,7 @@ class Remedies:
             return
         settings = dataclasses.replace(settings, accumulate=True)
 
-        def plan_at(size: int) -> Plan | PartialPlan:
+        def plan_at(size: int) -> Plan:
             return self._plan_with(settings, cut_batch(self._call, whole, size))
 
         found = self._largest("a batch", whole, plan_at)
@@ -164,7 +163,7 @@ class Remedies:
         if whole < 2:
             return
 
-        def plan_at(size: int) -> Plan | PartialPlan:
+        def plan_at(size: int) -> Plan:
             return self._plan_with(self._quick, cut_length(self._call, whole, size))
 
         found = self._largest("a length", whole, plan_at)
@@ -172,9 +171,7 @@ class Remedies:
             size, plan = found
             yield Remedy(f"a length of {size} instead of {whole}", plan.peak_bytes, plan.overhead)
 
-    def _largest(
-        self, what: str, whole: int, plan_at: Callable[[int], Plan | PartialPlan]
-    ) -> tuple[int, Plan | PartialPlan] | None:
+    def _largest(self, what: str, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
         floors = {whole: self.refusal.floor_bytes}
         found = largest_that_fits(plan_at, self._limit_bytes, whole - 1, floors)
         if found is None:
@@ -195,7 +192,7 @@ class Remedies:
         if plan is not None:
             yield self._remedy(change, plan, note)
 
-    def _tried(self, change: str, settings: Settings, call: Call | Sample | None = None) -> Plan | PartialPlan | None:
+    def _tried(self, change: str, settings: Settings, call: Call | Sample | None = None) -> Plan | None:
         """The plan with a change of settings, or of the call; None where there is none."""
         try:
             return self._plan_with(settings, self._call if call is None else call)
@@ -203,9 +200,9 @@ class Remedies:
             self._vain.append(f"{change} ({format_bytes(error.floor_bytes)})")
             return None
 
-    def _remedy(self, change: str, plan: Plan | PartialPlan, note: str, times: float = 1.0) -> Remedy:
+    def _remedy(self, change: str, plan: Plan, note: str, times: float = 1.0) -> Remedy:
         """times: how often such a step runs for the work of one that does not fit."""
-        measured = isinstance(plan, PartialPlan) or plan.problem.costs.source != "estimated"
+        measured = plan.problem.costs.source != "estimated"
         like = measured == (self._settings.costs == "measure")  # else seconds are not those of the unplanned step
         baseline_s = (like and self.refusal.baseline_time_s) or plan.baseline_time_s * times
         return Remedy(change, plan.peak_bytes, plan.time_s * times / baseline_s - 1 if baseline_s else 0.0, note)

@@ -45,6 +45,7 @@ class PlanFigures:
     floor_time_s: float
     truncated: bool = False
     unchecked: tuple[str, ...] = ()
+    islands: tuple[str, ...] = ()
     margin: float = 0.0
 
     @property

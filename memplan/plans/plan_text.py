@@ -67,6 +67,7 @@ def _headline(plan: PlanFigures) -> list[str]:
         f"  (at most {plan.gap:.1%} faster is possible in this budget{extra})",
         f"smallest budget   {format_bytes(plan.floor_bytes)}{floor_time}",
         *([f"not checked       {', '.join(plan.unchecked)}, before each call"] if plan.unchecked else []),
+        *(f"runs as it is     {island}" for island in plan.islands),
         f"found by          {plan.solver}",
         *([f"kernels           {fused}"] if groups else []),
         *([f"in flight         {problem.in_flight} microbatches, all in the peak"] if problem.in_flight > 1 else []),

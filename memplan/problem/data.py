@@ -82,6 +82,7 @@ class Effect(NamedTuple):
 
 
 FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
+_ISLAND = "memplan.island"
 _COLLECTIVES = ("_c10d_functional.", "_dtensor.")
 
 
@@ -113,6 +114,11 @@ class Op:
     def fused(self) -> bool:
         """Whether it is a group of ops that are compiled as one."""
         return self.kind.startswith(FUSED)
+
+    @property
+    def is_island(self) -> bool:
+        """Whether it is a call of the user's Python, whose ops are seen to hold its scratch memory."""
+        return self.kind.startswith(_ISLAND)
 
     @property
     def is_collective(self) -> bool:

@@ -203,9 +203,10 @@ class _Machine:
         self.runs[index] += 1
         self.lanes.compute(index)
         self.live_bytes += new_bytes
-        self.live_peak = max(self.live_peak, self.live_bytes)
+        scratch_bytes = self.problem.costs.scratch_bytes[index]
+        self.live_peak = max(self.live_peak, self.live_bytes + (scratch_bytes if op.is_island else 0))
         replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
-        peak = self.live_bytes + self.rng_bytes + self.problem.costs.scratch_bytes[index] + replay_bytes
+        peak = self.live_bytes + self.rng_bytes + scratch_bytes + replay_bytes
         self.live_bytes -= gone_bytes
         return peak
 

@@ -53,9 +53,14 @@ from memplan.torch_private.fsdp import FsdpUnit as FsdpUnit
 from memplan.torch_private.fsdp import is_hook_of_unit as is_hook_of_unit
 from memplan.torch_private.fsdp import tracing_units as tracing_units
 from memplan.torch_private.fsdp import units_of as units_of
+from memplan.torch_private.hooks import called as called
+from memplan.torch_private.hooks import calls_instead as calls_instead
+from memplan.torch_private.hooks import collects as collects
+from memplan.torch_private.hooks import compiled_call as compiled_call
 from memplan.torch_private.hooks import exchanges_saved_tensors as exchanges_saved_tensors
 from memplan.torch_private.hooks import foreign_hooks as foreign_hooks
 from memplan.torch_private.hooks import global_hook_tables as global_hook_tables
+from memplan.torch_private.hooks import is_hooked as is_hooked
 from memplan.torch_private.hooks import on_traced as on_traced
 from memplan.torch_private.hooks import without_saved_tensor_hooks as without_saved_tensor_hooks
 from memplan.torch_private.inductor import CompiledCall as CompiledCall
@@ -90,7 +95,6 @@ from memplan.torch_private.symbols import text_of_node as text_of_node
 from memplan.torch_private.symbols import varies as varies
 from memplan.torch_private.tensors import alike as alike
 from memplan.torch_private.tensors import changes_ops as changes_ops
-from memplan.torch_private.tensors import in_place_of_state as in_place_of_state
 from memplan.torch_private.tensors import is_allocated as is_allocated
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_transformed as is_transformed

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from memplan.torch_private.fakes import FakeTensor
+
+_INSTEAD, _ABSENT = "_compiled_call_impl", object()
 
 
 def global_hook_tables() -> list[dict[int, Any]]:
@@ -21,6 +24,52 @@ def global_hook_tables() -> list[dict[int, Any]]:
 def foreign_hooks(table: dict[int, Any]) -> int:
     """Number of hooks in a module's table whose work is not part of a trace."""
     return sum(not _is_traced(hook) for hook in table.values())
+
+
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a module has hooks of its own whose work is not part of a trace."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(foreign_hooks(getattr(module, table)) for table in tables)
+
+
+def collects(module: nn.Module) -> bool:
+    """Whether a module, or one in it, has hooks whose work is part of a trace."""
+    return any(inner._forward_hooks and not foreign_hooks(inner._forward_hooks) for inner in module.modules())
+
+
+@contextlib.contextmanager
+def calls_instead(calls: Mapping[Any, Callable[..., Any]]) -> Iterator[None]:
+    """A context in which whole calls of modules, or of those of a class, are others, without hooks.
+
+    `nn.Module.__call__` asks the module, then its class, for what `module.compile()` puts there.
+    """
+    before = [(home, vars(home).get(_INSTEAD, _ABSENT)) for home in calls]
+    for home, call in calls.items():
+        _put_call(home, call)
+    try:
+        yield
+    finally:
+        for home, value in before:
+            _put_call(home, value)
+
+
+def _put_call(home: Any, value: Any) -> None:
+    if isinstance(home, type):
+        delattr(home, _INSTEAD) if value is _ABSENT else setattr(home, _INSTEAD, value)
+    elif value is _ABSENT:
+        vars(home).pop(_INSTEAD, None)
+    else:
+        vars(home)[_INSTEAD] = value
+
+
+def called(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What a call of a module gives without what stands in for it."""
+    return module._call_impl(*args, **kwargs)
+
+
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """What `module.compile()` has made of its calls; None where they run as they are."""
+    return vars(module).get(_INSTEAD)
 
 
 def _is_traced(hook: Any) -> bool:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils.stateless import _reparametrize_module
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:
@@ -70,8 +67,3 @@ def known_storage(tensor: torch.Tensor) -> StorageWeakRef:
     A storage whose memory is freed and allocated again (`fully_shard`, between forward and backward) is still the same.
     """
     return StorageWeakRef(tensor.untyped_storage())
-
-
-def in_place_of_state(module: nn.Module, state: Mapping[str, torch.Tensor]) -> contextlib.AbstractContextManager[None]:
-    """A context with these tensors in place of a module's parameters and buffers, under all names that each has."""
-    return _reparametrize_module(module, dict(state), tie_weights=True)

@@ -141,14 +141,12 @@ def test_planned_steps_take_the_way_of_eager(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", HEADS_IN_PART)
-def test_what_is_refused_is_planned_in_part(name: str) -> None:
+def test_what_is_refused_in_backward_runs_unplanned(name: str) -> None:
     plain, net, x = headed(HEADS_IN_PART[name])
-    with pytest.raises(memplan.BudgetInfeasible) as infeasible:
+    with pytest.raises(memplan.BudgetInfeasible, match=r"test_branches\.py") as infeasible:
         memplan.apply(net, x, 1, costs="estimate")
     memplan.apply(net, x, infeasible.value.floor_bytes, costs="estimate")
-    (body,) = memplan.plan_of(net).units
-    assert (body.name, body.kind) == ("body", "captured")
-    assert "test_branches.py" in body.reason
+    assert memplan.plan_of(net) is None
     assert_same_bits(run_steps(plain, x), run_steps(net, x))
 
 
@@ -164,14 +162,13 @@ AUTOCAST_INSIDE: dict[str, Head] = {
 
 
 @pytest.mark.parametrize("name", AUTOCAST_INSIDE)
-def test_kernels_that_autocast_reaches_inside_are_planned_around_or_with_autocast_off(name: str) -> None:
+def test_kernels_that_autocast_reaches_inside_run_unplanned_or_with_autocast_off(name: str) -> None:
     plain, net, x = headed(AUTOCAST_INSIDE[name])
     with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(memplan.BudgetInfeasible) as infeasible:
+        with pytest.raises(memplan.BudgetInfeasible, match="autocast") as infeasible:
             memplan.apply(net, x, 1, costs="estimate")
         memplan.apply(net, x, infeasible.value.floor_bytes, costs="estimate")
-    (body,) = memplan.plan_of(net).units
-    assert "autocast" in body.reason
+    assert memplan.plan_of(net) is None
     assert_same_bits(run_steps(plain, x, autocast=True), run_steps(net, x, autocast=True))
 
     def off(m: Headed, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -14,9 +14,9 @@ from torch import nn
 import memplan
 from memplan.capture.trace.call import CallReader
 from memplan.installed.planned_forward import planned_forward
-from tests.planning.test_partial import Block
+from tests.planning.test_module_islands import Block
 from tests.support.meter import LiveMeter
-from tests.support.zoo import assert_same_bits, copied, loss_of, run_steps
+from tests.support.zoo import assert_same_bits, copied, run_steps
 
 WIDTH = 32
 
@@ -116,14 +116,15 @@ class Winding(nn.Module):
         return x.pow(2).mean()
 
 
-def test_a_model_that_takes_many_ways_ends_up_in_parts() -> None:
+@pytest.mark.parametrize("fits", [True, False])
+def test_a_model_that_takes_many_ways_runs_unplanned_where_it_fits(fits: bool) -> None:
     net, plain = twins(Winding)
-    applied(net, batch(), 0.9)
+    applied(net, batch(), "1GiB" if fits else 0.9)
     for seed in range(12):
         sample = batch(seed=seed)
         sample[0, :3] = torch.tensor([[-1e3, 1e3][seed >> bit & 1] for bit in range(3)])
         assert_same_bits(run_steps(plain, sample, 1), run_steps(net, sample, 1))
-    assert [type(plan) for plan in plans(net)] == [memplan.PartialPlan]
+    assert (plans(net) == [None]) == fits
 
 
 def holds(tensor: torch.Tensor) -> bool:
@@ -380,64 +381,60 @@ class WritesToItsInput(Guarded):
         return super().forward(x)
 
 
-def test_what_could_not_run_again_is_planned_in_parts() -> None:
+def test_what_could_not_run_again_runs_unplanned() -> None:
     net, plain = twins(WritesToItsInput)
     applied(net, batch(), 1.0)
-    assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
+    assert memplan.plan_of(net) is None
     for scale in (1.0, 1000.0):
         assert_same_bits(run_steps(plain, batch(scale), 2), run_steps(net, batch(scale), 2))
 
 
-# -- in parts ----------------------------------------------------------------------------------------------------------
+# -- islands -----------------------------------------------------------------------------------------------------------
 
 
 class Inside(nn.Module):
-    """Guarded parts in a model whose forward reads a number."""
+    """Guarded modules around one whose forward reads a number."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two = Guarded(), Guarded()
+        self.one, self.scaled, self.two = Guarded(), Scaled(), Guarded()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.one(x)
-        return loss + self.two(x * min(1.0, loss.item()))
+        return loss + self.two(self.scaled(x, loss))
 
 
-def test_parts_that_branch_are_planned() -> None:
+class Scaled(nn.Module):
+    def forward(self, x: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        return x * min(1.0, loss.item())
+
+
+def test_branches_around_an_island() -> None:
     net, plain = twins(Inside)
     applied(net, batch(rows=256), 0.7)
-    plan = memplan.plan_of(net)
-    assert isinstance(plan, memplan.PartialPlan)
-    assert {row.name: row.kind for row in plan.units} == {"one": "captured", "two": "captured"}
-    assert any(row.way == "planned" for row in plan.units)
+    assert isinstance(memplan.plan_of(net), memplan.Plan) and memplan.plan_of(net).islands
     for scale in (1.0, 1000.0, 1.0):
         sample = batch(scale, rows=256)
         assert_same_bits(run_steps(plain, sample, 2), run_steps(net, sample, 2))
-
-
-def test_a_part_that_takes_another_branch_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    net, _ = twins(Inside)
-    applied(net, batch(rows=256), 0.7)
-    loss_of(net(batch(1000.0, rows=256))).backward()
-    assert any("recomputed as a whole" in r.message and "branches on a computed" in r.message for r in caplog.records)
+    assert len(plans(net)) == 2
 
 
 class Twice(nn.Module):
-    """Calls one part twice, which takes another branch each time."""
+    """Calls one module twice, which takes another branch each time."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = Guarded()
+        self.part, self.scaled = Guarded(), Scaled()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         loss = self.part(x)
-        return loss + self.part(x * (1000.0 + min(1.0, loss.item())))
+        return loss + self.part(self.scaled(x, loss) * 1000.0)
 
 
-def test_a_part_that_takes_another_branch_in_each_call() -> None:
+def test_a_module_that_takes_another_branch_in_each_call() -> None:
     net, plain = twins(Twice)
     applied(net, batch(rows=256), 1.0)
-    assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
+    assert isinstance(memplan.plan_of(net), memplan.Plan)
     for scale in (1.0, 1000.0, 1.0):
         sample = batch(scale, rows=256)
         assert_same_bits(run_steps(plain, sample, 2), run_steps(net, sample, 2))

@@ -210,7 +210,7 @@ def test_what_forward_itself_asks_for_is_there(inside: Any, whole: bool) -> None
     plain, x = Net(inside), torch.randn(64, 8)
     net = copy.deepcopy(plain)
     memplan.apply(net, x, memplan.Budget(activations=0.8) if whole else 1 << 20, costs="estimate")
-    assert isinstance(memplan.plan_of(net), memplan.Plan if whole else memplan.PartialPlan)
+    assert isinstance(memplan.plan_of(net), memplan.Plan) == whole
     for _ in range(2):
         assert_same_bits(step(plain, x, taken_back, of_both), step(net, x, taken_back, of_both))
         if not whole:

@@ -256,7 +256,7 @@ def test_a_value_that_changes_goes_on_making_plans_where_parts_can_not_serve(way
 
 
 def test_a_log_that_only_the_loop_writes_to_never_ends_training() -> None:
-    """The loss function names it where nothing comes by; no plan in parts could take its place."""
+    """The loss function names it where nothing comes by; the step could not run unplanned."""
     log: list[float] = []
     verbose = False
 

@@ -44,7 +44,7 @@ def test_the_smallest_budget() -> None:
     assert plan.peak_bytes == plan.problem.budget_bytes == floor.peak_bytes
 
 
-def test_the_smallest_budget_in_parts() -> None:
+def test_the_smallest_budget_with_an_island() -> None:
     class Stepwise(nn.Module):
         """Takes as many steps as its input says."""
 
@@ -57,10 +57,10 @@ def test_the_smallest_budget_in_parts() -> None:
                 x = layer(x).clamp(max=torch.rand(()).item() + 2)
             return x.pow(2).mean()
 
-    net = Stepwise().train()
+    net = nn.Sequential(Stepwise(), nn.Flatten(0)).train()
     memplan.apply(net, torch.randn(64, 32), "min", costs="estimate")
     plan = memplan.plan_of(net)
-    assert isinstance(plan, memplan.PartialPlan)
+    assert isinstance(plan, memplan.Plan) and plan.islands
     assert plan.peak_bytes == plan.floor_bytes
 
 

@@ -17,9 +17,8 @@ import torch
 import memplan
 from memplan import cache
 from memplan.costs import known_costs
-from memplan.planning import kept_fronts, uncaptured, whole_plans
+from memplan.planning import kept_fronts, whole_plans
 from memplan.solvers import Front, solve_front
-from tests.planning.test_partial import Branching
 from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, assert_same_bits, run_steps
 
@@ -37,7 +36,6 @@ def searches(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Front]:
 
     monkeypatch.setattr(kept_fronts, "kept", cache.kept)
     monkeypatch.setattr(whole_plans, "solve_front", search)
-    monkeypatch.setattr(uncaptured, "solve_front", search)
     return found
 
 
@@ -107,15 +105,6 @@ def test_a_search_that_was_stopped_is_not_kept(searches: list[Front]) -> None:
     assert planned(1.0, config=stopped).truncated
     assert planned(1.0, config=stopped).truncated
     assert len(searches) == 2
-
-
-def test_parts_are_kept_too(searches: list[Front]) -> None:
-    made = []
-    for _ in range(2):
-        net = memplan.apply(Branching(), torch.randn(512, 32), 0.9, costs="estimate")
-        assert isinstance(memplan.plan_of(net), memplan.PartialPlan)
-        made.append(len(searches))
-    assert made[0] == made[1] > 0
 
 
 def test_a_budget_that_was_named_as_enough_stays_enough_with_other_costs(

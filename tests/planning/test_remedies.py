@@ -13,7 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import memplan
 from memplan.plans.step_memory import planned_memory
-from tests.planning.test_partial import Branching
+from tests.planning.test_module_islands import Around, Branching
 
 pytestmark = pytest.mark.full_search  # else nobody looks for remedies
 
@@ -121,9 +121,9 @@ def test_a_model_that_is_to_be_trained_is_told_as_well(dynamic: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_step_that_is_planned_in_parts_is_told_which_batch_fits() -> None:
-    model, sample = Branching(), torch.randn(512, 32)
-    with pytest.raises(memplan.BudgetInfeasible, match="planned in parts") as caught:
+def test_a_step_with_an_island_is_told_which_batch_fits() -> None:
+    model, sample = Around(Branching()), torch.randn(512, 32)
+    with pytest.raises(memplan.BudgetInfeasible, match="no schedule fits") as caught:
         memplan.apply(model, sample, "1MiB", costs="estimate")
     changes = [re.fullmatch(r"batches of (\d+) of 512, accumulate=True", r.change) for r in caught.value.remedies]
     rows = next(int(change[1]) for change in changes if change)

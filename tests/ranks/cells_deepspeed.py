@@ -352,7 +352,7 @@ CELLS |= {
         functools.partial(compare_training, Setting(2)), world=4, full=True, needs=NEEDS
     ),
     "from a file": cell(compare_from_file, full=True),
-    "in parts": cell(compare_training, Setting(2), {"budget": 0.8}, BranchingNet),
+    "unplanned": cell(compare_training, Setting(2), {"budget": "1GiB"}, BranchingNet),
     "activations on the host": cell(
         compare_training, Setting(2), {"budget": 0.4, "host_budget": "100MiB", "costs": "estimate"}, full=True
     ),

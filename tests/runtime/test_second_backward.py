@@ -34,7 +34,7 @@ class Loss(Net):
     """The loss of one head."""
 
 
-class InParts(Trunk):
+class Counting(Trunk):
     """Counts its calls in Python, so it can't be captured whole."""
 
     def __init__(self) -> None:
@@ -46,6 +46,19 @@ class InParts(Trunk):
         self.calls += 1
         hidden = torch.tanh(self.second(self.drop(self.first(x))))
         return self.outer(hidden), hidden.square().mean(1)
+
+
+class Around(nn.Module):
+    """Such a model as an island of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Counting()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        main, side = self.net(x)
+        return main * self.scale, side
 
 
 def three_times(net: nn.Module, x: torch.Tensor) -> Any:
@@ -118,9 +131,10 @@ def test_a_further_backward_has_eager_bits(kind: type[nn.Module], losses: Losses
 
 @pytest.mark.parametrize("losses", [three_times, output_by_output, both_then_each])
 @pytest.mark.parametrize("budget", ["1GiB", "min"])
-def test_in_parts(losses: Losses, budget: str) -> None:
-    planned = compare(InParts, losses, budget=budget)
-    assert isinstance(memplan.plan_of(planned), memplan.PartialPlan)
+@pytest.mark.parametrize("kind", [Counting, Around])
+def test_unplanned_and_islands(kind: type[nn.Module], losses: Losses, budget: str) -> None:
+    planned = compare(kind, losses, budget=budget)
+    assert isinstance(memplan.plan_of(planned), memplan.Plan) == (kind is Around)
 
 
 def test_gradients_that_are_asked_for_before_backward() -> None:

@@ -94,7 +94,7 @@ class Block(nn.Module):
 
 
 class BranchingNet(nn.Module):
-    """Which way it goes depends on the data, so that it is planned in parts."""
+    """Which way it goes depends on the data, so that it runs unplanned."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.island import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.trace.islands import OpenIsland
+from memplan.capture.trace.islands import OpenIsland, calls_around
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
@@ -155,6 +155,14 @@ class _StepBuilder:
     # -- views ------------------------------------------------------------------------------------------------------
 
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
+        try:
+            self._add(node, phase)
+        except OpenIsland:
+            raise
+        except UnsupportedModel as error:
+            raise OpenIsland(str(error), [calls_around(self.raw.layers.get(node.name, ""))]) from error
+
+    def _add(self, node: fx.Node, phase: Phase) -> None:
         if node.target is operator.getitem:
             self._add_getitem(node)
             return
@@ -220,7 +228,7 @@ class _StepBuilder:
         if node.target in op_facts.UNPLANNABLE:
             where = self.raw.layers.get(node.name, "")
             reason = op_facts.UNPLANNABLE[node.target]
-            raise OpenIsland(f"{node.target} in {where or 'the model'} can't be planned: {reason}", {where} - {""})
+            raise UnsupportedModel(f"{node.target} in {where or 'the model'} can't be planned: {reason}")
         if any(isinstance(a, torch.Generator) for a in (*node.args, *node.kwargs.values())):
             raise UnsupportedModel(
                 f"{node.target} draws from a generator of its own; a planned step can replay only the default generator"
@@ -241,6 +249,8 @@ class _StepBuilder:
         written_storages = {storage_key(w.meta["val"]): w for w in writes}
         for written in written_storages.values():
             self._write(op, written, once=hidden is not None)
+        for position in island.island.writes if island is not None and island.forward else ():
+            self._write(op, node.args[1][position], once=island.island.alike)  # type: ignore[index, arg-type]
         self._collect_outputs(op, node)
         if hidden is not None and op.effects:
             op.repeat_args = tuple(None if i in hidden[0] else a for i, a in enumerate(args))

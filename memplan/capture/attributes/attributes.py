@@ -191,6 +191,14 @@ def attributes_in_short(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
+def state_in_short(module: nn.Module, run: Any = None) -> tuple[Any, ...]:
+    """Python state that the code of a module, or of `run`, may read, as far as it is cheap to compare."""
+    return tuple(
+        (name, tuple((k, _in_short(v)) for k, v in table.items() if k not in _OF_NO_CONCERN))
+        for name, table in attribute_tables(module, run=run)
+    )
+
+
 def _in_short(value: Any) -> Any:
     """A value that does not change in place, or as much of any other value as is cheap to compare."""
     if is_plain(value):
@@ -401,7 +409,15 @@ def _shown(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-class SetsAttribute(UnsupportedModel):
+class ChangesState(UnsupportedModel):
+    """The step depends on Python state that changes. owner: whose state that is, by name of the module or table."""
+
+    def __init__(self, message: str, owner: str = "") -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+class SetsAttribute(ChangesState):
     """Forward leaves something in a Python attribute, or in a buffer that was None, that a planned step would not.
 
     Perhaps only its first run does.
@@ -478,9 +494,14 @@ class AttributesKept:
         ]
         self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
-        held = (leaf for _, _, before in self._tables for value in before.values() for leaf in _leaves(value, _DEEPEST))
-        generators = {id(g): g for g in held if isinstance(g, GENERATORS)}
-        self._generators = [(g, _drawn_from(g)) for g in generators.values()]
+        generators = {
+            id(leaf): (name, leaf, _drawn_from(leaf))
+            for name, _, before in self._tables
+            for value in before.values()
+            for leaf in _leaves(value, _DEEPEST)
+            if isinstance(leaf, GENERATORS)
+        }
+        self._generators = [*generators.values()]
         self._containers = {
             id(c): (path, c, _copied(c))
             for name, table, _ in self._tables
@@ -537,17 +558,19 @@ class AttributesKept:
                     f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
                     "Where only the first forward does so, run it before memplan.apply"
                 )
-        for generator, state in self._generators:
+        for name, generator, state in self._generators:
             if _drawn_from(generator) != state:
-                raise UnsupportedModel(
+                raise ChangesState(
                     f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
-                    "number each time. Draw it outside of forward and pass it in, or use torch's generator"
+                    "number each time. Draw it outside of forward and pass it in, or use torch's generator",
+                    name,
                 )
         for path, container, before in self._containers.values():
             if not _same(before, container):
                 raise SetsAttribute(
                     f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
-                    "forward, or keep such state in a buffer"
+                    "forward, or keep such state in a buffer",
+                    path,
                 )
         changed = []
         anew = {(name, key): value for name, key, value in self.set_anew}
@@ -561,7 +584,8 @@ class AttributesKept:
                 if not is_plain(value) or isinstance(table, MappingProxyType):
                     raise SetsAttribute(
                         f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
-                        "not. Return it from forward, or keep such state in a buffer"
+                        "not. Return it from forward, or keep such state in a buffer",
+                        name,
                     )
                 changed.append(SetValue(name, key, value))
         return tuple(changed)
@@ -605,7 +629,7 @@ class AttributesKept:
                 for key, value in before.items():
                     if table.get(key, _ABSENT) is not value:
                         table[key] = value
-        for generator, state in self._generators:
+        for _, generator, state in self._generators:
             _put_back(generator, state)
         for table, before in self._of_tensors:
             if table != before:

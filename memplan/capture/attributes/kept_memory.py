@@ -14,11 +14,13 @@ from memplan.capture.ops.layout import storage_key
 class KeptMemory:
     """Copies of storages, made before ops write to them. As a context, it puts all contents back at the end.
 
-    written: the tensors that were given to `keep`.
+    - written: the tensors that were given to `keep`.
+    - around: for each of them, the modules that wrote to it first, the innermost first.
     """
 
     def __init__(self) -> None:
         self.written: list[torch.Tensor] = []
+        self.around: list[tuple[Any, ...]] = []
         self._copies: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def __enter__(self) -> KeptMemory:
@@ -27,11 +29,12 @@ class KeptMemory:
     def __exit__(self, *error: object) -> None:
         self.undo()
 
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor's storage, unless there is a copy already."""
+    def keep(self, tensor: torch.Tensor, around: tuple[Any, ...] = ()) -> None:
+        """Copy a tensor's storage, unless there is a copy already. around: the modules that are running."""
         if any(tensor is known for known in self.written):
             return
         self.written.append(tensor)
+        self.around.append(around)
         if (key := storage_key(tensor)) not in self._copies:
             storage = tensor.untyped_storage()
             with private.outside_of_tracing():

@@ -9,6 +9,10 @@
   are values like any others: kept, dropped, made again, or copied to the host.
 - The ticket is a tensor of 8 bytes that stands for the graph. The graph lives as long as the ticket.
 - The backward op puts the saved tensors back into the graph, by the same hook, and runs it.
+- If the call reads an argument several times, the backward op gives the gradient of each use by itself: autograd adds
+  them one by one to those of readers outside.
+- If the call saves other tensors from step to step (a loop over experts), what it saves is copied to one buffer, which
+  has room for the most that runs on the sample saved. What does not fit is held beside the plan, and a warning says so.
 
 Islands are run outside of PyTorch's dispatcher: kernels of ops run beneath autograd, and record no graph.
 """
@@ -16,6 +20,9 @@ Islands are run outside of PyTorch's dispatcher: kernels of ops run beneath auto
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,10 +36,15 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import PlanMismatch, UnsupportedModel
+from memplan.logs import log
 
 Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
+
+
+_ALIGNED_BYTES = 512  # where tensors begin in a buffer
 
 
 class NoIsland(Exception):
@@ -40,11 +52,11 @@ class NoIsland(Exception):
 
 
 class OtherIsland(UnsupportedModel):
-    """A call gave, or saved, other tensors in this run than when it was looked at. function: what was called."""
+    """A call gave other tensors in this run than when it was looked at. callable: what was called."""
 
-    def __init__(self, message: str, function: str) -> None:
+    def __init__(self, message: str, called: Any) -> None:
         super().__init__(message)
-        self.function = function
+        self.called = called
 
 
 class Layout(NamedTuple):
@@ -100,7 +112,8 @@ class ForwardFacts:
     - spec: how outputs are nested.
     - differentiable: by output.
     - saved: where each tensor lies that its graph saves.
-    - results: layouts of what the forward op makes.
+    - results: layouts of what the forward op makes. The first `made` of them hold outputs.
+    - uses: by input, how many gradients it gets.
     """
 
     outputs: tuple[Any, ...]
@@ -108,6 +121,13 @@ class ForwardFacts:
     differentiable: tuple[bool, ...]
     saved: tuple[Place, ...]
     results: tuple[Layout, ...]
+    made: int
+    uses: tuple[int, ...]
+
+    @property
+    def returned(self) -> tuple[Any, ...]:
+        """All but what is saved, and how often inputs are read."""
+        return self.outputs, self.spec, self.differentiable, self.results[: self.made]
 
     @property
     def kept(self) -> tuple[Source, ...]:
@@ -120,12 +140,12 @@ class BackwardFacts:
     """What one run of the backward of a call gave.
 
     - given: which outputs it was given gradients of.
-    - gradients: where the gradient of each input that needs one lies; None: there is none.
+    - gradients: where the gradient of each use of each input that needs one lies; None: there is none.
     - results: layouts of what the backward op makes.
     """
 
     given: tuple[bool, ...]
-    gradients: tuple[Place | None, ...]
+    gradients: tuple[tuple[Place | None, ...], ...]
     results: tuple[Layout, ...]
 
 
@@ -136,12 +156,18 @@ class _RecordedGraph:
     - begin, ends: at the inputs that need gradients, and at the outputs that have them.
     - attributes: (node, name, which of the saved tensors) of tensors that a function has as attributes of its context.
     - unpacked: the saved tensors, while it runs. Hooks of its nodes hold this list, and must not hold the graph itself.
+    - saved: where each saved tensor lies; the tensor itself where the plan does not know of it.
+    - uses: by input, how many gradients it gets.
+    - diverted: by input, its gradients one by one, while it runs.
     """
 
-    begin: list[GradientEdge]
-    ends: list[GradientEdge | None]
-    attributes: list[tuple[Any, str, int]]
+    begin: list[GradientEdge] = field(default_factory=list)
+    ends: list[GradientEdge | None] = field(default_factory=list)
+    attributes: list[tuple[Any, str, int]] = field(default_factory=list)
     unpacked: list[torch.Tensor] = field(default_factory=list)
+    saved: Sequence[Place | torch.Tensor] = ()
+    uses: tuple[int, ...] = ()
+    diverted: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def holding(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:
@@ -153,6 +179,8 @@ class _RecordedGraph:
             yield
         finally:
             self.unpacked.clear()
+            for found in self.diverted.values():
+                found.clear()
             for node, name, _ in self.attributes:
                 setattr(node, name, None)
 
@@ -196,28 +224,40 @@ class Island:
     """One call that can't be traced.
 
     - name: no other call of the step has it.
-    - function: what is called. title: it and the line that calls it, for messages.
-    - static: arguments that are no tensors; None in the place of one.
-    - module: path of the module that is called; None for a function.
+    - called: what is called: an autograd function, the path of a module, or the class of modules that forward makes.
+    - function: its name. title: it and the line that calls it, for messages.
+    - static: arguments that are no tensors; in the place of a tensor, which of the tensors it is.
+    - module: path of the module that is called; None for anything else.
     - call: takes that module and the tensors, and gives what was returned.
     - named: takes the model, and gives the Python attributes that each of the tensors has.
+    - owners: by tensor, the name of the parameter that it is.
+    - buffers: positions of tensors to which the call may write.
     - inputs, needs: layouts of the tensors, and which of them get gradients.
     - around, around_backward: make the contexts in which it and its backward run. backward_mode: names the latter.
     - attributes: of a module, which must not have changed where it runs again in a step.
     - device: of the plan.
     - forward_facts, backward_facts: what runs of it gave, and have to give again.
     - random: it draws from PyTorch's generators.
-    - repeats: it may run again, and gives the same bits then.
+    - repeats: it may run again in a step, and gives the same bits then.
+    - once: it leaves, or reads, Python state. alike: once that is put back, another run gives the same bits.
+    - kept: takes the model, and makes a context that puts Python state back.
+    - writes: positions of tensors to which it writes.
+    - loose: which arguments get gradients, and how often it reads them, may differ from run to run.
+    - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
+    - looked_at: its facts are known.
     - forward_cost, backward_cost: what a run took.
     """
 
     name: str
+    called: Any
     function: str
     title: str
     static: tuple[Any, ...]
     module: str | None
     call: Callable[..., Any]
     named: Callable[[nn.Module], Sequence[Mapping[str, Any]]]
+    owners: tuple[str | None, ...]
+    buffers: frozenset[int]
     inputs: tuple[Layout, ...]
     needs: tuple[bool, ...]
     device: torch.device
@@ -229,9 +269,28 @@ class Island:
     backward_facts: BackwardFacts | None = None
     random: bool = False
     repeats: bool = True
+    once: bool = False
+    alike: bool = True
+    kept: Callable[[nn.Module], AbstractContextManager[Any]] = contextlib.nullcontext
+    writes: frozenset[int] = frozenset()
+    loose: bool = False
+    varies: bool = False
+    room: Layout | None = None
+    looked_at: bool = False
     forward_cost: IslandCost = _NOTHING
     backward_cost: IslandCost = _NOTHING
+    like: Any = None  # attributes of a module that forward makes
+    shared: frozenset[int] = frozenset()  # inputs that others give gradients to as well
+    _told: list[str] = field(default_factory=list)
+    _entered: Any = None  # the node at which the graph of the latest run begins
     _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
+
+    @property
+    def further_uses(self) -> list[int]:
+        """Positions of inputs, once for each gradient that they get beyond the first."""
+        assert self.forward_facts is not None
+        uses = () if self.room is not None else self.forward_facts.uses
+        return [position for position, count in enumerate(uses) for _ in range(1, count)]
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -249,32 +308,109 @@ class Island:
                     "backward. Change them after backward, or plan for a larger budget"
                 )
             self._seen[module] = attributes
-        outputs, saved, graph, spec = self._recorded(model, module, tensors)
+        planned = self.forward_facts
+        saver = _Saver() if self.room is None else _Saver(self.room.empty(self.device), tensors, planned)
+        outputs, graph, spec = self._recorded(model, module, tensors, saver)
         places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         places_of_outputs = tuple(
             places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs
         )
-        places_of_saved = tuple(places.of(t, "result", results) for t in saved)
-        differentiable = tuple(edge is not None for edge in graph.ends)
-        facts = ForwardFacts(places_of_outputs, spec, differentiable, places_of_saved, tuple(map(Layout.of, results)))
-        if self.forward_facts is None:
-            self.forward_facts = facts
-        elif facts != self.forward_facts:
-            raise OtherIsland(f"{self.title} gives, or saves, other tensors than in its first run", self.function)
+        made, differentiable = len(results), tuple(edge is not None for edge in graph.ends)
+        tensors_saved = [] if saver.buffer is not None else saver.tensors
+        places_of_saved = tuple(places.of(t, "result", results) for t in tensors_saved)
+        layouts = tuple(map(Layout.of, results))
+        facts = ForwardFacts(places_of_outputs, spec, differentiable, places_of_saved, layouts, made, graph.uses)
+        if planned is None:
+            self.forward_facts = planned = facts
+        if facts.returned != planned.returned:
+            raise OtherIsland(f"{self.title} returns other tensors than in its first run", self.called)
+        graph.saved = places_of_saved
+        if saver.buffer is not None:
+            self._check_uses(graph.uses, (1,) * len(graph.uses))
+            results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
+            self._tell_of(saver.beside_bytes)
+        elif (facts.saved, facts.results, facts.uses) != (planned.saved, planned.results, planned.uses):
+            results = self._with_others_saved(planned, facts, results, graph, saver)
+        saver.let_go()
         return [*results, _ticket(graph)]
 
+    def _with_others_saved(
+        self,
+        planned: ForwardFacts,
+        facts: ForwardFacts,
+        results: list[torch.Tensor],
+        graph: _RecordedGraph,
+        saver: _Saver,
+    ) -> list[torch.Tensor]:
+        """Results as planned, where other tensors were saved than that: the graph holds these."""
+        if not self.looked_at:
+            self.varies = True
+            most = tuple(map(max, planned.uses, facts.uses))
+            self.forward_facts = dataclasses.replace(planned, uses=most)
+        else:
+            self._check_uses(facts.uses, planned.uses)
+        known = {source for source in planned.kept if source[0] == "input" or source[1] < facts.made}
+        held = list[Place | torch.Tensor]()
+        for place, tensor in zip(facts.saved, saver.tensors, strict=True):
+            apart = place.source[0] == "result" and place.source[1] >= facts.made
+            held.append(place if place.source in known else tensor if apart else tensor.clone())
+        graph.saved = held
+        self._tell_of(sum(t.nbytes for t in held if isinstance(t, torch.Tensor)) if self.looked_at else 0)
+        return [*results[: facts.made], *(layout.empty(self.device) for layout in planned.results[facts.made :])]
+
+    def _check_uses(self, uses: Sequence[int], planned: Sequence[int]) -> None:
+        """Raise OtherIsland where gradients would be added in another order than autograd does."""
+        more = any(uses[i] > planned[i] for i in (self.shared if self.loose else range(len(uses))))
+        if more or (uses != planned and not self.loose):
+            raise OtherIsland(f"{self.title} reads its arguments more often, or less often, than before", self.called)
+
+    def _tell_of(self, beside_bytes: int) -> None:
+        if beside_bytes and not self._told:
+            self._told.append(self.title)
+            log.warning(
+                "%s saves %d bytes more for backward than it did when it was planned, so the step may exceed its "
+                "budget. Plan with such a batch as the sample",
+                self.title, beside_bytes,
+            )  # fmt: skip
+
+    def saves(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[int, Any]:
+        """How large a buffer has to be for what a run saves, and something that is equal for runs that save alike."""
+        saver, module = _Saver(), None if self.module is None else model.get_submodule(self.module)
+        outputs, graph, _ = self._recorded(model, module, tensors, saver)
+        known = set(map(storage_key, tensors))
+        room_bytes = _room_bytes([t for t in saver.tensors if storage_key(t) not in known])
+        layouts = [Layout.of(t) for t in (*saver.tensors, *outputs) if isinstance(t, torch.Tensor)]
+        return room_bytes, (layouts, graph.uses, [end is None for end in graph.ends])
+
+    def check_released(self) -> None:
+        """Raise NoIsland where something outside still holds the graph of the latest run, though its ticket is gone."""
+        if self._entered is not None and self._entered() is not None:
+            gc.collect()
+            if self._entered() is not None:
+                raise NoIsland(f"{self.title} leaves a tensor behind that backward could begin at")
+
+    def give_room(self, most_bytes: int) -> None:
+        """Copy what the call saves to a buffer of so many bytes from now on."""
+        facts = self.forward_facts
+        assert facts is not None
+        self.room = Layout(torch.uint8, (most_bytes,), (1,), self.device.type)
+        kept = [Place(source, self.inputs[source[1]], 0) for source in facts.kept if source[0] == "input"]
+        saved = (*kept, Place(("result", facts.made), self.room, 0))
+        results = (*facts.results[: facts.made], self.room)
+        self.forward_facts = dataclasses.replace(facts, saved=saved, results=results)
+        self.varies = self.loose = True
+
     def _recorded(
-        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor]
-    ) -> tuple[list[Any], list[torch.Tensor], _RecordedGraph, pytree.TreeSpec]:
-        """Run the call. Gives its outputs, what its graph saved, the graph, and how the outputs were nested."""
-        saved, unpacked = list[torch.Tensor](), list[torch.Tensor]()
-        graph = _RecordedGraph([], [], [], unpacked)
+        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: _Saver
+    ) -> tuple[list[Any], _RecordedGraph, pytree.TreeSpec]:
+        """Run the call. Gives its outputs, the graph, and how the outputs were nested. saver: takes what it saves."""
+        graph, entered = _RecordedGraph(), dict[int, torch.Tensor]()
+        unpacked = graph.unpacked
 
         def pack(tensor: torch.Tensor) -> int | torch.Tensor:
             if isinstance(tensor, private.FakeTensor):  # higher-order ops trace their branches
                 return tensor
-            saved.append(tensor.detach())
-            return len(saved) - 1
+            return saver.add(tensor.detach())
 
         def unpack(place: int | torch.Tensor) -> torch.Tensor:
             return unpacked[place] if isinstance(place, int) else place
@@ -285,10 +421,12 @@ class Island:
             if records:
                 anchor = torch.empty(0, device="cpu", requires_grad=True)
                 positions = [i for i, needed in enumerate(self.needs) if needed]
-                entered = _Enter.apply(anchor, *(tensors[i].detach() for i in positions))  # type: ignore[no-untyped-call]
-                for i, tensor in zip(positions, entered, strict=True):
+                views = _Enter.apply(anchor, *(tensors[i].detach() for i in positions))  # type: ignore[no-untyped-call]
+                self._entered = weakref.ref(views[0].grad_fn)
+                entered = dict(zip(positions, views, strict=True))
+                for i, tensor in entered.items():
                     given[i] = tensor
-                graph.begin = [get_gradient_edge(t) for t in entered]
+                graph.begin = [get_gradient_edge(t) for t in entered.values()]
             for tensor, attributes in zip(given, self.named(model), strict=True):
                 vars(tensor).update(attributes)
             before = _attributes_of(given)
@@ -299,35 +437,69 @@ class Island:
             raise NoIsland(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
-        _take_attributes(graph, saved)
-        if [t._version for t in tensors] != versions:
+        self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], entered)
+        _take_attributes(graph, saver)
+        written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
+        if not written <= (self.writes if self.looked_at else self.buffers):
             raise NoIsland(f"{self.title} writes to its arguments")
-        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], saved, graph, spec
+        self.writes |= written
+        return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
+
+    def _note_uses(
+        self, graph: _RecordedGraph, starts: Sequence[torch.Tensor], entered: Mapping[int, torch.Tensor]
+    ) -> None:
+        """Count the gradients that each input gets. Where there are several, keep them apart."""
+        edges, uses = Edges(starts), [0] * len(self.inputs)
+        for i, tensor in entered.items():
+            begin = get_gradient_edge(tensor)
+            uses[i] = len(edges.to(tensor)) + any(begin == end for end in graph.ends)
+            planned = self.forward_facts
+            if uses[i] > 1 and self.room is None and (planned is None or planned.uses[i] > 1):
+                graph.diverted[i] = edges.divert(tensor)
+        graph.uses = tuple(uses)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def backward(self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor], absent: set[str] | None = None
+    ) -> list[torch.Tensor]:
         """Run the backward op: its results, then 8 bytes that nobody reads. kept: the ticket, then what backward reads.
+
+        absent: takes the names of parameters that get no gradient in this step. Their results are zero.
 
         Raises UnsupportedModel where the gradients are others than in its first run.
         """
         assert self.forward_facts is not None
         graph = _GRAPHS[int(kept[0])]
         sources = dict(zip(self.forward_facts.kept, kept[1:], strict=True))
-        saved = [place.seen_in(sources[place.source]) for place in self.forward_facts.saved]
+        saved = [p if isinstance(p, torch.Tensor) else p.seen_in(sources[p.source]) for p in graph.saved]
         pairs = [(end, g) for end, g in zip(graph.ends, grads, strict=True) if end is not None and g is not None]
         tensors = [g for _, g in pairs]
         versions = [t._version for t in (*tensors, *sources.values())]
+        needed = [i for i, needs in enumerate(self.needs) if needs]
         with self.around_backward(), graph.holding(saved):
-            found = torch.autograd.grad(
+            at_once = torch.autograd.grad(
                 [end for end, _ in pairs], graph.begin, tensors, allow_unused=True, retain_graph=True
             )
+            del saved
+            found = [
+                [*([] if whole is None else [whole]), *graph.diverted.get(i, ())]
+                for i, whole in zip(needed, at_once, strict=True)
+            ]
         if [t._version for t in (*tensors, *sources.values())] != versions:
             raise NoIsland(f"the backward of {self.title} writes to what it is given")
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
-        places, results = _PlaceFinder(sources), list[torch.Tensor]()
-        gradients = tuple(None if t is None else places.of(t.detach(), "result of backward", results) for t in found)
-        facts = BackwardFacts(tuple(g is not None for g in grads), gradients, tuple(map(Layout.of, results)))
+        results, given = list[torch.Tensor](), tuple(g is not None for g in grads)
+        if not self.loose:
+            places, uses = _PlaceFinder(sources), self.forward_facts.uses
+            gradients = tuple(
+                tuple(places.of(t.detach(), "result of backward", results) for t in of_one)
+                + (None,) * (max(1, uses[i]) - len(of_one))
+                for i, of_one in zip(needed, found, strict=True)
+            )
+        else:
+            gradients = self._apart(found, needed, sources, results, absent)
+        facts = BackwardFacts(given, gradients, tuple(map(Layout.of, results)))
         if self.backward_facts is None:
             self.backward_facts = facts
         elif facts != self.backward_facts:
@@ -335,6 +507,121 @@ class Island:
                 f"the backward of {self.title} gives other gradients than in its first run; remove the plan for it"
             )
         return [*results, torch.zeros((), dtype=torch.int64, device="cpu")]
+
+    def _apart(
+        self,
+        found: Sequence[Sequence[torch.Tensor]],
+        needed: Sequence[int],
+        sources: Mapping[Source, torch.Tensor],
+        results: list[torch.Tensor],
+        absent: set[str] | None,
+    ) -> tuple[tuple[Place | None, ...], ...]:
+        """Gradients in memory of their own, as many and in such layouts as in the first run.
+
+        Those that this run does not give are -0.0, which changes no sum.
+        """
+        assert self.forward_facts is not None
+        taken, places = {storage_key(t) for t in sources.values()}, list[tuple[Place | None, ...]]()
+        for i, of_one in zip(needed, found, strict=True):
+            owner, slots = self.owners[i], 1 if self.room is not None else max(1, self.forward_facts.uses[i])
+            if owner is not None and not of_one and i not in self.shared and absent is not None:
+                absent.add(owner)
+            given = [t.detach() for t in (of_one if len(of_one) <= slots else [functools.reduce(torch.add, of_one)])]
+            mine = []
+            for gradient in (*given, *(None for _ in range(slots - len(given)))):
+                place = len(results)
+                layout = self._layout_of(i, gradient, place)
+                if gradient is None:
+                    gradient = layout.empty(self.device).fill_(-0.0)
+                elif (
+                    Layout.of(gradient) != layout or storage_key(gradient) in taken or _whole(gradient) is not gradient
+                ):
+                    gradient = layout.empty(self.device).copy_(gradient)
+                taken.add(storage_key(gradient))
+                results.append(gradient)
+                mine.append(Place(("result of backward", place), layout, 0))
+            places.append(tuple(mine))
+        return tuple(places)
+
+    def _layout_of(self, position: int, gradient: torch.Tensor | None, place: int) -> Layout:
+        """How the gradient of an input lies. place: which result it is."""
+        like = self.inputs[position]
+        dense = like._replace(stride=torch.empty_like(like.empty(torch.device("meta")), device="meta").stride())
+        if self.owners[position] is not None:
+            return dense
+        if self.backward_facts is None:
+            return dense if gradient is None else Layout.of(gradient)
+        layout = self.backward_facts.results[place]
+        if gradient is not None and Layout.of(gradient) != layout:
+            raise UnsupportedModel(f"the backward of {self.title} gives gradients of other strides than before")
+        return layout
+
+
+class _Saver:
+    """Takes what the graph of one run saves: as it is, or copied to a buffer.
+
+    - tensors: what was saved, in order, where there is no buffer.
+    - places: where it lies, where there is one; the tensor itself where the buffer has no room for it.
+    - beside_bytes: what the buffer has no room for.
+    """
+
+    def __init__(
+        self,
+        buffer: torch.Tensor | None = None,
+        given: Sequence[torch.Tensor] = (),
+        planned: ForwardFacts | None = None,
+    ) -> None:
+        self.buffer, self.tensors, self.places = buffer, list[torch.Tensor](), list[Place | torch.Tensor]()
+        self.beside_bytes = self.end_bytes = 0
+        kept = () if planned is None else planned.kept
+        known = {("input", i): t for i, t in enumerate(given) if ("input", i) in kept}
+        self._given, self._made = _PlaceFinder(known), 0 if planned is None else planned.made
+        self._known: dict[Any, int] = {}  # where the buffer has what lies in which memory
+        self._alive: list[Any] = []  # so that no other memory is known by the same key
+
+    def let_go(self) -> None:
+        """Hold no tensors any more: hooks of the graph hold this."""
+        self.tensors.clear()
+        self.places.clear()
+        self.buffer, self._given = None, _PlaceFinder({})
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """Take a tensor. Gives its number."""
+        if self.buffer is None:
+            self.tensors.append(tensor)
+            return len(self.tensors) - 1
+        self.places.append(self._given.found(tensor) or self._copied(tensor, self.buffer))
+        return len(self.places) - 1
+
+    def _copied(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Place | torch.Tensor:
+        if tensor.device != buffer.device or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
+            return tensor.clone()
+        span = _span(tensor)
+        key = storage_key(tensor), tensor.storage_offset(), span, tensor.dtype, tensor._version
+        if key not in self._known:
+            begin_bytes = -(-self.end_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+            end_bytes = begin_bytes + span * tensor.element_size()
+            if end_bytes > buffer.numel():
+                self.beside_bytes += span * tensor.element_size()
+                return tensor.clone()
+            flat = buffer[begin_bytes:end_bytes].view(tensor.dtype)
+            flat.copy_(tensor.as_strided((span,), (1,), tensor.storage_offset()))
+            self._alive.append(private.known_storage(tensor))
+            self._known[key], self.end_bytes = begin_bytes, end_bytes
+        return Place(("result", self._made), Layout.of(tensor), self._known[key])
+
+
+def _room_bytes(saved: Sequence[torch.Tensor]) -> int:
+    """Bytes of a buffer that has room for copies of these tensors."""
+    spans = {(storage_key(t), t.storage_offset(), _span(t), t.dtype): _span(t) * t.element_size() for t in saved}
+    return sum(-(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for size_bytes in spans.values())
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last one of a tensor, these included."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 class _PlaceFinder:
@@ -344,6 +631,10 @@ class _PlaceFinder:
         self._homes: dict[int, tuple[Source, torch.Tensor]] = {}
         for source, tensor in at_hand.items():
             self._homes.setdefault(storage_key(tensor), (source, tensor))
+
+    def found(self, tensor: torch.Tensor) -> Place | None:
+        """The place of a tensor in the memory of those that are at hand; None where it lies in none of them."""
+        return self.of(tensor, "", []) if storage_key(tensor) in self._homes else None
 
     def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:
         """The place of a tensor. Where that is new memory, it is added to the results. Raises NoIsland."""
@@ -379,7 +670,7 @@ def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]
     return [[(key, id(value)) for key, value in vars(tensor).items()] for tensor in tensors]
 
 
-def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:
+def _take_attributes(graph: _RecordedGraph, saver: _Saver) -> None:
     """Take tensors out of the contexts of functions, and add them to what was saved. Raises NoIsland."""
     pending = [edge.node for edge in graph.ends if edge is not None]
     seen: set[Any] = set(pending)
@@ -388,8 +679,7 @@ def _take_attributes(graph: _RecordedGraph, saved: list[torch.Tensor]) -> None:
         if hasattr(type(node), "_forward_cls"):
             for name, value in vars(node).items():
                 if isinstance(value, torch.Tensor):
-                    graph.attributes.append((node, name, len(saved)))
-                    saved.append(value.detach())
+                    graph.attributes.append((node, name, saver.add(value.detach())))
                 elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
                     raise NoIsland(
                         f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
@@ -464,7 +754,7 @@ class IslandKernel:
         """Run it. store: knows the model that runs."""
         if self.forward:
             return self.island.forward(store.model, args[0], self.again)
-        return self.island.backward(*args)
+        return self.island.backward(args[0], args[1], store.absent)
 
     @property
     def is_random(self) -> bool:

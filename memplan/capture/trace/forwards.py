@@ -1,4 +1,4 @@
-"""Other forwards in the place of those that modules have, for a while."""
+"""Other forwards, parameters and buffers in the place of those that modules have, for a while."""
 
 from __future__ import annotations
 
@@ -42,3 +42,21 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
         table.pop("forward", None)
     else:
         table["forward"] = forward
+
+
+@contextlib.contextmanager
+def in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """A context with these tensors in place of the model's parameters and buffers, under all names that each has.
+
+    `torch.func.functional_call` leaves its own in a module that is registered twice.
+    """
+    members: list[dict[str, Any]] = [m for module in model.modules() for m in (module._parameters, module._buffers)]
+    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
+    before = [(of_module, key, t) for of_module in members for key, t in of_module.items() if t is not None]
+    for of_module, key, tensor in before:
+        of_module[key] = state[names[id(tensor)]]
+    try:
+        yield
+    finally:
+        for of_module, key, tensor in before:
+            of_module[key] = tensor

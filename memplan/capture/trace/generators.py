@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
+from memplan.capture.trace.islands import OpenIsland
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
 
 @contextlib.contextmanager
-def generator_kept(device: torch.device) -> Iterator[None]:
+def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] = tuple) -> Iterator[None]:
+    """A context that leaves generators as they are.
+
+    Raises an OpenIsland if Python's generators were drawn from. around: gives the modules in which.
+    """
     devices = [device] if device.type == "cuda" else []
     python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_generators()
     try:
@@ -26,9 +31,10 @@ def generator_kept(device: torch.device) -> Iterator[None]:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if moved:
-        raise UnsupportedModel(
+        raise OpenIsland(
             "forward draws from Python's random or numpy.random; a planned step would take the same number each time. "
-            "Draw it outside of forward and pass it in, or use torch's generator"
+            "Draw it outside of forward and pass it in, or use torch's generator",
+            [around()],
         )
 
 

@@ -1,43 +1,56 @@
 """Islands in a trace: calls that can't be traced, and the two ops that stand for each.
 
 A trace that fails in a call raises `OpenIsland`, which names the autograd function or the module. `Capturing` then runs
-forward once on the sample (`runtime/program/island_runs.py`), and traces again with what that run has learned.
+forward once on the sample (`runtime.trial.island_runs.py`), and traces again with what that run has learned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 from types import FrameType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
+from memplan.capture.attributes.attributes import attribute_tables, state_in_short
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
 from memplan.capture.trace.call import Forward
+from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.errors import UnsupportedModel
+
+Calls = tuple[Any, ...]  # autograd functions, paths of modules, classes of modules: a call, and those around it
 
 
 class OpenIsland(UnsupportedModel):
     """A step can't be traced through some calls. With a run of forward on the sample these calls could be islands.
 
-    - callables: autograd functions, and paths of modules.
+    - calls: chains of calls, the innermost first. For each chain, one of its calls has to be an island.
     - given: by name of an island, which of its outputs get gradients, if the run had others get gradients.
+    - unfit: calls that are islands, and can't be.
     """
 
     def __init__(
-        self, message: str, callables: Collection[Any], given: Mapping[str, tuple[bool, ...]] | None = None
+        self,
+        message: str,
+        calls: Collection[Calls] = (),
+        given: Mapping[str, tuple[bool, ...]] | None = None,
+        unfit: Collection[Any] = (),
     ) -> None:
         super().__init__(message)
-        self.callables, self.given = frozenset(callables), dict(given or {})
+        self.calls, self.given, self.unfit = tuple(calls), dict(given or {}), frozenset(unfit)
 
 
 class CompiledCode(OpenIsland):
@@ -51,12 +64,28 @@ class CompiledCode(OpenIsland):
 class Islands:
     """The islands of a step.
 
-    - callables: autograd functions, and paths of modules, whose calls are such.
+    - callables: autograd functions, paths of modules, and classes of modules that forward makes, whose calls are such.
     - calls: these calls, in the order in which forward makes them.
+    - reasons: why each of the callables is one.
     """
 
     callables: frozenset[Any] = frozenset()
     calls: tuple[Island, ...] = ()
+    reasons: Mapping[Any, str] = field(default_factory=dict)
+
+    def has(self, path: str) -> bool:
+        """Whether a module is an island, or within one."""
+        return any(isinstance(c, str) and (path == c or path.startswith(f"{c}.")) for c in self.callables)
+
+    @property
+    def told(self) -> tuple[str, ...]:
+        """The calls with the reason for each, in words."""
+        varies = "; what it saves differs from step to step, and has room for the most seen"
+        found = (
+            f"{c.title}: {self.reasons.get(c.called, 'it can not be traced')}{varies if c.varies else ''}"
+            for c in self.calls
+        )
+        return tuple(dict.fromkeys(found))
 
 
 NO_ISLANDS = Islands()
@@ -66,103 +95,245 @@ NO_ISLANDS = Islands()
 class Arguments:
     """What a call is given.
 
-    - static: the arguments, with None in the place of tensors.
-    - tensors: those among the arguments, then parameters and buffers of a module that is called.
+    - static: the arguments. In the place of a tensor, which of the tensors it is.
+    - tensors: those among the arguments, each once, then parameters and buffers of a module that is called.
+    - given: how many tensors are arguments.
     """
 
     static: tuple[Any, ...]
     tensors: tuple[torch.Tensor, ...]
+    given: int
 
     @staticmethod
-    def of(args: Any, kwargs: Any, module: nn.Module | None = None) -> Arguments:
-        """The arguments of a call. In those of a function, autograd looks for tensors in no container."""
-        leaves, spec = (args, None) if module is None else pytree.tree_flatten((args, kwargs))
-        static = (spec, *(None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves))
+    def of(args: Any, kwargs: Any, module: nn.Module | None = None, nested: bool = True) -> Arguments:
+        """The arguments of a call. nested: look for tensors in containers, as autograd does not for a function."""
+        leaves, spec = pytree.tree_flatten((args, kwargs)) if nested else (args, None)
+        places: dict[int, int] = {}
+        tensors = list[torch.Tensor]()
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in places:
+                places[id(leaf)] = len(tensors)
+                tensors.append(leaf)
+        static = (spec, *(TensorAt(places[id(x)]) if isinstance(x, torch.Tensor) else x for x in leaves))
         state = () if module is None else (t for _, t in (*module.named_parameters(), *module.named_buffers()))
-        return Arguments(static, (*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *state))
+        return Arguments(static, (*tensors, *state), len(tensors))
 
 
-def arguments_of(static: tuple[Any, ...], places: Sequence[int], tensors: Sequence[torch.Tensor]) -> Any:
-    """The arguments of a call: of a function, a list; of a module, args and kwargs.
+class TensorAt(NamedTuple):
+    """Stands for one of the tensors of a call."""
 
-    static: see `Arguments`. places, tensors: what stands where there.
-    """
+    place: int
+
+
+def arguments_of(static: tuple[Any, ...], tensors: Sequence[torch.Tensor]) -> Any:
+    """The arguments of a call: of a function, a list; of a module, args and kwargs. static: see `Arguments`."""
     spec, *leaves = static
-    for place, tensor in zip(places, tensors, strict=True):
-        leaves[place] = tensor
+    leaves = [tensors[leaf.place] if isinstance(leaf, TensorAt) else leaf for leaf in leaves]
     return leaves if spec is None else pytree.tree_unflatten(leaves, spec)
 
 
 class IslandsTraced:
     """The islands of one trace. Each call that is one becomes two ops."""
 
-    def __init__(self, islands: Islands) -> None:
-        self._callables, self._waiting = islands.callables, iter(islands.calls)
+    def __init__(self, islands: Islands, around: Callable[[], Calls]) -> None:
+        """around: gives the calls of modules that are running."""
+        self._callables, self._waiting, self._around = islands.callables, iter(islands.calls), around
         self.used: dict[str, Island] = {}
         self.given: dict[str, tuple[bool, ...]] = {}  # see `OpenIsland`
+        self.unfit: set[Any] = set()
+        self._states: list[tuple[Any, Callable[[], Any], Any]] = []  # Python state at each call
         self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
+        self.applied: dict[Any, Calls] = {}  # functions that were traced through, with the calls around them
 
     def apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
         """What a call of an autograd function gives. See `private.functions_applied_by`."""
         if function not in self._callables:
+            self.applied.setdefault(function, (function, *self._around()))
             return original(*args)
-        return self._in_place_of(function.__qualname__, Arguments.of(args, {}))
+        return self._in_place_of(function, Arguments.of(args, {}, nested=False))
 
-    def forwards(self, model: nn.Module) -> dict[nn.Module, Forward]:
-        """Forwards for modules that are islands."""
+    def calls(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """A context in which calls of modules that are islands, or are marked as such, are ops."""
 
-        def forward_of(path: str, module: nn.Module) -> Forward:
-            return lambda *args, **kwargs: self._in_place_of(path, Arguments.of(args, kwargs, module))
+        def traced(called: Any, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
+            of_model = None if isinstance(called, type) else module
+            return self._in_place_of(called, Arguments.of(args, kwargs, of_model), module)
 
-        return {m: forward_of(path, m) for path, m in model.named_modules() if path in self._callables}
+        return calls_exchanged(model, self._callables | marked_in(model), traced)
 
-    def _in_place_of(self, name: str, arguments: Arguments) -> Any:
+    def _in_place_of(self, called: Any, arguments: Arguments, module: nn.Module | None = None) -> Any:
         """The fake outputs of an island, computed by its forward op."""
-        island = next(self._waiting, None)
+        name = name_of(called)
         if any(private.has_symbolic_shape(t) for t in arguments.tensors):
             raise private.FixedSize(f"{name} runs as it is, for one size")
-        if island is None or not _is_call_of(island, arguments):
-            raise OpenIsland(f"{name} can't be traced, and calls of it change", self._callables)
+        island = next(self._waiting, None)
+        if called not in self._callables:
+            raise OpenIsland(f"{name} is marked by memplan.opaque", [(called, *self._around())])
+        like = module if isinstance(called, type) else None
+        if island is None or not _is_call_of(island, called, arguments, like):
+            raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
         self.used[island.name] = island
+        look = functools.partial(state_in_short, module or nn.Identity(), called if module is None else None)
+        self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
         assert facts is not None
-        made = _AsOps.apply(self, island, *arguments.tensors)  # type: ignore[no-untyped-call]
+        further = [arguments.tensors[position] for position in island.further_uses]
+        made = _AsOps.apply(self, island, *arguments.tensors, *further)  # type: ignore[no-untyped-call]
         found = iter(made if isinstance(made, tuple) else (made,))
         outputs = [next(found) if _is_place(output) else output for output in facts.outputs]
         return pytree.tree_unflatten(outputs, facts.spec)
 
+    def look_at(self, edges: Edges) -> None:
+        """Look at what else gives gradients to arguments of islands. Raises OpenIsland where sums would differ."""
+        for node in edges.functions:
+            if type(node)._forward_cls is not _AsOps:
+                continue
+            island: Island = node.island
+            facts, shared = island.forward_facts, set[int]()
+            assert facts is not None
+            for position, (target, number) in enumerate(node.next_functions):
+                if target is not None and island.loose and len(edges.into(target, number)) > 1:
+                    shared.add(position)
+            island.shared = frozenset(shared)
+            if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
+                self.unfit.add(island.called)
+        if self.unfit:
+            raise OpenIsland("an opaque call reads differently often what others read too", unfit=self.unfit)
+
     def check(self) -> None:
         """Raise OpenIsland if backward gives gradients to other outputs of an island than in the run of forward."""
+        self.unfit |= {called for called, look, state in self._states if look() != state}
+        if self.unfit:
+            raise OpenIsland(
+                "forward sets what an opaque call reads, or that returns one tensor twice", unfit=self.unfit
+            )
         if self.given:
-            raise OpenIsland("gradients arrive at other outputs of an opaque call", self._callables, self.given)
+            raise OpenIsland("gradients arrive at other outputs of an opaque call", given=self.given)
 
 
-def refuse_failed(error: Exception, message: str, module: str = "") -> UnsupportedModel:
-    """The refusal for an error in a trace: OpenIsland where it came from an autograd function, or from a module.
+_MARK = "_memplan_opaque"
+_LASTING = (
+    bool, int, float, complex, str, type(None), torch.dtype, torch.device, pytree.TreeSpec, TensorAt, Enum,
+)  # fmt: skip
 
-    module: path of the one that could run as it is.
+
+class Opaque(nn.Module):
+    """A function that plans run as it is."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        functools.update_wrapper(self, function)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+def opaque(thing: Callable[..., Any]) -> Any:
+    """Mark a function or a module as one that a plan runs as it is, without a look into it.
+
+        attention = memplan.opaque(my_kernels.attention)
+
+    Each of its calls becomes two ops of the plan: one runs it, and one runs its backward through autograd. Returns the
+    module itself, or a module that stands for the function. A function has to be given the tensors that it reads:
+    those behind it get no gradients. Apply it before `memplan.apply`.
+    """
+    marked = thing if isinstance(thing, nn.Module) else Opaque(thing)
+    vars(marked)[_MARK] = True
+    return marked
+
+
+def marked_in(model: nn.Module) -> set[Any]:
+    """Paths of modules that are marked, and the class of functions that are."""
+    return {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
+
+
+def name_of(called: Any) -> str:
+    """The name of an autograd function or a class, or the path of a module."""
+    return called if isinstance(called, str) else str(called.__qualname__)
+
+
+def calls_exchanged(
+    model: nn.Module, callables: Collection[Any], instead: Callable[..., Any]
+) -> contextlib.AbstractContextManager[Any]:
+    """A context in which calls of these modules give what `instead(called, module, original, args, kwargs)` gives.
+
+    - callables: paths of modules, and classes of modules that are not in the model. Of a module with hooks, or whose
+      calls are compiled, the whole call is exchanged, else its forward.
+    - original: makes the call as it is.
+    """
+    stack, of_model = contextlib.ExitStack(), set(model.modules())
+
+    def by_class(kind: type) -> Callable[..., Any]:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            original = functools.partial(private.called, module)
+            if module in of_model or type(module) is not kind:
+                return original(*args, **kwargs)
+            return instead(kind, module, original, args, kwargs)
+
+        return call
+
+    def of_module(path: str, module: nn.Module) -> Forward:
+        original = module.forward
+        if is_wholly_called(module):
+            original = private.compiled_call(module) or functools.partial(private.called, module)
+        return lambda *args, **kwargs: instead(path, module, original, args, kwargs)
+
+    modules = {m: of_module(path, m) for path, m in model.named_modules() if path in callables}
+    wholly = {m: call for m, call in modules.items() if is_wholly_called(m)}
+    kinds = {kind: by_class(kind) for kind in callables if isinstance(kind, type) and issubclass(kind, nn.Module)}
+    stack.enter_context(forwards_exchanged({m: call for m, call in modules.items() if m not in wholly}))
+    stack.enter_context(private.calls_instead({**wholly, **kinds}))
+    return stack
+
+
+def is_wholly_called(module: nn.Module) -> bool:
+    """Whether a call of a module does more than to run its forward."""
+    return private.is_hooked(module) or private.compiled_call(module) is not None
+
+
+def refuse_failed(error: Exception, message: str, islands: IslandsTraced, around: Calls) -> UnsupportedModel:
+    """The refusal for an error in a trace.
+
+    It is an OpenIsland where the error came from an autograd function, or within modules. around: these modules.
     """
     function = private.function_that_failed(error)
     if function is not None and function is not _AsOps and not is_library_code(function):
-        return OpenIsland(message, {function})
-    return OpenIsland(message, {module}) if module else UnsupportedModel(message)
+        return OpenIsland(message, [islands.applied.get(function, (function, *around))])
+    return OpenIsland(message, [around]) if around else UnsupportedModel(message)
 
 
-def islands_of(refusal: UnsupportedModel, applied: Collection[Any]) -> tuple[set[Any], dict[str, tuple[bool, ...]]]:
-    """Candidates for islands after a refusal, and `given` of `OpenIsland`.
+def calls_with(model: nn.Module, owner: str) -> list[Calls]:
+    """Modules whose Python state has this name, or whose code names it, with those around each."""
+    paths = [path for path, _ in model.named_modules() if path]
+    owners = [path for path in paths if owner == path or owner.startswith((f"{path}.", f"{path}[", f"{path} "))]
+    if owners:
+        return [calls_around(max(owners, key=len))]
+    of_code = ("class ", "globals of ", "closure")
+    naming = [
+        path
+        for path in paths
+        if any(
+            name.startswith(of_code) and owner.startswith(name)
+            for name, _ in attribute_tables(model.get_submodule(path))
+        )
+    ]
+    return [calls_around(p) for p in naming if not any(other.startswith(f"{p}.") for other in naming)]
 
-    applied: functions that were traced through. Any of them may have the side effect that the refusal is about.
-    """
-    if isinstance(refusal, OpenIsland):
-        return set(refusal.callables), refusal.given
-    return {f for f in applied if not is_library_code(f)}, {}
+
+def calls_around(path: str) -> Calls:
+    """The module with this path, and those around it, without the model itself."""
+    names = path.split(".") if path else []
+    return tuple(".".join(names[:end]) for end in range(len(names), 0, -1))
 
 
-def _is_call_of(island: Island, arguments: Arguments) -> bool:
+def _is_call_of(island: Island, called: Any, arguments: Arguments, like: nn.Module | None) -> bool:
     tensors, static = arguments.tensors, arguments.static
     layouts, needs = tuple(map(Layout.of, tensors)), tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
-    if (layouts, needs) != (island.inputs, island.needs) or len(static) != len(island.static):
+    if (called, layouts, needs) != (island.called, island.inputs, island.needs) or len(static) != len(island.static):
+        return False
+    if like is not None and island.attributes(like) != island.like:
         return False
     here = zip(static, island.static, strict=True)
     return all(a is b or (is_lasting(a) and type(a) is type(b) and a == b) for a, b in here)
@@ -186,9 +357,11 @@ def _handed_by(frame: FrameType | None, static: Sequence[Any]) -> set[NamedOn]:
 
 def is_lasting(thing: Any) -> bool:
     """Whether a thing is the same in each step if it is equal in two."""
-    if isinstance(thing, tuple):
+    if isinstance(thing, tuple) and not isinstance(thing, TensorAt):
         return all(map(is_lasting, thing))
-    return isinstance(thing, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, pytree.TreeSpec))
+    return isinstance(
+        thing, (bool, int, float, complex, str, type(None), torch.dtype, torch.device, pytree.TreeSpec, TensorAt, Enum)
+    )
 
 
 def _is_place(output: Any) -> TypeGuard[Place]:
@@ -199,9 +372,10 @@ class _AsOps(torch.autograd.Function):
     """Writes the forward op of an island to a trace, and its backward op where backward comes to it."""
 
     @staticmethod
-    def forward(ctx: Any, traced: IslandsTraced, island: Island, *tensors: torch.Tensor) -> Any:
+    def forward(ctx: Any, traced: IslandsTraced, island: Island, *given: torch.Tensor) -> Any:
         facts = island.forward_facts
         assert facts is not None
+        tensors = given[: len(island.inputs)]
         *results, ticket = FORWARD(island.name, list(tensors))
         sources = {("input", i): t for i, t in enumerate(tensors)} | {("result", i): t for i, t in enumerate(results)}
         places = [(p, d) for p, d in zip(facts.outputs, facts.differentiable, strict=True) if _is_place(p)]
@@ -223,6 +397,9 @@ class _AsOps(torch.autograd.Function):
         pattern = tuple(g is not None for g in given)
         if pattern != backward.given:
             ctx.traced.given[island.name] = pattern
+        places = [output for output, is_given in zip(forward.outputs, pattern, strict=True) if is_given]
+        if len(set(places)) < len(places):
+            ctx.traced.unfit.add(island.called)
         autocast = Autocast.of_backward(island.device.type)
         if autocast is not None:
             mode = f"_under_{str(autocast.dtype).removeprefix('torch.')}"
@@ -233,5 +410,7 @@ class _AsOps(torch.autograd.Function):
         sources = {("gradient", i): g for i, g in enumerate(given) if g is not None}
         sources |= dict(zip(forward.kept, ctx.saved_tensors[1:], strict=True))
         sources |= {("result of backward", i): t for i, t in enumerate(results)}
-        found = iter(None if p is None else p.view_of(sources[p.source]) for p in backward.gradients)
-        return None, None, *(next(found) if needed else None for needed in island.needs)
+        found = [[None if p is None else p.view_of(sources[p.source]) for p in of_one] for of_one in backward.gradients]
+        waiting = iter(found)
+        first = [next(waiting)[0] if needed else None for needed in island.needs]
+        return None, None, *first, *(g for of_one in found for g in of_one[1:])

@@ -18,7 +18,7 @@ from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import OpenIsland
+from memplan.capture.trace.islands import Calls, OpenIsland
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
@@ -28,7 +28,12 @@ from memplan.errors import UnsupportedModel
 
 
 class OpenBranch(UnsupportedModel):
-    """Forward branches on a boolean that it computes from parameters. A run of forward would tell which way it goes."""
+    """Forward branches on a boolean that it computes from parameters. A run of forward would tell which way it goes.
+
+    calls: the modules around the branch, as in `OpenIsland`.
+    """
+
+    calls: tuple[Calls, ...] = ()
 
 
 class OpWatch(private.TorchDispatchMode):
@@ -69,7 +74,7 @@ class OpWatch(private.TorchDispatchMode):
         raise OpenIsland(
             f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
             f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own",
-            {self._notes.where} - {""},
+            [self._notes.around()],
         )
 
     def _run(self, op: Any, *args: Any) -> Any:
@@ -127,7 +132,7 @@ class OpWatch(private.TorchDispatchMode):
         """
         for tensor in written_by(func, args, kwargs):
             if not isinstance(tensor, private.FakeTensor):
-                self._memory.keep(tensor)
+                self._memory.keep(tensor, self._notes.around())
             elif any(storage_key(view) == storage_key(tensor) for view in self._views):
                 raise UnsupportedModel(
                     f"forward writes to a view of a tensor that is no buffer (.data, .detach(), a slice), in module "
@@ -187,12 +192,9 @@ class OpWatch(private.TorchDispatchMode):
                     f"at {source}. Draw them outside of the model and pass them in"
                 )
         attributes = private.tracer_constants()
-        if seen is not None and self._notes.blind:
-            value = seen.value
-        else:
-            value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
-            if seen is not None and seen.value != value:
-                raise UnsupportedModel(f"{OTHER_READS}, at {source}")
+        value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
+        if seen is not None and seen.value != value:
+            raise UnsupportedModel(f"{OTHER_READS}, at {source}")
         self._notes.reads.append(ScalarRead(node, value, self._notes.place(source)))
         return value
 

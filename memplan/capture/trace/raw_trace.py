@@ -73,28 +73,6 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class PartSurroundings:
-    """What has to be known of a larger step to capture a part of it.
-
-    - tangents: the outputs that backward reaches, and the layout of the gradient that arrives for each.
-    - uses: for inputs, by position, how many ops of the part read it, where they are several. Autograd adds each of
-      their gradients to those of readers outside, one by one. So each has to be handed over by itself: as the gradient
-      of one more input, after all others, called "name (use 2)" and so on.
-    - answers: what an earlier trace of this call read from tensors, where its inputs' data is not at hand.
-    - whole: there is no step around; only the tangents matter.
-    """
-
-    tangents: Mapping[int, GradientLayout]
-    uses: Mapping[int, int] = field(default_factory=dict)
-    answers: tuple[Answer, ...] = ()
-    whole: bool = False
-
-    def further_uses(self) -> list[tuple[int, int]]:
-        """(position of the input, number of the use) of each gradient beyond the first."""
-        return [(position, use) for position, count in self.uses.items() for use in range(2, count + 1)]
-
-
-@dataclass(frozen=True, slots=True)
 class ScalarRead:
     """A value that forward read from tensor data.
 
@@ -153,6 +131,7 @@ class RawTrace:
     - symbolic: symbols in the place of sizes that vary; None where none do.
     - fixed: (symbol, place) where PyTorch came to depend on the value of one.
     - islands: calls that are ops of their own, by the name that these ops have for it.
+    - told: islands with the reason for each, in words.
     - handed: names that lines of forward only hand on to islands.
     - specs: of gradients that are DTensors, by parameter: which ranks have which parts of them.
     """
@@ -181,5 +160,6 @@ class RawTrace:
     symbolic: SymbolicInputs | None = None
     fixed: tuple[tuple[str, str], ...] = ()
     islands: Mapping[str, Island] = field(default_factory=dict)
+    told: tuple[str, ...] = ()
     handed: frozenset[NamedOn] = frozenset()
     specs: Mapping[str, Any] = field(default_factory=dict)

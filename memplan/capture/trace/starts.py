@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from memplan.capture.ops.edges import leaves_behind
 from memplan.capture.trace.call import OutputTemplate
-from memplan.capture.trace.edges import leaves_behind
 from memplan.errors import NothingToTrain
 
 

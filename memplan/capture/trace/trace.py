@@ -19,20 +19,20 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
+from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import as_ops
-from memplan.capture.ops.layout import dense_layout, dense_stride, strided_parts, strides_that_matter
+from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
-from memplan.capture.trace.edges import Edges
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.forwards import forwards_exchanged
+from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import generator_kept, seeding_itself
 from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, IslandsTraced, OpenIsland, refuse_failed
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.op_watch import OpWatch
-from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, PartSurroundings, RawTrace
+from memplan.capture.trace.op_watch import OpenBranch, OpWatch
+from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
 from memplan.capture.trace.stand_ins import StandIns
@@ -49,8 +49,8 @@ class TraceRequest:
     - autocast: under which forward runs.
     - device: the device of the plan.
     - expanded: the gradients handed in are one number expanded to the output's shape, as `out.sum().backward()` gives.
-    - around: the call is part of a larger step. Gradients of its inputs then go on as they are; each must have the
-      layout of its input.
+    - tangents: the outputs that backward starts from, and the layout of the gradient that arrives for each. With None,
+      backward starts from the loss, else from every output that requires grad.
     - shapes: of parameters that are empty between uses, by name.
     - memo: that of other traces under the same switches.
     - moves_inputs: the call's tensors may be elsewhere, and stand for tensors on the device.
@@ -73,7 +73,7 @@ class TraceRequest:
     autocast: Autocast
     device: torch.device
     expanded: bool = False
-    around: PartSurroundings | None = None
+    tangents: Mapping[int, GradientLayout] | None = None
     shapes: Mapping[str, torch.Size] = field(default_factory=dict)
     memo: Memo = field(default_factory=Memo)
     moves_inputs: bool = True
@@ -102,22 +102,19 @@ class _StepTrace:
     """One trace, while it is made. It holds no tensor of the trace itself."""
 
     def __init__(self, request: TraceRequest) -> None:
-        model, call, around = request.model, request.call, request.around
+        model, call = request.model, request.call
         self._request = request
         self._parameters, self._buffers = dict(model.named_parameters()), dict(model.named_buffers())
         named = (*self._parameters.items(), *self._buffers.items(), *zip(call.names, call.tensors, strict=True))
         for name, tensor in named:
             if len(strided_parts(tensor)) > 1:
                 raise UnsupportedModel(f"{name} is a sparse tensor, which ops on can't be traced")
-        further = () if around is None else around.further_uses()
-        self._inputs = (*call.tensors, *(call.tensors[position] for position, _ in further))
+        self._inputs = call.tensors
         self._differentiated = [name for name, p in self._parameters.items() if p.requires_grad]
         names = {module: name for name, module in model.named_modules()}
         self._notes = TraceNotes(names, {}, len(self._parameters), in_place=request.in_place)
-        self._islands = IslandsTraced(request.islands)
-        if around is not None and around.answers:
-            self._notes.seen, self._notes.blind = iter(around.answers), True
-        elif request.seen is not None:
+        self._islands = IslandsTraced(request.islands, self._notes.around)
+        if request.seen is not None:
             self._notes.seen = (answer for answer in request.seen if isinstance(answer.value, bool))
 
     def made(self) -> RawTrace:
@@ -130,14 +127,14 @@ class _StepTrace:
             stack.enter_context(torch.autocast(request.device.type, enabled=False))
             stack.enter_context(torch.enable_grad())
             stack.enter_context(private.not_tracing_for_transformers())
-            stack.enter_context(generator_kept(request.device))
+            stack.enter_context(generator_kept(request.device, lambda: self._notes.drew))
             stack.enter_context(self._notes.noting_modules())
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))
             stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
             stack.enter_context(private.functions_applied_by(self._islands.apply))
-            stack.enter_context(forwards_exchanged(self._islands.forwards(request.model)))
+            stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
             watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
             with self._errors_in_words():
@@ -175,15 +172,17 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except OpenIsland:
+        except (OpenIsland, OpenBranch) as error:
+            if isinstance(error, OpenBranch):
+                error.calls = (self._notes.around(),)
             raise
         except UnsupportedModel as error:
-            refusal = refuse_failed(error, str(error))
+            refusal = self._refused(error, str(error))
             raise (refusal if isinstance(refusal, OpenIsland) else error) from error.__cause__
         except private.FixedSize as error:
             raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
-            raise refuse_failed(
+            raise self._refused(
                 error,
                 f"the shape or value of a result depends on data ({first_line(error)}): module {self._notes.module}, "
                 f"{line_of(error)}. Compute it outside of the model and pass it in, or use operations whose result "
@@ -196,14 +195,16 @@ class _StepTrace:
                 raise CompiledCode(
                     f"forward calls a function that went through torch.compile: module {self._notes.module}, "
                     f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
-                    {self._notes.where} - {""},
+                    [self._notes.around()],
                 ) from error
-            raise refuse_failed(
+            raise self._refused(
                 error,
                 f"the training step can't be traced: {type(error).__name__}: {first_line(error)}\n"
                 f"  in module {self._notes.module}, {line_of(error)}",
-                self._notes.where,
             ) from error
+
+    def _refused(self, error: Exception, message: str) -> UnsupportedModel:
+        return refuse_failed(error, message, self._islands, self._notes.around())
 
     # -- what is traced ---------------------------------------------------------------------------------------------
 
@@ -223,16 +224,15 @@ class _StepTrace:
             for t, real in zip(tensors, self._inputs, strict=True)
         ]
         call, state = self._request.call, {**leaves, **dict(zip(self._buffers, bufs, strict=True))}
-        own = given[: len(call.tensors)]
-        arguments = call.with_tensors(own)
+        arguments = call.with_tensors(given)
         parts = {name: private.part_here(tensor) for name, tensor in state.items()}
         real = {**self._parameters, **self._buffers}
         real |= {f"argument {name}": tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
-        stand_ins = StandIns(parts, dict(zip(call.names, own, strict=True)), arguments, real)
+        stand_ins = StandIns(parts, dict(zip(call.names, given, strict=True)), arguments, real)
         with (
             private.seeding_refused(seeding_itself),
             watching_tensors(stand_ins.note_requires_grad, stand_ins.read),
-            _in_place_of_state(self._request.model, state),
+            in_place_of_state(self._request.model, state),
         ):
             template = self._forward(*arguments)
             stand_ins.check("forward")
@@ -283,36 +283,35 @@ class _StepTrace:
     def _gradients(
         self, template: OutputTemplate, leaves: Mapping[str, torch.Tensor], given: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """Run backward: gradients of parameters, of inputs, and of further uses of these."""
-        request, notes, around = self._request, self._notes, self._request.around
+        """Run backward: gradients of parameters and of inputs."""
+        request, notes = self._request, self._notes
         chosen, tangents = self._tangents(template)
         starts = [template.tensors[i] for i in chosen]
         own = {name: leaves[name] for name in self._differentiated}
-        wanted = [*own.values(), *(t for t in given[: len(request.call.tensors)] if t.requires_grad)]
+        wanted = [*own.values(), *(t for t in given if t.requires_grad)]
         edges = Edges(starts)
+        self._islands.look_at(edges)
         notes.summed = tuple(name for name, leaf in own.items() if len(edges.to(leaf)) > 1)
         notes.inner = _inner(template, edges)
-        _refuse_state_of_backward(edges)
+        _refuse_state_of_backward(edges, self._islands)
         autocast = request.backward.context() if request.backward else contextlib.nullcontext()
         with notes.noting_arrivals(own), autocast:
-            if around is None or around.whole:
-                return list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
-            return _grads_in_part(starts, wanted, tangents, around, given, own)
+            return list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
 
     def _tangents(self, template: OutputTemplate) -> tuple[list[int], list[torch.Tensor]]:
         """The outputs that backward starts from, and a stand-in for the gradient that is handed in for each."""
-        around, requires_grad = self._request.around, self._notes.requires_grad
-        if around is None:
+        arriving, requires_grad = self._request.tangents, self._notes.requires_grad
+        if arriving is None:
             chosen = differentiated_outputs(template, requires_grad)
         else:
-            chosen = sorted(around.tangents)
+            chosen = sorted(arriving)
             if not all(i < len(requires_grad) and requires_grad[i] for i in chosen):
                 raise UnsupportedModel("backward starts from an output that does not require grad")
         tangents = []
         for index in chosen:
             output = template.tensors[index].detach()
-            if around is not None:
-                layout = around.tangents[index]
+            if arriving is not None:
+                layout = arriving[index]
                 shape, stride = self._as_it_arrives(output, layout)
                 tangents.append(output.new_empty_strided(shape, stride, dtype=layout.dtype))
             elif self._request.expanded:
@@ -337,7 +336,7 @@ class _StepTrace:
     # -- what comes of it -------------------------------------------------------------------------------------------
 
     def _raw(self, graph_module: fx.GraphModule, symbolic: SymbolicInputs | None) -> RawTrace:
-        notes, names = self._notes, input_names(self._request.call, self._request.around)
+        notes, names = self._notes, self._request.call.names
         assert notes.template is not None
         assert notes.boundary is not None
         (returned,) = (n for n in graph_module.graph.nodes if n.op == "output")
@@ -372,26 +371,21 @@ class _StepTrace:
             symbolic=symbolic,
             fixed=tuple(notes.fixed_at.items()),
             islands=self._islands.used,
+            told=self._request.islands.told,
             handed=frozenset(self._islands.handed),
             specs=notes.specs,
         )
 
 
-def _refuse_state_of_backward(edges: Edges) -> None:
+def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
     """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
     depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
     for function, state in depend.items():
         raise OpenIsland(
             f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
             "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            depend,
+            [islands.applied.get(f, (f,)) for f in depend],
         )
-
-
-def input_names(call: Call, around: PartSurroundings | None) -> tuple[str, ...]:
-    """Names of the inputs of a trace: those of the call, and one for each further use."""
-    further = around.further_uses() if around else ()
-    return (*call.names, *(f"{call.names[position]} (use {use})" for position, use in further))
 
 
 def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
@@ -404,69 +398,10 @@ def _inner(template: OutputTemplate, edges: Edges) -> dict[int, bool]:
     return {i: bool(edges.to(tensor)) for i, tensor in tensors.items() if of_all.to(tensor)}
 
 
-def _grads_in_part(
-    starts: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor],
-    around: PartSurroundings,
-    given: Sequence[torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """Gradients of `wanted` and of further uses, each as autograd hands it on. Raises UnsupportedModel."""
-    edges = Edges(starts)
-    for name, leaf in parameters.items():
-        if len(edges.to(leaf)) > 1:
-            raise UnsupportedModel(
-                f"parameter {name} is used more than once in here; were it used elsewhere too, its gradients would be "
-                "added in another order"
-            )
-    by_use: dict[int, list[torch.Tensor]] = {}
-    for position, count in around.uses.items():
-        if len(edges.to(given[position])) != count:
-            raise UnsupportedModel(f"the number of uses of argument {position} is another than in the eager step")
-        by_use[position] = edges.divert(given[position])
-    grads: list[torch.Tensor | None] = list(torch.autograd.grad(starts, wanted, tangents, allow_unused=True))
-    for position, found in by_use.items():
-        if len(found) != around.uses[position]:
-            raise UnsupportedModel(f"not every use of argument {position} gives a gradient")
-        index = next(i for i, t in enumerate(wanted) if t is given[position])
-        grads[index] = found[0]
-    grads += [by_use[position][use - 1] for position, use in around.further_uses()]
-    inputs = [t for t in given if t.requires_grad]
-    for leaf, grad in zip(inputs, grads[len(grads) - len(inputs) :], strict=True):
-        if grad is not None and (
-            grad.dtype != leaf.dtype
-            or strides_that_matter(grad.shape, grad.stride()) != strides_that_matter(grad.shape, dense_layout(leaf)[1])
-        ):
-            raise UnsupportedModel(
-                f"the gradient of an argument of shape {tuple(leaf.shape)} has strides {grad.stride()}, which a "
-                "planned part of a step would not hand on"
-            )
-    return grads
-
-
 def _take_attributes(leaf: torch.Tensor, parameter: nn.Parameter) -> None:
     """Copy what a parameter of a subclass carries (the scales of packed weights) to its stand-in."""
     if not private.is_ordinary(parameter) and not private.is_sharded(parameter):
         vars(leaf).update({key: value for key, value in vars(parameter).items() if key not in vars(leaf)})
-
-
-@contextlib.contextmanager
-def _in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """A context with these tensors in place of the model's parameters and buffers, under all names that each has.
-
-    `torch.func.functional_call` leaves its own in a module that is registered twice.
-    """
-    members: list[dict[str, Any]] = [m for module in model.modules() for m in (module._parameters, module._buffers)]
-    names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
-    before = [(of_module, key, t) for of_module in members for key, t in of_module.items() if t is not None]
-    for of_module, key, tensor in before:
-        of_module[key] = state[names[id(tensor)]]
-    try:
-        yield
-    finally:
-        for of_module, key, tensor in before:
-            of_module[key] = tensor
 
 
 def _stand_in(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.trace.call import OutputTemplate
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, Decision, ScalarRead
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
@@ -27,14 +28,15 @@ class TraceNotes:
     - names: paths of modules.
     - sources: placeholder name -> the real tensor that a scalar read may look at.
     - stack, spans: modules that run, and where in the graph each was entered or left.
-    - seen, blind: what forward read from tensors before. Where the inputs' data is not at hand (`blind`), it is all
-      that was read, else the booleans of a run.
+    - seen: booleans that forward read from tensors in a run.
     - answers: what the trace has read so far.
     - decided: booleans whose values were taken from `seen`, with these values and where forward branches on them.
     - in_place, odd_sums: see `sums`.
     - additions: how many there were in backward.
     - renamed: names of nodes by the ones that they had while they were traced, where these are others.
     - fixed_at: by symbol, where PyTorch came to depend on its value.
+    - running: modules whose calls are not over.
+    - python_state: of Python's generators when a module last began or ended. drew: the modules in which they moved.
 
     The rest is handed on as it is: see `RawTrace`.
     """
@@ -57,7 +59,6 @@ class TraceNotes:
     summed: tuple[str, ...] = ()
     inner: dict[int, bool] = field(default_factory=dict)
     seen: Iterator[Answer] | None = None
-    blind: bool = False
     answers: list[Answer] = field(default_factory=list)
     forward_reads: int = 0
     decided: list[tuple[torch.Tensor, bool, str]] = field(default_factory=list)
@@ -68,6 +69,24 @@ class TraceNotes:
     renamed: dict[str, str] = field(default_factory=dict)
     fixed_at: dict[str, str] = field(default_factory=dict)
     specs: dict[str, Any] = field(default_factory=dict)
+    running: list[nn.Module] = field(default_factory=list)
+    python_state: Any = None
+    drew: tuple[Any, ...] = ()
+
+    def around(self) -> tuple[Any, ...]:
+        """The modules that are running, the innermost first: paths, or classes of those that the model has not.
+
+        The model itself is not among them.
+        """
+        keys = (self.names.get(module, type(module)) for module in reversed(self.running))
+        return tuple(dict.fromkeys(key for key in keys if key))
+
+    def _look_for_draws(self) -> None:
+        """Note in which module numbers were drawn from Python's generators."""
+        state = python_generators()
+        if self.python_state not in (None, state):
+            self.drew = self.drew or self.around()
+        self.python_state = state
 
     def fixed(self, symbol: str, number: int) -> None:
         """Note that PyTorch turns a symbol into a number, here."""
@@ -82,7 +101,7 @@ class TraceNotes:
         """Note the state of the trace when forward has returned."""
         nodes = private.tracer_graph().nodes
         self.forward_reads = len(self.answers)
-        if self.seen is not None and not self.blind and next(self.seen, None) is not None:
+        if self.seen is not None and next(self.seen, None) is not None:
             raise UnsupportedModel(OTHER_READS)
         self.decisions = tuple(
             Decision(template.add(tensor, f"branch at {where}"), value, where) for tensor, value, where in self.decided
@@ -115,7 +134,7 @@ class TraceNotes:
 
         Raises UnsupportedModel where nothing was read here.
         """
-        if self.seen is None or not (self.blind or (tensor.dtype is torch.bool and self.template is None)):
+        if self.seen is None or tensor.dtype is not torch.bool or self.template is not None:
             return None
         answer = next(self.seen, None)
         if answer is None or answer.place != place:
@@ -140,11 +159,16 @@ class TraceNotes:
         """A context that notes which module runs while each node is recorded."""
 
         def enter(module: nn.Module, args: Any) -> None:
+            self._look_for_draws()
+            self.running.append(module)
             if module in self.names:
                 self.stack.append(self.names[module])
                 self.spans.append((len(private.tracer_graph().nodes), self.where))
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._look_for_draws()
+            while self.running and self.running.pop() is not module:
+                pass
             if module in self.names and self.stack:
                 self.stack.pop()
                 self.spans.append((len(private.tracer_graph().nodes), self.where))

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.ops.island import Island
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Evaluation, Numbers, Sizes, TensorSizes, expressions_in
@@ -116,6 +117,7 @@ class ParameterStore:
         self.updates: UpdatesInBackward | None = None
         self.arena = StepArena(device)
         self.gathers = gathers
+        self.absent: set[str] = set()  # parameters that get no gradient in this backward
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
         for name in names:
@@ -180,6 +182,8 @@ class ParameterStore:
         """
         pairs = []
         for name, gradient in zip(names, gradients, strict=True):
+            if name in self.absent:
+                continue
             parameter = self._direct.get(name)
             if parameter is not None and _lands_as_it_is(parameter, gradient):
                 self._land(parameter, gradient)
@@ -410,12 +414,7 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program, with the model whose parameters it reads.
-
-    - drops_saved: forward saves nothing, and runs again when backward begins.
-    """
-
-    drops_saved = False
+    """A program, with the model whose parameters it reads."""
 
     def __init__(
         self,
@@ -432,6 +431,7 @@ class Runner:
         sizes: Sizes | None = None,
         checked: Callable[[], Program] | None = None,
         steering: Steering | None = None,
+        islands: Sequence[Island] = (),
     ) -> None:
         """Prepare to run a program.
 
@@ -444,8 +444,11 @@ class Runner:
         - sizes: of the step; None where it is for one size.
         - checked: gives the program with checks of its results, for the first run at each size.
         - steering: leads the step through the model's arena, at the planned sizes.
+        - islands: of forward.
         """
         self.program = program
+        self._once = [island for island in islands if island.once]
+        self.unlike = [island.title for island in islands if not island.alike]
         self._sizes, self._checked, self._steering = sizes, checked, steering
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
@@ -479,11 +482,6 @@ class Runner:
         - keeps_buffers: forward can run again though it writes to buffers, because their earlier contents are kept.
         """
         self._rescue, self._before_backward, self._keeps_buffers = rescue, before_backward, keeps_buffers
-
-    @property
-    def is_attended(self) -> bool:
-        """Whether a rescue gives gradients where this program can't."""
-        return self._rescue is not None
 
     def begin_backward(self, state: InFlight) -> None:
         """Call what is to be called when a backward begins."""
@@ -531,6 +529,8 @@ class Runner:
         numbers = self._numbers(inputs)
         program = self._program_for(numbers)
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
+        may_stop = self._decisions or program.forward in self.unchecked
+        python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), self._in_arena(numbers):
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
@@ -538,7 +538,9 @@ class Runner:
             self.store.transfers.settle()
             if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
                 self._go_back(start)
+                python_state.close()
             raise
+        python_state.pop_all()
         self.store.transfers.forward_reads_done()
         outputs = results[: program.output_count]
         saved = results[program.output_count :]
@@ -600,6 +602,7 @@ class Runner:
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()
+        self.store.absent.clear()
         self.store.transfers.standing.free()  # another forward's, which was in flight beside this one
         if self.program.grads == "surface":
             self.store.look_for_hooks()
@@ -623,7 +626,9 @@ class Runner:
         self._known_sizes.add(state.numbers)
         self.arrived = {i: TangentLayout.of(self._layouts[i].output, t) for i, t in tangents.items()}
         self.store.transfers.all_reads_done()
-        return dict(zip((*self.program.input_gradients, *self.program.parameter_gradients), results, strict=True))
+        keys: list[int | str] = [*self.program.input_gradients, *self.program.parameter_gradients]
+        found = zip(keys, results, strict=True)
+        return {key: gradient for key, gradient in found if key not in self.store.absent}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
         pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]
@@ -654,7 +659,7 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.start is None or state.surfacing or self._loses_what_it_reads(state.start):
+        if state.start is None or state.surfacing or self.unlike or self._loses_what_it_reads(state.start):
             return False
         return all(watched.is_same(self.store) for watched in state.start.read)
 
@@ -667,6 +672,8 @@ class Runner:
             return
         if state.start is None:
             why = "its parameters are there only around its own passes"
+        elif self.unlike:
+            why = f"{self.unlike[0]} would give, or leave, something else"
         elif self.written.for_good:
             why = "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
         elif self._loses_what_it_reads(state.start):
@@ -691,7 +698,8 @@ class Runner:
         with private.versions_kept(buffers.values()):  # other forwards that wait may have read them
             self._go_back(state.start)
             try:
-                again = self.forward(state.start.inputs)[1]
+                with self._state_kept():
+                    again = self.forward(state.start.inputs)[1]
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
@@ -699,6 +707,13 @@ class Runner:
             return self.backward(again, tangents)
         finally:
             state.surfacing = again.surfacing
+
+    def _state_kept(self) -> contextlib.ExitStack:
+        """A context that puts Python state back which islands change."""
+        stack = contextlib.ExitStack()
+        for island in self._once:
+            stack.enter_context(island.kept(self.store.model))
+        return stack
 
     def _backward_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers
@@ -789,9 +804,6 @@ class _StepFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         outputs, state = runner.forward(tensors[:input_count])
-        if runner.drops_saved:
-            state.spend()
-            state.watched.clear()  # which hold outputs; what forward has read is checked before it runs again
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))

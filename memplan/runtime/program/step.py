@@ -13,10 +13,10 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
+from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
-from memplan.plans.partial_plan import PartialPlan
 from memplan.plans.plan import Plan
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
@@ -32,7 +32,7 @@ class PlannedStep(Protocol):
     """A step that serves one kind of call of a model."""
 
     @property
-    def plan(self) -> Plan | PartialPlan | None: ...
+    def plan(self) -> Plan | None: ...
     @property
     def provisional(self) -> bool: ...
     @property
@@ -204,4 +204,5 @@ def _runner(
         sizes=traced.sizes,
         checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),
         steering=plan.steering,
+        islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
     )

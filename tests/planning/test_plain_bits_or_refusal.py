@@ -1,4 +1,4 @@
-"""Models that can't be captured whole are planned in part with the plain bits, or refused: never a third thing."""
+"""What can't be captured runs as islands or unplanned, with the plain bits, or is refused: never a third thing."""
 
 from __future__ import annotations
 

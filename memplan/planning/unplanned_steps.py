@@ -1,0 +1,124 @@
+"""A step for a call that can't be captured, not even with islands: it runs unplanned where that fits the budget."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from memplan.capture.capture import UnplannableArgument, model_device, refuse_wrappers
+from memplan.capture.trace.call import Call, CallReader, Forward, Sample
+from memplan.capture.trace.escapes import EscapedTensors
+from memplan.capture.trace.islands import CompiledCode
+from memplan.capture.trace.source_lines import first_line
+from memplan.costs.libraries import most_library_bytes
+from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
+from memplan.logs import log
+from memplan.planning.at_hand import unplanned_bytes
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
+from memplan.problem.data import Buffers
+from memplan.runtime.program.step import EagerStep, PlannedStep
+from memplan.runtime.trial.unplanned_peak import unplanned_peak
+from memplan.units import format_bytes
+
+
+class UnplannedSteps:
+    """Steps of one model that run as they are. The model is on the device with all its parameters."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits,
+        placement: Placement,
+        optimizer_needs: Callable[[torch.device], tuple[int, int]],
+    ) -> None:
+        self._settings, self._limits, self._placement = settings, limits, placement
+        self._optimizer_needs = optimizer_needs
+
+    def step(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep],
+        error: UnsupportedModel,
+    ) -> EagerStep:
+        """A step for a call that can't be captured, once its peak is known to fit the budget.
+
+        - known: steps that there are; the plan of an equal call tells what this one holds unplanned.
+        - error: why the call can't be captured; raised where it can't run unplanned either.
+
+        Raises BudgetInfeasible if it does not fit.
+        """
+        self._refuse(model, error)
+        device = self._device(model, error)
+        call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        call = call.detached(device)
+        peak_bytes, limit_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
+        if peak_bytes is None or limit_bytes is None or peak_bytes > limit_bytes:
+            peak_bytes, limit_bytes = self._measured(model, forward, call, device, error)
+        within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
+        log.warning("such calls run unplanned, at %s: %s", within, str(error).partition("\n")[0])
+        return EagerStep.of(model, forward, call, device.type)
+
+    def _refuse(self, model: nn.Module, error: UnsupportedModel) -> None:
+        """Raise the error for settings and calls with which no step can run unplanned."""
+        settings, never = self._settings, (NothingToTrain, CompiledCode, EscapedTensors, UnplannableArgument)
+        refuse_wrappers(model)
+        if isinstance(error, never) or settings.loss_fn is not None or settings.update == "backward":
+            raise error
+        if settings.in_flight > 1 or settings.surroundings.buffers != Buffers():
+            raise error
+        if not any(p.requires_grad for p in model.parameters()):
+            raise error
+        if settings.shards is not None:
+            raise UnsupportedModel(
+                f"{error}\nWith sharded parameters a step has to be planned, for what runs unplanned would not gather. "
+                "Mend that, or leave the parameters whole (ZeRO stage 2 or less)"
+            ) from error
+
+    def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
+        """Where the model runs. Raises the error where it can't run there."""
+        if self._placement.host:
+            raise UnsupportedModel(f"{error}. With parameters on the host it can't run unplanned either") from error
+        device = self._placement.device
+        if device is not None and any(t.device != device for t in (*model.parameters(), *model.buffers())):
+            raise UnsupportedModel(
+                f"{error}. Such a step can run unplanned once the model is on the device: call "
+                f"model.to({str(device)!r}) before"
+            ) from error
+        return device or model_device(model)
+
+    def _measured(
+        self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
+    ) -> tuple[int, int]:
+        """What a run of the step on the sample holds, with what is held beside it, and the budget."""
+        state_bytes, update_bytes = self._optimizer_needs(device)
+        around = self._settings.surroundings
+        held_bytes = state_bytes + around.held_bytes + most_library_bytes(device)
+        if self._limits.accumulate:
+            held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        run = functools.partial(forward, *call.variadic, **call.arguments)
+        try:
+            measured = contextvars.copy_context().run(unplanned_peak, model, call, run)
+        except MemplanError:
+            raise
+        except Exception as failure:
+            raise UnsupportedModel(
+                f"{error}. As it is, a step on the sample fails: {type(failure).__name__}: {first_line(failure)}"
+            ) from failure
+        after_bytes = measured.end_bytes + update_bytes + around.after_bytes
+        peak_bytes = held_bytes + max(measured.peak_bytes, after_bytes)
+        limit_bytes = self._limits.settle(peak_bytes, measured.resident_bytes + held_bytes, peak_bytes)
+        if peak_bytes > limit_bytes:
+            raise BudgetInfeasible(
+                f"such calls can only run unplanned, at {format_bytes(peak_bytes)} ({peak_bytes} bytes), and that does "
+                f"not fit {format_bytes(limit_bytes)}: {error}",
+                peak_bytes,
+            )
+        return peak_bytes, limit_bytes

@@ -1,0 +1,383 @@
+"""Learn from one run of forward on the sample what islands return, save, cost, and change in Python.
+
+To trace an island, the layouts of its outputs and of its saved tensors must be known. Made-up inputs would not do: a
+kernel that follows pointers crashes on indices that are out of range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short, is_plain
+from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.named_state import state_behind
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.trace.call import Forward
+from memplan.capture.trace.forwards import in_place_of_state
+from memplan.capture.trace.generators import python_generators
+from memplan.capture.trace.islands import (
+    Arguments,
+    Islands,
+    arguments_of,
+    calls_exchanged,
+    is_lasting,
+    is_wholly_called,
+    name_of,
+)
+from memplan.capture.trace.raw_trace import Autocast
+from memplan.capture.trace.source_lines import caller_line
+from memplan.errors import UnsupportedModel
+from memplan.runtime.program.rng import held_rng, restore_held_rng
+from memplan.runtime.trial.unplanned_peak import KnownGenerators
+from memplan.runtime.watch.meter import LiveMeter
+
+_RUNS = 12  # of a call that draws random numbers, to see how much it saves
+_MARGIN = 1.125  # more room than such runs needed
+
+
+class IslandRuns(private.RealOps):
+    """Learns about each call of some autograd functions and modules while forward runs.
+
+    Each call runs several times more on its own inputs, and its backward runs twice on made-up gradients. Python state
+    that these extra runs change is restored.
+
+    - unfit: calls that can't be islands, with the reason for each.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        callables: frozenset[Any],
+        given: Mapping[str, tuple[bool, ...]],
+        device: torch.device,
+        reasons: Mapping[Any, str],
+    ) -> None:
+        """Prepare for a run of the model's forward.
+
+        - callables: see `Islands`.
+        - given: which outputs get gradients, by name of a call, where these are not all that can have one.
+        - device: of the plan.
+        - reasons: why the callables are islands.
+        """
+        super().__init__()
+        self._model, self._callables, self._given, self._device = model, callables, given, device
+        self._parameters, self._own = list(model.parameters()), _own_things(model)
+        self._reasons = reasons
+        self._calls: list[Island] = []
+        self._within = False
+        self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
+        self._writes = 0  # to what forward has not made
+        self._hidden: set[int] = set()  # buffers to which ops write without a word
+        self._made: dict[int, Any] = {}  # memory that forward has made
+        self._memory = KeptMemory()
+        self.unfit: dict[Any, str] = {}
+
+    @property
+    def islands(self) -> Islands:
+        """The islands of the run, in the order of forward."""
+        calls = tuple(island for island in self._calls if island.called not in self.unfit)
+        return Islands(self._callables - self.unfit.keys(), calls, self._reasons)
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """A context for the run."""
+        exchanged, known = calls_exchanged(self._model, self._callables, self._call), KnownGenerators(self._model)
+        with private.functions_applied_by(self._apply), exchanged, self._memory, known, self:
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in written_by(func, args, kwargs or {}):
+            if storage_key(tensor) not in self._made:
+                self._memory.keep(tensor)
+                self._writes += storage_key(tensor) not in {storage_key(b) for b in self._model.buffers()}
+        hidden = op_facts.HIDDEN_WRITES.get(func, ((), 0))[0]
+        self._hidden |= {storage_key(args[i]) for i in hidden if isinstance(args[i], torch.Tensor)}
+        result = self.run_op(func, args, kwargs)
+        given = {
+            storage_key(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and has_memory(t)
+        }
+        for tensor in tensors_of(result):
+            if has_memory(tensor) and storage_key(tensor) not in given:
+                self._made.setdefault(storage_key(tensor), private.known_storage(tensor))
+        self._reads += func is private.READ_SCALAR
+        self._shapes += _has_shape_of_data(func, args)
+        return result
+
+    def _apply(self, function: Any, args: tuple[Any, ...], original: Any) -> Any:
+        if function not in self._callables or self._within:
+            return original(*args)
+        arguments = Arguments.of(args, {}, nested=False)
+        static = arguments.static
+
+        def call(module: nn.Module | None, *given: torch.Tensor) -> Any:
+            return original(*arguments_of(static, given))
+
+        named = functools.partial(lambda *_: function, *args)  # what it reads, and what it is given
+        repeats = state_behind(vars(function).get("forward")) is None
+        kept = functools.partial(_state_kept, None, named, args)
+        return self._looked_at(function, None, arguments, call, lambda: original(*args), kept, repeats)
+
+    def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+        if self._within:
+            return original(*args, **kwargs)
+        path = called if isinstance(called, str) else None
+        wholly, of_model = path is None or is_wholly_called(module), None if path is None else module
+        arguments = Arguments.of(args, kwargs, of_model)
+        names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        static, count = arguments.static, arguments.given
+
+        def call(own: nn.Module | None, *given: torch.Tensor) -> Any:
+            callee = module if own is None else own
+            own_args, own_kwargs = arguments_of(static, given)
+            state = dict(zip(names, given[count:], strict=True))
+            with in_place_of_state(callee, state):
+                returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
+                now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
+                if any(now.get(name) is not tensor for name, tensor in state.items()):
+                    raise NoIsland(f"{name_of(called)} exchanges parameters or buffers")
+            return returned
+
+        kept = functools.partial(_state_kept, path, original if path is None else None, ())
+        repeats = not any(map(private.is_hooked, module.modules()))
+        return self._looked_at(called, path, arguments, call, lambda: original(*args, **kwargs), kept, repeats, module)
+
+    def _looked_at(
+        self,
+        called: Any,
+        module: str | None,
+        arguments: Arguments,
+        call: Callable[..., Any],
+        run: Callable[[], Any],
+        kept: Callable[[nn.Module], AttributesKept],
+        repeats: bool,
+        instance: nn.Module | None = None,
+    ) -> Any:
+        """Return what the call returns in forward, and add an island for the call.
+
+        - called, module, call: see `Island`.
+        - run: makes the call as forward does.
+        - kept: makes a context that restores the Python state which the call may change.
+        - repeats: False if the code of the call reads Python state, so that the call must not run again.
+        - instance: the module that is called.
+        """
+        name = name_of(called)
+        names = {id(p): own for own, p in self._model.named_parameters()}
+        owners = tuple(names.get(id(tensor)) for tensor in arguments.tensors)
+        before, python_before = held_rng(self._device), python_generators()
+        autocast, tensors = Autocast.ambient(self._device.type), arguments.tensors
+        of_buffers = () if instance is None else map(id, instance.buffers())
+        buffers = frozenset(of_buffers)
+        island = Island(
+            name=f"{name} {len(self._calls)}",
+            called=called,
+            function=name,
+            title=f"{name} at {caller_line()}",
+            static=arguments.static,
+            module=module,
+            call=call,
+            named=functools.partial(_plain_attributes, owners),
+            owners=owners,
+            buffers=frozenset(i for i, t in enumerate(tensors) if i >= arguments.given and id(t) in buffers),
+            inputs=tuple(map(Layout.of, tensors)),
+            needs=tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors),
+            device=self._device,
+            around=autocast.context,
+            attributes=attributes_in_short,
+            like=None if instance is None else attributes_in_short(instance),
+            kept=kept,
+        )
+        gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
+        writes, island.varies = self._writes, False
+        self._within = True
+        try:
+            returned = run()
+        finally:
+            self._within = False
+        after = held_rng(self._device)
+        island.random = before != after
+        drew, island.varies = python_generators() != python_before, self._shapes > shapes
+        island.writes = frozenset(i for i in island.buffers if storage_key(tensors[i]) in self._hidden)
+        island.alike, island.once = repeats and self._writes == writes, not repeats or drew
+        island.loose = island.varies or drew or self._reads > reads
+        self._within = True
+        try:
+            self._refuse(island, arguments, instance, autocast)
+            with torch.no_grad(), kept(self._model) as attributes:
+                self._look(island, tensors, returned, before, attributes)
+            self._calls.append(island)
+        except Exception as error:
+            why = "" if isinstance(error, (NoIsland, UnsupportedModel)) else "it fails when it runs a second time: "
+            self.unfit.setdefault(called, f"{why}{error}")
+        finally:
+            self._within = False
+            restore_held_rng(self._device, after)
+        if any(p.grad is not g for p, g in zip(self._parameters, gradients, strict=True)):
+            self.unfit.setdefault(called, f"the backward of {island.title} writes to .grad of parameters")
+        return returned
+
+    def _refuse(self, island: Island, arguments: Arguments, module: nn.Module | None, autocast: Autocast) -> None:
+        """Raise NoIsland where a call could not be two ops, as far as its arguments tell."""
+        if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
+            raise NoIsland(f"{island.function} is given what belongs to the model; a copy has another")
+        pairs = zip(arguments.tensors, island.owners, strict=True)
+        if any(owner is None and private.attributes_set_on(tensor) for tensor, owner in pairs):
+            raise NoIsland(f"{island.function} is given a tensor with attributes of its own")
+        if module is not None and private.collects_outputs() and private.collects(module):
+            raise NoIsland(f"outputs of modules in {island.function} are collected by the model around it")
+        if module is None or not (autocast.enabled and autocast.cache_enabled):
+            return
+        inside = set(module.modules())
+        others = [p for m in self._model.modules() if m not in inside for p in m._parameters.values() if p is not None]
+        if {id(p) for p in others} & set(map(id, module.parameters())) or any(
+            c.called == island.called for c in self._calls
+        ):
+            raise NoIsland(f"{island.function} shares parameters, whose casts autocast shares too")
+
+    def _look(
+        self,
+        island: Island,
+        given: Sequence[torch.Tensor],
+        returned: Any,
+        state: Any,
+        attributes: AttributesKept,
+    ) -> None:
+        """Fill the facts and costs of an island by extra runs of the call and its backward.
+
+        state: of the generators before the call.
+        """
+        tensors = [t.detach() for t in given]
+
+        def forward() -> list[torch.Tensor]:
+            restore_held_rng(self._device, state)
+            return island.forward(self._model, tensors)
+
+        def outputs_of(results: Sequence[torch.Tensor]) -> tuple[ForwardFacts, dict[Source, torch.Tensor], list[Any]]:
+            facts = island.forward_facts
+            assert facts is not None
+            sources: dict[Source, torch.Tensor] = {("input", i): t for i, t in enumerate(tensors)}
+            sources |= {("result", i): t for i, t in enumerate(results)}
+            places = (p.seen_in(sources[p.source]) if isinstance(p, Place) else None for p in facts.outputs)
+            return facts, sources, list(places)
+
+        with private.outside_of_tracing():
+            (*results, ticket), island.forward_cost = self._twice(forward, tensors)
+            island.once |= attributes.changed()
+            facts, sources, outputs = outputs_of(results)
+            if island.loose and any(type(o) in (int, float) for o in facts.outputs):
+                raise NoIsland(f"{island.title} returns numbers that depend on data")
+            island.alike &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
+            island.repeats = island.alike and not island.once and not island.writes
+            if (island.loose or island.varies) and any(facts.differentiable):
+                del results, ticket, sources, outputs
+                self._look_for_more(island, tensors, state)
+                (*results, ticket), island.forward_cost = self._twice(forward, tensors)
+                facts, sources, outputs = outputs_of(results)
+            if any(facts.differentiable):
+                pairs = zip(outputs, self._given.get(island.name, facts.differentiable), strict=True)
+                grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
+                kept = [ticket, *(sources[source] for source in facts.kept)]
+                _, island.backward_cost = self._twice(lambda: island.backward(grads, kept), [*grads, *kept])
+                del kept
+            del results, ticket, sources, outputs
+            island.check_released()
+            island.looked_at = True
+
+    def _look_for_more(self, island: Island, tensors: Sequence[torch.Tensor], state: Any) -> None:
+        """Run an island on other random numbers and other data, to see whether it saves other tensors then.
+
+        If it does, it gets a buffer for them, with room for the most that was seen and a margin.
+        """
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+        restore_held_rng(self._device, state)
+        most_bytes, alike = island.saves(self._model, tensors)
+        parameters = set(map(id, self._parameters))
+        for run in range(_RUNS):
+            torch.manual_seed(run)
+            random.seed(run)
+            np.random.seed(run)
+            changed = run % 2 and all(t.is_floating_point() or id(t) in parameters for t in tensors)
+            given = [t.neg() if changed and t.is_floating_point() and t.dim() > 1 else t for t in tensors]
+            with contextlib.suppress(RuntimeError, ValueError, IndexError):  # of a run on data that do not occur
+                bytes_then, then = island.saves(self._model, given)
+                most_bytes, island.varies = max(most_bytes, bytes_then), island.varies or then != alike
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
+        if island.varies:
+            island.give_room(int(_MARGIN * most_bytes))
+
+    def _twice(
+        self, run: Callable[[], list[torch.Tensor]], given: Sequence[torch.Tensor | None]
+    ) -> tuple[list[torch.Tensor], IslandCost]:
+        """Results and costs of one of the two ops, from two runs: one for memory, one for time. given: its inputs."""
+        meter = LiveMeter()
+        meter.register(given)
+        before_bytes = meter.live_bytes
+        with meter:
+            results = run()
+        made_bytes = sum(t.untyped_storage().nbytes() for t in results)
+        del results
+        begin = time.perf_counter()
+        results = run()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        time_s = time.perf_counter() - begin
+        return results, IslandCost(time_s, max(0, meter.peak_bytes - before_bytes - made_bytes))
+
+
+def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Module) -> AttributesKept:
+    """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
+    module = nn.Identity() if path is None else model.get_submodule(path)
+    return AttributesKept(module, run=module.forward if path is not None else run, given=given)
+
+
+def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an op gives a tensor whose shape depends on data."""
+    if func is torch.ops.aten.index.Tensor:
+        return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+
+
+def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
+    """Attributes of the parameters with these names, as far as no run can change them in place."""
+    parameters = [None if name is None else model.get_parameter(name) for name in owners]
+    named = [vars(p) if p is not None and private.is_ordinary(p) else {} for p in parameters]
+    return [{key: value for key, value in table.items() if is_plain(value)} for table in named]
+
+
+def _own_things(model: nn.Module) -> dict[int, Any]:
+    """Modules, objects and containers that a copy of the model has copies of, by their id."""
+    own: dict[int, Any] = {}
+    pending: list[Any] = [model]
+    while pending:
+        thing = pending.pop()
+        if id(thing) in own or isinstance(thing, (torch.Tensor, type, ModuleType)) or inspect.isroutine(thing):
+            continue
+        own[id(thing)] = thing
+        if isinstance(thing, (dict, list, tuple, set, deque)):
+            pending += thing.values() if isinstance(thing, dict) else thing
+        elif hasattr(thing, "__dict__"):
+            pending += vars(thing).values()
+    return own
+
+
+def _same_bits(first: torch.Tensor | None, second: Any) -> bool:
+    if first is None:
+        return True
+    one, other = (t.detach().reshape(-1).contiguous().view(torch.uint8) for t in (first, second))
+    return torch.equal(one, other)

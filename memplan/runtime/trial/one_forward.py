@@ -1,0 +1,181 @@
+"""Run forward once on the sample: what it reads from tensors, and what it leaves in the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakIdKeyDictionary
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import AttributesKept, LeftBehind
+from memplan.capture.attributes.kept_memory import has_memory, written_by
+from memplan.capture.ops import op_facts
+from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.trace.call import Call, Forward
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_exchanged
+from memplan.capture.trace.raw_trace import Answer
+from memplan.capture.trace.source_lines import lines_within, stack_depth
+from memplan.errors import UnsupportedModel
+from memplan.runtime.trial.nothing_kept import nothing_kept
+
+
+@dataclass(frozen=True, slots=True)
+class OneForward:
+    """What one run of forward tells.
+
+    - answers: what it read from tensors.
+    - left: what it left in the model.
+    - caches: the part of `left` that any first run would leave. It depends on shapes, and on buffers that no data
+      reach, and not on parameters, inputs or random numbers.
+    - written: names of parameters and buffers that it wrote to.
+    """
+
+    answers: list[Answer]
+    left: LeftBehind
+    caches: LeftBehind
+    written: frozenset[str]
+
+
+def one_forward(
+    model: nn.Module,
+    run: Callable[..., Any],
+    call: Call,
+    around: contextlib.AbstractContextManager[object] | None = None,
+    islands: Islands = NO_ISLANDS,
+) -> OneForward:
+    """Run forward once on a call, within the context `around`. Nothing of that run stays.
+
+    islands: calls whose reads from tensors are not noted.
+
+    Raises ForwardFails where forward raises.
+    """
+    with nothing_kept(model, call, run=run) as writes, nothing_saved(), AttributesKept(model, run=run) as attributes:
+        data = DataFollowed([*model.parameters(), *call.tensors])
+        buffers = [(name, buffer, buffer._version) for name, buffer in model.named_buffers()]
+        standing_in = {storage_key(buffer) for buffer in model.buffers() if has_memory(buffer)}
+        reads = NotedReads()
+
+        def unheard(called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
+            with reads.paused():
+                return original(*args, **kwargs)
+
+        def apply(function: Any, args: tuple[Any, ...], original: Forward) -> Any:
+            with reads.paused() if function in islands.callables else contextlib.nullcontext():
+                return original(*args)
+
+        with (
+            around or contextlib.nullcontext(),
+            calls_exchanged(model, islands.callables, unheard),
+            private.functions_applied_by(apply),
+            data,
+            reads,
+        ):
+            try:
+                run(*call.variadic, **call.arguments)
+            except BackwardWithin:
+                raise
+            except Exception as error:
+                raise ForwardFails(error) from error
+        left = attributes.left()
+        caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
+        memory = {storage_key(tensor) for tensor in writes.written}
+        written = {n for n, p in model.named_parameters() if has_memory(p) and storage_key(p) in memory}
+        written.update(name for name, buffer, version in buffers if buffer._version != version)
+        caches = LeftBehind([], []) if data.was_read else caches
+        return OneForward(reads.answers, left, caches, frozenset(written))
+
+
+class ForwardFails(Exception):
+    """The model's own forward raises this error on this call."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+@contextlib.contextmanager
+def errors_of_forward() -> Iterator[None]:
+    """A context that raises errors of the model's own forward as they were raised there."""
+    try:
+        yield
+    except ForwardFails as failure:
+        raise failure.error from None
+
+
+def nothing_saved() -> contextlib.AbstractContextManager[object]:
+    """A context in which forward runs under grad mode and saves nothing. No backward may follow.
+
+    What traces save, as higher-order ops make them in forward, takes no memory and is kept.
+    """
+    return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, _unpacked)
+
+
+class BackwardWithin(UnsupportedModel):
+    """Forward runs a backward pass itself, so it can't be looked at without what that reads."""
+
+
+def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
+    if packed is None:
+        raise BackwardWithin("forward runs a backward pass itself")
+    return packed
+
+
+class NotedReads(private.RealOps):
+    """Notes the numbers that are read from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answers: list[Answer] = []
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which nothing is noted."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def __enter__(self) -> NotedReads:
+        self._depth = stack_depth()
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.run_op(func, args, kwargs)
+        if func is private.READ_SCALAR and not self._is_paused:
+            self.answers.append(Answer(result, lines_within(self._depth)))
+        return result
+
+
+class DataFollowed(private.RealOps):
+    """Follows the data of some tensors, and random numbers.
+
+    was_read: whether numbers were read from tensors that they reached.
+    """
+
+    def __init__(self, sources: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.was_read = False
+        self._reached = WeakIdKeyDictionary(dict.fromkeys(sources, True))
+
+    def reached(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor depends on the data."""
+        return tensor in self._reached
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = self.run_op(func, args, kwargs)
+        given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        unseen = isinstance(func, private.HigherOrderOperator)  # it reads numbers, and tensors that it isn't given
+        if unseen or any(map(self.reached, given)) or op_facts.draws_random_numbers(func, args, kwargs or {}):
+            self.was_read |= unseen or func is private.READ_SCALAR
+            for tensor in (*tensors_of(result), *written_by(func, args, kwargs or {})):
+                self._reached[tensor] = True
+        return result

@@ -1,0 +1,101 @@
+"""What a step as it is holds, by two runs of it on the sample."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import own_generators
+from memplan.capture.ops.layout import strided_parts
+from memplan.capture.trace.call import Call, OutputTemplate
+from memplan.capture.trace.starts import differentiated_outputs, shared_objects
+from memplan.errors import UnsupportedModel
+from memplan.runtime.trial.nothing_kept import nothing_kept
+from memplan.runtime.watch.meter import LiveMeter
+
+
+class UnplannedPeak(NamedTuple):
+    """Bytes of parameters, buffers and inputs, the most that a step holds, and what it holds when it ends."""
+
+    resident_bytes: int
+    peak_bytes: int
+    end_bytes: int
+
+
+def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> UnplannedPeak:
+    """What a step holds that `run` begins, parameters, buffers and inputs included, kernel scratch on CUDA only.
+
+    Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
+    allocate on the device.
+    """
+    meter = LiveMeter()
+    with nothing_kept(model, call), KnownGenerators(model), torch.enable_grad():
+        meter.register(_resident_tensors(model, call))
+        resident_bytes = allocated_bytes = meter.live_bytes
+        for _ in range(2):
+            for leaf in (*model.parameters(), *call.tensors):
+                leaf.grad = None
+            with _allocations(model) as grown, meter:
+                starts = _starts_of(model, run())
+                _run_backward(starts)
+            del starts
+            allocated_bytes = resident_bytes + grown[0]
+        return UnplannedPeak(resident_bytes, max(meter.peak_bytes, allocated_bytes), meter.live_bytes)
+
+
+class KnownGenerators(private.RealOps):
+    """Refuses ops that draw from a generator which nobody would put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._known = own_generators(model)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for generator in [a for a in (*args, *(kwargs or {}).values()) if isinstance(a, torch.Generator)]:
+            if not any(generator is known for known in self._known):
+                raise UnsupportedModel(
+                    f"{func} draws from a generator that is no attribute of the model; planning would advance it. Make "
+                    "it an attribute of a module"
+                )
+        return self.run_op(func, args, kwargs)
+
+
+def _starts_of(model: nn.Module, output: Any) -> list[torch.Tensor]:
+    """The outputs that backward starts from. Raises UnsupportedModel where there is none."""
+    template = OutputTemplate(output, shared_objects(model))
+    chosen = differentiated_outputs(template, [t.requires_grad for t in template.tensors])
+    return [template.tensors[i] for i in chosen]
+
+
+def _run_backward(starts: Sequence[torch.Tensor]) -> None:
+    """Run backward as a training loop does: after the context of autocast, whose end drops its casts."""
+    torch.clear_autocast_cache()
+    with torch.autocast(starts[0].device.type, enabled=False):
+        torch.autograd.backward(starts, [torch.ones_like(t) for t in starts])
+
+
+def _resident_tensors(model: nn.Module, call: Call) -> list[torch.Tensor]:
+    """Tensors that are there before a step: parameters (this rank's part of sharded ones), buffers and inputs."""
+    tensors = [private.part_here(t) for t in (*model.parameters(), *model.buffers(), *call.tensors)]
+    return [part for tensor in tensors for part in strided_parts(tensor)]
+
+
+@contextlib.contextmanager
+def _allocations(model: nn.Module) -> Iterator[list[int]]:
+    """A context that gives by how much PyTorch's allocations on the CUDA device grew at most; 0 on a CPU."""
+    device = next((p.device for p in model.parameters() if p.device.type == "cuda"), None)
+    grown = [0]
+    if device is None:
+        yield grown
+        return
+    torch.cuda.synchronize(device)
+    before = private.requested_bytes(device)[0]
+    torch.cuda.reset_peak_memory_stats(device)
+    yield grown
+    torch.cuda.synchronize(device)
+    grown[0] = private.requested_bytes(device)[1] - before
