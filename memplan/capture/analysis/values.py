@@ -250,6 +250,7 @@ class _StepBuilder:
         for written in written_storages.values():
             self._write(op, written, once=hidden is not None)
         for position in island.island.writes if island is not None and island.forward else ():
+            assert island is not None
             self._write(op, node.args[1][position], once=island.island.alike)  # type: ignore[index, arg-type]
         self._collect_outputs(op, node)
         if hidden is not None and op.effects:
