@@ -109,7 +109,7 @@ def attribute_owners(
                     found.append((path, thing))
                     classes.update(dict.fromkeys(type(thing).__mro__))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if not private.is_ordinary(tensor):  # packed weights carry their scales
+        if not (private.is_ordinary(tensor) or isinstance(tensor, private.FakeTensor)):  # packed weights have scales
             found.append((name, tensor))
             for attribute, value in vars(tensor).items():
                 found += _objects(value, f"{name}.{attribute}", seen, _DEEPEST)
