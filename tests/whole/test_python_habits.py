@@ -52,13 +52,13 @@ def run_programs(first: int, count: int, folder: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of PyTorch, about what these programs do
-@pytest.mark.parametrize("first", range(0, 300, _AT_ONCE))
+@pytest.mark.parametrize("first", range(0, 150, _AT_ONCE))
 def test_nothing_is_lost(first: int, tmp_path: Path) -> None:
     run_programs(first, _AT_ONCE, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(300, 5300, 100))
+@pytest.mark.parametrize("first", range(150, 5150, 100))
 def test_nothing_is_lost_in_thousands(first: int, tmp_path: Path) -> None:
     run_programs(first, 100, tmp_path)
