@@ -3,8 +3,8 @@
     python -m benchmarks.plan_digests FILE [--quick] [--only NAME ...]
     python -m benchmarks.plan_digests --compare BEFORE AFTER
 
-Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, the committed instances of the
-chain and DAG solvers, each with several presets: the whole curve of peaks and times without copies, and plans with a
+Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, and the committed instances of the
+chain solver, each with several presets: the whole curve of peaks and times without copies, and plans with a
 host budget at shares of the activation peak. Costs are estimated, or those of the instance, and hashes of strings have
 one seed (some models go through sets of them), so nothing depends on the machine or the run. A model that is refused is
 entered with the words of the refusal. `--quick` takes one preset and the smaller half of everything. The file is
@@ -25,11 +25,8 @@ from typing import Any
 
 import memplan
 from benchmarks.environment import own_cache
-from benchmarks.solve_dag import SHARES as DAG_SHARES
-from benchmarks.solve_dag import instances as dags
 from benchmarks.solvers.__main__ import instances
-from memplan.solvers import solve_dag, solve_front
-from memplan.solvers.dag.dag_problem import account
+from memplan.solvers import solve_front
 from tests.support.architectures import ARCHITECTURES
 from tests.support.zoo import MODELS
 
@@ -76,15 +73,6 @@ def front(problem: Any, preset: str) -> Any:
     return [(c.schedule, c.peak_bytes, c.time_s, c.solver) for c in found.points], bounds
 
 
-def dag(problem: Any, share: float) -> Any:
-    once = account(problem, range(len(problem.nodes)))
-    try:
-        plan = solve_dag(problem, int(share * once.peak_bytes))
-    except memplan.BudgetInfeasible as error:
-        return str(error)
-    return plan.order, plan.peak_bytes, plan.time_s, plan.lower_bound_s
-
-
 def cases(quick: bool) -> Iterator[tuple[str, Case]]:
     presets = PRESETS[:1] if quick else PRESETS
     builds = {f"zoo {name}": build for name, build in MODELS.items()}
@@ -101,9 +89,6 @@ def cases(quick: bool) -> Iterator[tuple[str, Case]]:
             continue
         for preset in presets:
             yield f"instance {name}, {preset}", lambda problem=problem, preset=preset: front(problem, preset)
-    for name, problem in dags().items():
-        for share in DAG_SHARES[1:2] if quick else DAG_SHARES:
-            yield f"DAG {name} at {share}", lambda problem=problem, share=share: dag(problem, share)
 
 
 @own_cache()

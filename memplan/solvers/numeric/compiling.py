@@ -49,12 +49,12 @@ def tell_of_compilation() -> None:
 
 
 def kernels() -> tuple[Dispatcher, ...]:
-    """All kernels that plan training steps; those of `dag` are for other graphs."""
+    """All kernels."""
     found: dict[int, Dispatcher] = {}
     solvers = importlib.import_module(_SOLVERS)
     for info in pkgutil.walk_packages(solvers.__path__, f"{_SOLVERS}."):
         for thing in vars(importlib.import_module(info.name)).values():
-            if isinstance(thing, Dispatcher) and not thing.py_func.__module__.startswith(f"{_SOLVERS}.dag"):
+            if isinstance(thing, Dispatcher):
                 found[id(thing)] = thing
     return tuple(found.values())
 

@@ -4,8 +4,7 @@ It leaves out a few repeated runs that stand together, in time or in the model. 
 limit with others, and fills up what that leaves. An order that takes a little longer is gone on from, the less so the
 later (record-to-record travel, Dueck, 1993). The best one is the answer, so it is never worse than the start.
 
-First runs keep the order of the forward pass: other orders do not pay (docs/research.md). `dag_search` does the like on
-plain DAGs, where anything may move.
+First runs keep the order of the forward pass: other orders do not pay (docs/research.md).
 """
 
 from __future__ import annotations
