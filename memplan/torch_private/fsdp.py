@@ -79,6 +79,27 @@ class FsdpUnit:
                 return "a hook or a rule of its own for reducing gradients"
         return None
 
+    def refuse_hooks_within(self, model: nn.Module) -> None:
+        """Raise UnsupportedModel for hooks on the model that the unit casts around, which a plan casts within.
+
+        They are hooks before forward that get arguments which the unit has cast, and hooks after forward that get
+        results which it has not cast yet.
+        """
+        if model not in self.modules:
+            return
+        policy = self._state._mp_policy
+        within = (
+            (policy.cast_forward_inputs and policy.param_dtype, next(reversed(model._forward_pre_hooks.values()))),
+            (policy.output_dtype, next(iter(model._forward_hooks.values()))),
+        )
+        for dtype, hook in within:
+            if dtype and not self._is_of_unit(hook) and not is_hook_of_unit(hook):
+                raise UnsupportedModel(
+                    f"a hook on the {type(model).__name__} runs where fully_shard has cast to {dtype}, or is about to. "
+                    "A plan casts inside of forward: put into forward what the hook does, or leave that dtype out of "
+                    "the policy"
+                )
+
     @property
     def reduces(self) -> bool:
         """Whether backward reduces gradients now, as it does unless `set_requires_gradient_sync(False)` was called."""
@@ -101,7 +122,7 @@ class FsdpUnit:
     def take_over(self, model: nn.Module) -> None:
         """Put hooks in the place of the unit's own, which are called where nothing is traced.
 
-        Those on the model itself, whose forward is to be planned, are taken off: `around` calls them.
+        Those on the model itself, whose forward is to be planned, do nothing: `around` calls what they stand for.
         """
         for module in self.modules:
             for table, own in ((module._forward_pre_hooks, self._enter), (module._forward_hooks, self._leave)):
@@ -110,23 +131,33 @@ class FsdpUnit:
                         self._tables.append((table, key, hook))
                         table[key] = _UnitHook(self, hook, own)
                         if module is model:
-                            self._of_model.append(table.pop(key))
+                            self._of_model.append(table[key])
+                            table[key] = _UnitHook(self, _nothing, _nothing)
 
     def give_back(self) -> None:
-        """Put the unit's own hooks back."""
+        """Put the unit's own hooks back, each to its place among the others."""
         for table, key, hook in self._tables:
-            was_off = key not in table
-            table[key] = hook
-            if was_off and hook.__name__ == "_pre_forward":  # it was the first
-                table.move_to_end(key, last=False)
+            if key in table:
+                table[key] = hook
         self._tables.clear()
         self._of_model.clear()
 
-    def around(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What forward gives, with what the unit's hooks on the model itself do before and after it."""
+    def around(
+        self, model: nn.Module, others: Sequence[FsdpUnit], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """What forward gives, with what the unit's hooks on the model itself do before and after it.
+
+        others: all units of the model. A trace of those of several modules, not all of which have run, ends here.
+        """
+        self.refuse_hooks_within(model)
         enter, leave = self._of_model
         args, kwargs = enter(model, args, kwargs)
-        return leave(model, args, forward(*args, **kwargs))
+        output = forward(*args, **kwargs)
+        for unit in reversed(others):
+            if unit.tracing and unit is not self and unit._left:
+                unit.let_go()
+                output = unit._state._cast_output_dtype(output)
+        return leave(model, args, output)
 
     def _is_of_unit(self, hook: Any) -> bool:
         while getattr(hook, "__self__", None) is not self._state:
@@ -200,6 +231,10 @@ class _NoReduction:
 
     def post_backward(self) -> None:
         pass
+
+
+def _nothing(*arguments: Any) -> None:
+    """What a hook on a planned model does, whose forward does what the hook did."""
 
 
 class _UnitHook:

@@ -52,6 +52,10 @@ class ShardedModel:
         """How a unit gathers or reduces unlike plans, in words; None where all do as plans do."""
         return next((problem for unit in self._units if (problem := unit.problem()) is not None), None)
 
+    def _refuse_hooks_within(self) -> None:
+        for unit in self._units:
+            unit.refuse_hooks_within(self._model)
+
     @staticmethod
     def of(model: nn.Module) -> ShardedModel | None:
         """The shards of a model; None where no parameter is a DTensor."""
@@ -89,6 +93,7 @@ class ShardedModel:
         """
         if (problem := self._problem()) is not None:
             raise UnsupportedModel(f"a unit of fully_shard has {problem}; a plan would not gather and reduce so")
+        self._refuse_hooks_within()
         if self._taken_over:
             yield
             return
@@ -96,7 +101,7 @@ class ShardedModel:
             unit.take_over(self._model)
             if self._model in unit.modules:
                 self._own = vars(self._model).get("forward")
-                self._model.forward = _WithinUnit(unit, self._model, self._model.forward)
+                self._model.forward = _WithinUnit(unit, self._units, self._model, self._model.forward)
         self._taken_over, failed = True, True
         try:
             yield
@@ -119,6 +124,7 @@ class ShardedModel:
         """What the ranks do just now that no plan follows, in words; None for nothing."""
         if (problem := self._problem()) is not None:
             return f"a unit of fully_shard with {problem}"
+        self._refuse_hooks_within()
         if all(unit.reduces for unit in self._units):
             self.begin()  # keys of steps look at parameters that are sharded
             return None
@@ -153,12 +159,18 @@ class ShardedModel:
 class _WithinUnit:
     """The forward of a model that is a unit itself, with what the unit's hooks on the model do."""
 
-    def __init__(self, unit: private.FsdpUnit, model: nn.Module, original: Callable[..., Any]) -> None:
-        self._unit, self._model = unit, model
+    def __init__(
+        self,
+        unit: private.FsdpUnit,
+        units: Sequence[private.FsdpUnit],
+        model: nn.Module,
+        original: Callable[..., Any],
+    ) -> None:
+        self._unit, self._units, self._model = unit, units, model
         self.__wrapped__, self.__name__ = original, "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.around(self._model, self.__wrapped__, args, kwargs)
+        return self._unit.around(self._model, self._units, self.__wrapped__, args, kwargs)
 
 
 def _gather_s(size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
