@@ -53,6 +53,7 @@ class FsdpUnit:
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
+        self._within: tuple[Any, Any] | None = None  # others on the model, of the last pass
 
     @property
     def is_root(self) -> bool:
@@ -79,26 +80,30 @@ class FsdpUnit:
                 return "a hook or a rule of its own for reducing gradients"
         return None
 
-    def refuse_hooks_within(self, model: nn.Module) -> None:
-        """Raise UnsupportedModel for hooks on the model that the unit casts around, which a plan casts within.
+    def refuse_new_hooks(self, model: nn.Module) -> None:
+        """Raise UnsupportedModel for hooks on the model that came after a pass, within what the unit casts."""
+        if model in self.modules and self._within not in (None, self._hooks_within(model)):
+            for hook, dtype in zip(self._hooks_within(model), self._casts, strict=True):
+                self._refuse_hook(model, hook, dtype)
 
-        They are hooks before forward that get arguments which the unit has cast, and hooks after forward that get
-        results which it has not cast yet.
-        """
-        if model not in self.modules:
-            return
+    def _hooks_within(self, model: nn.Module) -> tuple[Any, Any]:
+        """The last hook before the model's forward, and the first one after it."""
+        return next(reversed(model._forward_pre_hooks.values())), next(iter(model._forward_hooks.values()))
+
+    @property
+    def _casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """The dtypes that the unit casts arguments and results to; None where it does not."""
         policy = self._state._mp_policy
-        within = (
-            (policy.cast_forward_inputs and policy.param_dtype, next(reversed(model._forward_pre_hooks.values()))),
-            (policy.output_dtype, next(iter(model._forward_hooks.values()))),
-        )
-        for dtype, hook in within:
-            if dtype and not self._is_of_unit(hook) and not is_hook_of_unit(hook):
-                raise UnsupportedModel(
-                    f"a hook on the {type(model).__name__} runs where fully_shard has cast to {dtype}, or is about to. "
-                    "A plan casts inside of forward: put into forward what the hook does, or leave that dtype out of "
-                    "the policy"
-                )
+        return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+
+    def _refuse_hook(self, model: nn.Module, hook: Any, dtype: torch.dtype | None) -> None:
+        """Raise UnsupportedModel for a hook of the user's that sees values between a cast to a dtype and forward."""
+        if dtype is not None and not self._is_of_unit(hook) and not is_hook_of_unit(hook):
+            raise UnsupportedModel(
+                f"a hook on the {type(model).__name__} runs where fully_shard has cast to {dtype}, or is about to. A "
+                "plan casts inside of forward: put into forward what the hook does, or leave that dtype out of the "
+                "policy"
+            )
 
     @property
     def reduces(self) -> bool:
@@ -149,14 +154,19 @@ class FsdpUnit:
 
         others: all units of the model. A trace of those of several modules, not all of which have run, ends here.
         """
-        self.refuse_hooks_within(model)
         enter, leave = self._of_model
+        (before, after), (argument_dtype, result_dtype) = self._hooks_within(model), self._casts
+        if _has_others((args, kwargs), argument_dtype):
+            self._refuse_hook(model, before, argument_dtype)
         args, kwargs = enter(model, args, kwargs)
         output = forward(*args, **kwargs)
         for unit in reversed(others):
             if unit.tracing and unit is not self and unit._left:
                 unit.let_go()
                 output = unit._state._cast_output_dtype(output)
+        if _has_others(output, result_dtype):
+            self._refuse_hook(model, after, result_dtype)
+        self._within = before, after
         return leave(model, args, output)
 
     def _is_of_unit(self, hook: Any) -> bool:
@@ -231,6 +241,15 @@ class _NoReduction:
 
     def post_backward(self) -> None:
         pass
+
+
+def _has_others(values: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a cast to a dtype changes any of these values."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    found: list[torch.Tensor] = []
+    _apply_to_tensors(lambda t: found.append(t) or t, values)  # type: ignore[func-returns-value]
+    return any(t.is_floating_point() and t.dtype != dtype for t in found)
 
 
 def _nothing(*arguments: Any) -> None:

@@ -511,23 +511,33 @@ def own_hooks() -> str | None:
     )
 
 
+class TakesScale(Net):
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        loss = super().forward(ids)
+        return loss if weight is None else loss * weight.to(loss.dtype)
+
+
 def hooks_between_casts() -> str | None:
     """A hook that would see another dtype than without a plan is refused, also where it comes later."""
-    policy, batch = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float16), ids_of(rank())
-    early, after, later = (Net().train() for _ in range(3))
+    inputs, results = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy(output_dtype=torch.float16)
+    batch, more = ids_of(rank()), {**ids_of(rank()), "weight": torch.tensor(0.5)}
+    early, after, later, unseen = (TakesScale().train() for _ in range(4))
     after.register_forward_hook(lambda *_: None)
-    for net in (early, after, later):
-        fully_shard(net, mp_policy=policy)
-    early.register_forward_pre_hook(lambda *_: None)
-    memplan.apply(later, batch, 0.9, costs="estimate")
-    later(**batch).backward()
+    for net in (early, after, later, unseen):
+        fully_shard(net, mp_policy=results if net is after else inputs)
+    for net in (early, unseen):
+        net.register_forward_pre_hook(lambda *_: None)
+    for net, sample in ((later, more), (unseen, batch)):
+        memplan.apply(net, sample, 0.9, costs="estimate")
+        net(**sample).backward()
     later.register_forward_pre_hook(lambda *_: None)
     found = []
     for run in (
-        lambda: memplan.apply(early, batch, 0.9),
+        lambda: memplan.apply(early, more, 0.9),
         lambda: memplan.apply(after, batch, 0.9),
-        lambda: later(**batch),
-        lambda: later.eval()(**batch),
+        lambda: later(**more),
+        lambda: later.eval()(**more),
+        lambda: unseen(**more),
     ):
         found.append(refused(run, memplan.UnsupportedModel, "where fully_shard has cast"))
     memplan.remove(later)

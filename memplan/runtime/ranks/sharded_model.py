@@ -52,10 +52,6 @@ class ShardedModel:
         """How a unit gathers or reduces unlike plans, in words; None where all do as plans do."""
         return next((problem for unit in self._units if (problem := unit.problem()) is not None), None)
 
-    def _refuse_hooks_within(self) -> None:
-        for unit in self._units:
-            unit.refuse_hooks_within(self._model)
-
     @staticmethod
     def of(model: nn.Module) -> ShardedModel | None:
         """The shards of a model; None where no parameter is a DTensor."""
@@ -93,7 +89,6 @@ class ShardedModel:
         """
         if (problem := self._problem()) is not None:
             raise UnsupportedModel(f"a unit of fully_shard has {problem}; a plan would not gather and reduce so")
-        self._refuse_hooks_within()
         if self._taken_over:
             yield
             return
@@ -124,7 +119,8 @@ class ShardedModel:
         """What the ranks do just now that no plan follows, in words; None for nothing."""
         if (problem := self._problem()) is not None:
             return f"a unit of fully_shard with {problem}"
-        self._refuse_hooks_within()
+        for unit in self._units:
+            unit.refuse_new_hooks(self._model)
         if all(unit.reduces for unit in self._units):
             self.begin()  # keys of steps look at parameters that are sharded
             return None
