@@ -53,7 +53,7 @@ class FsdpUnit:
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
-        self._within: tuple[Any, Any] | None = None  # others on the model, of the last pass
+        self._within: tuple[Any, Any] | None = None  # others on the model, in the last trace
 
     @property
     def is_root(self) -> bool:
@@ -81,7 +81,7 @@ class FsdpUnit:
         return None
 
     def refuse_new_hooks(self, model: nn.Module) -> None:
-        """Raise UnsupportedModel for hooks on the model that came after a pass, within what the unit casts."""
+        """Raise UnsupportedModel for hooks on the model that came after a trace, within what the unit casts."""
         if model in self.modules and self._within not in (None, self._hooks_within(model)):
             for hook, dtype in zip(self._hooks_within(model), self._casts, strict=True):
                 self._refuse_hook(model, hook, dtype)
@@ -166,7 +166,8 @@ class FsdpUnit:
                 output = unit._state._cast_output_dtype(output)
         if _has_others(output, result_dtype):
             self._refuse_hook(model, after, result_dtype)
-        self._within = before, after
+        if self.tracing:
+            self._within = before, after
         return leave(model, args, output)
 
     def _is_of_unit(self, hook: Any) -> bool:
