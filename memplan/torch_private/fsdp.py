@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from memplan.errors import UnsupportedModel
 from memplan.torch_private.dtensors import part_here, with_spec
@@ -49,7 +50,8 @@ class FsdpUnit:
         self._state, self.tracing = state, False
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
         self._left: set[nn.Module] = set()  # of a pass that is being traced
-        self._passes: list[bool] = []  # of the trace: whether gradients are reduced at once
+        self._passes: list[bool] = []  # of one trace: whether gradients are reduced at once
+        self._trace: Any = None  # which that is
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
@@ -196,6 +198,9 @@ class FsdpUnit:
         reduces: gradients of the pass are reduced when it is over in backward. Else, where no input requires grad, they
         are reduced when backward is over, with those of all such passes.
         """
+        trace = get_proxy_mode()
+        if trace is not self._trace:  # a step may be traced several times
+            self._trace, self._passes = trace, []
         self._passes.append(reduces)
         trains = any(p.sharded_param.requires_grad for g in self._state._fsdp_param_groups for p in g.fsdp_params)
         if trains and len(self._passes) > 1 and not all(self._passes):
@@ -212,7 +217,7 @@ class FsdpUnit:
 
     def begin_trace(self) -> None:
         """Gather by ops from now on."""
-        self.tracing, self._passes = True, []
+        self.tracing, self._trace = True, None
 
     def let_go(self) -> None:
         """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
@@ -283,7 +288,7 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
     finally:
         for unit, was in zip(units, before, strict=True):
             unit.let_go()
-            unit.tracing = was
+            unit.tracing, unit._trace = was, None
 
 
 class _UnitTraffic:

@@ -118,6 +118,25 @@ def half_a_group(**options: Any) -> Made:
     return sharded(net, net.blocks[:2], **options), ids_of(rank())
 
 
+class Settles(Net):
+    """A net that sets an attribute in its first run, so that it is traced twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "words"
+        return super().forward(ids)
+
+
+def traced_twice() -> Made:
+    torch.manual_seed(0)
+    net = Settles().train()
+    return sharded(net, net.blocks), ids_of(rank())
+
+
 def grouped() -> Made:
     """A unit of two modules, one in another, and parameters that two modules share."""
     torch.manual_seed(0)
@@ -668,6 +687,7 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "half a group": (half_a_group, False),
     "half a group, mixed precision": (functools.partial(half_a_group, mp_policy=BF16), True),
     "several dtypes": (of_several_dtypes, False),
+    "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
     "sequence parallel": (sequence_parallel, True),
 }
