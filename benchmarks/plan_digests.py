@@ -3,9 +3,9 @@
     python -m benchmarks.plan_digests FILE [--quick] [--only NAME ...]
     python -m benchmarks.plan_digests --compare BEFORE AFTER
 
-Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, and the committed instances of the
-chain solver, each with several presets: the whole curve of peaks and times without copies, and plans with a
-host budget at shares of the activation peak. Costs are estimated, or those of the instance, and hashes of strings have
+Planned are the models of `tests.support.zoo`, those of `tests.support.architectures`, and the committed instances of
+the chain solver, each with several presets: the whole curve of peaks and times without copies, and plans with a host
+budget at shares of the activation peak. Costs are estimated, or those of the instance, and hashes of strings have
 one seed (some models go through sets of them), so nothing depends on the machine or the run. A model that is refused is
 entered with the words of the refusal. `--quick` takes one preset and the smaller half of everything. The file is
 written after each case; a run that was stopped goes on where it was.

@@ -176,8 +176,9 @@ def _check(args: TrainingArguments, keywords: dict[str, Any]) -> None:
         )
     if getattr(args, "fsdp", None):
         raise ValueError(
-            "MemplanCallback got TrainingArguments(fsdp=...), which shards the model that would be planned. Leave fsdp "
-            "out and train with DistributedDataParallel, or train without this callback"
+            "MemplanCallback got TrainingArguments(fsdp=...), and can't follow how the Trainer shards the model. Leave "
+            "fsdp out and train with DistributedDataParallel, or shard the model with fully_shard in a loop of your "
+            "own: memplan.apply plans it there"
         )
     if args.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
         raise ValueError(

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import Remedy as Remedy
     from memplan.errors import UnsupportedModel as UnsupportedModel
-    from memplan.installed.blocks import apply_blocks as apply_blocks
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
     from memplan.losses import chunked_loss as chunked_loss
@@ -60,7 +59,7 @@ _HOMES = {
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",
     "PlanMismatch": "errors", "Remedy": "errors", "UnsupportedModel": "errors", "chunked_loss": "losses",
-    "apply_blocks": "installed.blocks", "PartialPlan": "plans.partial_plan",
+    "PartialPlan": "plans.partial_plan",
     "Plan": "plans.plan", "Budget": "problem.data", "Buffers": "problem.data", "GatherSpeed": "problem.data",
     "Link": "problem.data", "Roofline": "problem.data", "Surroundings": "problem.data",
     "Shard": "capture.shards", "Shards": "capture.shards", "format_bytes": "units", "parse_bytes": "units",

@@ -205,17 +205,18 @@ def apply(
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
         planner = Planner(settings, decides=group is None and shards is None and in_flight == 1, looks=group is None)
         with _unplanned(model) as original:
+            agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
-                aside.enter_context(shards.taking_over(for_good=True))
+                assert group is not None
+                assert agreement is not None
+                agreement.together(functools.partial(aside.enter_context, shards.taking_over(for_good=True)))
                 original = model.forward
+                if settings.costs == "measure":
+                    agreement.together(functools.partial(shards.measure, group))
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
             planner.check_optimizer(model)
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
-            agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             alone = shards is None
-            if isinstance(shards, ShardedModel) and settings.costs == "measure":
-                assert group is not None
-                shards.measure(group)
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
             planner.limits.recall(model, planner.placement.device)
 
@@ -389,7 +390,7 @@ def grown_bytes(model: nn.Module) -> int | None:
 
 
 def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and off blocks of it, and put the original forwards back.
+    """Take the plan off the model and off submodules of it, and put the original forwards back.
 
     A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
     back, and the next `optimizer.step()` brings back its state.

@@ -33,7 +33,7 @@ ARROWS = {
     "solvers/front": "config problem solvers/bounds solvers/chain solvers/exact solvers/numeric solvers/orders "
     "solvers/search",
     "solvers/offload": "problem solvers/front solvers/numeric solvers/orders",
-    "solvers/parts": "config problem solvers/chain solvers/front solvers/orders",
+    "solvers/parts": "problem",
     "solvers": "solvers/bounds solvers/front",
     "torch_private": "errors",
     "capture/ops": "errors torch_private",
@@ -50,17 +50,17 @@ ARROWS = {
     "runtime/ranks": "capture errors problem runtime/program torch_private",
     "runtime": "",
     "losses": "",
-    "planning/parts": "capture config costs errors logs plans problem runtime solvers torch_private units",
+    "planning/parts": "capture costs errors logs plans problem runtime solvers torch_private units",
     "planning": "cache capture config costs errors fusion logs losses planning/parts plans problem runtime solvers "
     "torch_private units",
-    "installed": "capture config costs errors fusion logs planning plans problem runtime solvers torch_private units",
+    "installed": "capture costs errors logs planning plans problem runtime torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
     "batch_size": "api capture errors planning plans problem units",
     "kernel_errors": "api capture planning torch_private",
     "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric "
     "torch_private units",
     "__main__": "command_line",
-    "__init__": "api batch_size capture config errors installed kernel_errors logs losses planning plans problem units",
+    "__init__": "api batch_size capture config errors kernel_errors logs losses plans problem units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}

@@ -89,8 +89,6 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "remove from no module": (lambda: memplan.remove("x"), TypeError, "model must be a torch.nn.Module"),
     "the plan of no module": (lambda: memplan.plan_of("x"), TypeError, "model must be a torch.nn.Module"),
     "what no module has grown by": (lambda: memplan.grown_bytes(3), TypeError, "model must be a torch.nn.Module"),
-    "names of blocks": (lambda: memplan.apply_blocks(net(), ["0"], SAMPLE, "1GiB"), TypeError, "are submodules"),
-    "other blocks": (lambda: memplan.apply_blocks(net(), [net()], SAMPLE, "1GiB"), ValueError, "submodules of the m"),
     "one sample for all batches": (
         lambda: memplan.largest_batch(net(), SAMPLE, "1GiB"), TypeError, "make_sample is a function"
     ),

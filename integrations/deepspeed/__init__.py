@@ -16,7 +16,6 @@ from .engine import attach as attach
 from .engine import initialize as initialize
 from .memory import DeviceMemory as DeviceMemory
 from .section import MemplanConfig as MemplanConfig
-from .zero3_blocks import apply_sharded_blocks as apply_sharded_blocks
 
 if TYPE_CHECKING:
     from .trainer import MemplanDeepSpeedCallback as MemplanDeepSpeedCallback
@@ -25,7 +24,6 @@ __all__ = [
     "DeviceMemory",
     "MemplanConfig",
     "MemplanDeepSpeedCallback",
-    "apply_sharded_blocks",
     "attach",
     "initialize",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import deepspeed
@@ -18,10 +17,7 @@ from .pipeline import apply_to_stage
 from .refusals import refuse, strip_checkpointing
 from .section import MemplanConfig, RankBudget
 from .watch import Watch
-from .zero3 import GathersUnplanned, apply_sharded
-from .zero3_blocks import apply_sharded_blocks
-
-log = logging.getLogger("memplan")
+from .zero3 import apply_sharded
 
 
 def initialize(
@@ -43,8 +39,7 @@ def attach(engine: DeepSpeedEngine, sample: Any = None, *, memory: DeviceMemory 
     loop around it does not change; `memplan.remove(engine.module)` takes the plan off again.
 
     - sample: a batch like those that the engine will be called with: a tensor, a tuple of arguments, or a dict of
-      keyword arguments, on the engine's device. None: the first call is planned when it comes. Under ZeRO 3, a step
-      that can't be captured whole needs a sample: its blocks are then planned each by itself.
+      keyword arguments, on the engine's device. None: the first call is planned when it comes.
     - memory: says what the device has free, where no budget is given. None is the device's own memory. A CPU has none.
 
     Returns the same engine. Raises ValueError for a section or an engine that can't be planned, with what to change,
@@ -77,15 +72,11 @@ def plan_engine(
     return watch
 
 
-def apply_plan(
-    engine: DeepSpeedEngine, sample: Any, budget: RankBudget, **apply_keywords: Any
-) -> memplan.PartialPlan | None:
-    """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises.
-
-    Gives the plan where blocks are planned each by itself. A plan of the whole is `memplan.plan_of(engine.module)`.
-    """
+def apply_plan(engine: DeepSpeedEngine, sample: Any, budget: RankBudget, **apply_keywords: Any) -> None:
+    """Plan what an engine runs on this rank, in the way that suits the engine. Raises what `memplan.apply` raises."""
     if engine.zero_optimization_partition_weights():
-        return _plan_sharded(engine, sample, budget, apply_keywords)
+        apply_sharded(engine, sample, budget, **apply_keywords)
+        return
     replicas = engine.data_parallel_group
     group = replicas if torch.distributed.get_world_size(replicas) > 1 else None
     keywords = {**needs_of(engine).apply_keywords(), **apply_keywords, "group": group}
@@ -94,34 +85,3 @@ def apply_plan(
             apply_to_stage(engine, sample, budget, **keywords)
         else:
             memplan.apply(engine.module, sample, budget, **keywords)
-    return None
-
-
-def _plan_sharded(
-    engine: DeepSpeedEngine, sample: Any, budget: RankBudget, apply_keywords: dict[str, Any]
-) -> memplan.PartialPlan | None:
-    """Plan the whole step, or its blocks where that can't be captured, or DeepSpeed gathers in ways of its own."""
-    problem: Exception | None = None
-    try:
-        apply_sharded(engine, sample, budget, **apply_keywords)
-    except Exception as error:
-        problem = error
-    found: list[Any] = [None] * engine.dp_world_size
-    mends = isinstance(problem, (memplan.UnsupportedModel, GathersUnplanned)) and sample is not None
-    torch.distributed.all_gather_object(found, mends, engine.data_parallel_group)
-    if problem is None:
-        return None
-    if not all(found):
-        raise problem
-    log.warning("blocks are planned each by itself, because %s", str(problem).partition("\n")[0])
-    lost = (
-        (apply_keywords.get("host_budget") is not None, "nothing is offloaded, though there is a host budget"),
-        (apply_keywords.get("on_mismatch") == "raise", "calls unlike the sample run all the same, on_mismatch or not"),
-        (apply_keywords.get("on_oom") == "replan", "memory that runs out is an error, on_oom or not"),
-        (apply_keywords.get("random") == "counter", "masks of dropout are PyTorch's, random or not"),
-    )
-    for said, what in lost:
-        if said:
-            log.warning("with planned blocks %s", what)
-    taken = {key: apply_keywords[key] for key in ("costs", "config", "kernels") if key in apply_keywords}
-    return apply_sharded_blocks(engine, sample, budget, **taken)

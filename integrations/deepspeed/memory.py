@@ -228,9 +228,9 @@ def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device, without
 
 
 def _model_tensors(engine: DeepSpeedEngine) -> list[torch.Tensor]:
-    """Parameters, this rank's parts of those that are sharded, and buffers."""
-    parameters = list(engine.module.parameters())
-    parts = [part for p in parameters if (part := getattr(p, "ds_tensor", None)) is not None]
+    """Parameters, this rank's parts of those that are sharded and second copies of these, and buffers."""
+    parameters, kinds = list(engine.module.parameters()), ("ds_tensor", "ds_secondary_tensor")
+    parts = [part for p in parameters for kind in kinds if (part := getattr(p, kind, None)) is not None]
     return [*parameters, *parts, *engine.module.buffers()]
 
 

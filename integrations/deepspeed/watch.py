@@ -29,7 +29,7 @@ class Watch:
         engine: DeepSpeedEngine,
         section: MemplanConfig,
         memory: DeviceMemory | None,
-        apply_plan: Callable[..., memplan.PartialPlan | None],
+        apply_plan: Callable[..., None],
     ) -> None:
         rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self._stage, stages = _stage_of(engine)
@@ -47,7 +47,6 @@ class Watch:
         host_budget = section.host_budget_of(rank, ranks, self._stage, stages)
         self._apply_plan = functools.partial(apply_plan, host_budget=host_budget, **section.apply_keywords())
         self._planned = False
-        self._of_blocks: memplan.PartialPlan | None = None
         self._first_step: int = engine.global_steps
         self._before_bytes: int | None = None  # held when the first planned step began
         self._without_state = ""
@@ -94,7 +93,7 @@ class Watch:
 
     def _plan(self, sample: Any) -> None:
         assert self._budget is not None
-        self._of_blocks = self._apply_plan(self._engine, sample, self._budget)
+        self._apply_plan(self._engine, sample, self._budget)
         self._planned = True
 
     def _measured(self, inputs: object) -> int:
@@ -114,7 +113,7 @@ class Watch:
 
     def _tell(self) -> None:
         """Leave a line once there is a plan, and one once its first step is over. End when both are logged."""
-        plan = self._of_blocks or memplan.plan_of(self._engine.module)
+        plan = memplan.plan_of(self._engine.module)
         grown_bytes = memplan.grown_bytes(self._engine.module)
         if plan is not None and "plan" not in self._posted:
             self._post("plan", plan, plan.peak_bytes, promise(plan))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
-from deepspeed.utils import get_z3_leaf_modules
+from deepspeed.utils import get_z3_leaf_modules, z3_leaf_parameter
 from torch import nn
 
 import memplan
@@ -56,14 +56,11 @@ def apply_sharded(
     - gather_speed: of one parameter after the other; None measures it.
     - apply_keywords: as for `memplan.apply`.
 
-    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix. It is a
-    `GathersUnplanned` where DeepSpeed gathers in ways of its own. What `memplan.apply` raises on one rank is raised on
-    all.
+    Raises ValueError on all ranks for an engine that can't be planned so, with the reason and the fix. What
+    `memplan.apply` raises on one rank is raised on all.
     """
-    refuse_stage(engine)
-    for found, reason, _ in reasons(engine):
-        if found:
-            raise GathersUnplanned(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
+    _refuse_stage(engine)
+    _refuse_gathers(engine)
     shards = ZeroShards(engine, gather_speed)
     _look_at_budgets(budget, shards.group)
     keywords = {**needs_beside_shards(engine, shards.reducing_bytes).apply_keywords(), **apply_keywords}
@@ -104,6 +101,9 @@ class ZeroShards:
         held.append(optimizer.grad_partitions_flat_buffer)
         held += [bucket.buffer for bucket in optimizer.ipg_buckets.values() if bucket.buffer is not None]
         parts_bytes = sum(t.numel() * t.element_size() for t in held if t.device.type == device)
+        if optimizer.zero_hpz_partition_size > 1:  # second copies, from the first release on
+            near = [p for p in self._parameters if p.ds_tensor.device.type == device]
+            parts_bytes += sum(_part_elements(p) * p.element_size() for p in near)
         waiting_bytes = 0 if optimizer.contiguous_gradients else self.reducing_bytes  # gradients, as they are
         return int(parts_bytes + waiting_bytes + self.reducing_bytes)
 
@@ -120,7 +120,7 @@ class ZeroShards:
         ranks = parameter.ds_zero_partition_world_size
         elements = -(-parameter.ds_numel // ranks) * ranks if ranks > 1 else 0  # one rank looks at its part
         if parameter.ds_tensor.device != parameter.device:
-            elements += parameter.ds_tensor.ds_numel  # the part comes to the device first
+            elements += _part_elements(parameter)  # the part comes to the device first
         return memplan.Shard(parameter.ds_shape, elements * parameter.element_size(), bool(parameter.ds_persist))
 
     def owns(self, hook: Any) -> bool:
@@ -226,21 +226,6 @@ class ZeroShards:
                         table[key] = resting = _RestingHook(hook, self)
                         own[id(resting)] = resting
 
-    def rest_within(self, module: nn.Module) -> None:
-        """Let DeepSpeed's hooks on modules in this one gather nothing any more.
-
-        Nodes that they put into autograd's graph stay, because autograd adds up gradients in another order without
-        them.
-        """
-        for inner in module.modules():
-            if inner is module:
-                continue
-            for table in (inner._forward_pre_hooks, inner._forward_hooks):
-                for key, hook in list(table.items()):
-                    if id(hook) in self._gathering:
-                        del table[key]
-            vars(inner).update(dict.fromkeys([name for name in _FUNCTIONS if name in vars(inner)], _Passing))
-
     # -- speed ------------------------------------------------------------------------------------------------------
 
     def _measured_speed(self) -> memplan.GatherSpeed:
@@ -265,6 +250,11 @@ class ZeroShards:
         time_s = time.perf_counter() - start
         self.release(parameter)
         return time_s
+
+
+def _part_elements(parameter: Any) -> int:
+    """Elements of a parameter that this rank sends when it is gathered: of its part, or of a second copy (hpZ)."""
+    return int(parameter.ds_tensor.ds_numel * parameter.ds_secondary_tensor_num_of_groups)
 
 
 class _Gathering:
@@ -315,11 +305,7 @@ class _RestingHook:
 # -- what can't be planned --------------------------------------------------------------------------------------------
 
 
-class GathersUnplanned(ValueError):
-    """DeepSpeed handles gathers in a way that a plan can't follow."""
-
-
-def refuse_stage(engine: Any) -> None:
+def _refuse_stage(engine: Any) -> None:
     """Raise ValueError for an engine that does not train under ZeRO 3."""
     if engine.zero_optimization_stage() != 3:
         raise ValueError(
@@ -333,52 +319,49 @@ def refuse_stage(engine: Any) -> None:
         raise ValueError("the engine is in eval mode; call engine.train() first, for the plan is one of training")
 
 
-def reasons(engine: Any) -> Iterator[tuple[bool, str, bool]]:
-    """Ways in which DeepSpeed handles gathers and that memplan can't follow.
-
-    Each is (whether it is so, what it is and what to do, whether blocks can be planned nevertheless).
-    """
-    zero, offload = engine.config.get("zero_optimization", {}), engine.optimizer.parameter_offload
+def _refuse_gathers(engine: Any) -> None:
+    """Raise ValueError where DeepSpeed handles gathers in a way that a plan can't follow."""
+    offload = engine.optimizer.parameter_offload
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
-    yield (
-        engine.is_deepcompile_enabled(),
-        'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
-        False,
+    parameters = list(engine.module.parameters())  # of which some belong to modules that were leaves before
+    leaves += [type(p.ds_z3_leaf_module).__name__ for p in parameters if z3_leaf_parameter(p)]
+    reasons = (
+        (
+            engine.is_deepcompile_enabled(),
+            'DeepCompile: it compiles them in. Leave "compile": {"deepcompile": true} out',
+        ),
+        (
+            str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
+            'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop '
+            "it",
+        ),
+        (
+            bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
+            "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
+        ),
+        (
+            int(engine.config.get("zero_optimization", {}).get("mics_shard_size", -1)) > 0,
+            "MiCS. Leave mics_shard_size out",
+        ),
+        (bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out"),
+        (
+            bool(engine.torch_autocast_enabled()),
+            "torch_autocast, under which DeepSpeed rounds a parameter or not, by what gathered it last. Use "
+            '"bf16": {"enabled": true} instead',
+        ),
+        (
+            bool(leaves),
+            f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
+            "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
+        ),
+        (
+            any(not hasattr(p, "ds_id") for p in parameters),
+            "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
+        ),
     )
-    yield (
-        str(getattr(offload.offload_device, "value", offload.offload_device)) == "nvme",
-        'parameters on NVMe, which DeepSpeed reads in its own order. Set offload_param to "device": "cpu", or drop it',
-        False,
-    )
-    yield (
-        any(p.ds_secondary_tensor is not None for p in engine.module.parameters())
-        or int(zero.get("zero_hpz_partition_size", 1)) > 1,
-        "a secondary partition (hpZ). Leave zero_hpz_partition_size out",
-        True,
-    )
-    yield (
-        bool(offload.zero_quantized_weights or offload.zero_quantized_nontrainable_weights),
-        "quantized weights. Leave zero_quantized_weights and zero_quantized_nontrainable_weights out",
-        False,
-    )
-    yield int(zero.get("mics_shard_size", -1)) > 0, "MiCS. Leave mics_shard_size out", False
-    yield bool(engine.optimizer.zenflow), "ZenFlow. Leave zenflow out", False
-    yield (
-        bool(engine.torch_autocast_enabled()),
-        'torch_autocast, under which parameters are sent in another dtype. Use "bf16": {"enabled": true} instead',
-        True,
-    )
-    yield (
-        bool(leaves),
-        f"leaf modules ({', '.join(dict.fromkeys(leaves))}), whose gradients are reduced by hooks on them. Leave "
-        "set_z3_leaf_modules, and stage3_module_granularity_threshold, out",
-        True,
-    )
-    yield (
-        any(not hasattr(p, "ds_id") for p in engine.module.parameters()),
-        "parameters that DeepSpeed has not sharded. Add them before deepspeed.initialize",
-        False,
-    )
+    for found, reason in reasons:
+        if found:
+            raise ValueError(f"memplan can't plan the gathers of ZeRO-3 with {reason}")
 
 
 def _look_at_budgets(budget: Any, group: Any) -> None:

@@ -310,32 +310,30 @@ def capture_part(
     forward: Callable[..., Any],
     call: Call,
     around: PartSurroundings | None = None,
-    shards: Shards | None = None,
     seen: Sequence[Answer] | None = None,
     unsteady: Collection[str] = (),
 ) -> Capture:
     """Capture one call of a submodule, as a part of a larger step.
 
     - around: what is known of that step. With None, the capture only shows whether the call can be captured at all.
-    - shards: whatever has sharded the parameters, and gathers them around the call.
     - seen, unsteady: as for `capture`.
 
     Arguments must require grad where they do in the step. Raises UnsupportedModel; it is an OpenBranch as for
     `capture`.
     """
     refuse_wrappers(module)
-    _refuse_subclasses(module, shards)
+    _refuse_subclasses(module, None)
     device = model_device(module)
     if any(t.device.type != device.type for t in call.tensors):
         raise UnsupportedModel(f"its arguments are not all on {device}, where its parameters are")
     _refuse_odd_arguments(call)
-    _refuse_hooks(module, False, shards)
+    _refuse_hooks(module, False)
     if private.collects_outputs():
         _refuse_collectors(module)
     autocast = Autocast.ambient(device.type)
     made = MadeTensors()
     with private.outside_of_tracing(), made.kept_in():
-        captured = _captured_part(module, forward, call, around, shards, seen, autocast, made)
+        captured = _captured_part(module, forward, call, around, seen, autocast, made)
         _refuse_unsteady(captured.key, unsteady)
         return captured
 
@@ -345,26 +343,22 @@ def _captured_part(
     forward: Callable[..., Any],
     call: Call,
     around: PartSurroundings | None,
-    shards: Shards | None,
     seen: Sequence[Answer] | None,
     autocast: Autocast,
     made: MadeTensors,
 ) -> Capture:
     """The captured part. made: notes the tensors of its traces."""
-    device, shapes, reads = model_device(module), _shapes(module, shards), _reads(module, shards, forward)
-    ignored = () if shards is None else shards.attributes
-    with AttributesKept(module, ignored, forward) as attributes, KeptMemory() as memory:
-        with contextlib.nullcontext() if shards is None else shards.tracing():
-            request = TraceRequest(
-                module, call, forward, autocast, device, around=around, shapes=shapes, memory=memory, seen=seen,
-                made=made,
-            )  # fmt: skip
-            raw = _with_sums(_heard(reads, request), request, reads, memory)
+    device, reads = model_device(module), _reads(module, None, forward)
+    with AttributesKept(module, run=forward) as attributes, KeptMemory() as memory:
+        request = TraceRequest(
+            module, call, forward, autocast, device, around=around, memory=memory, seen=seen, made=made
+        )  # fmt: skip
+        raw = _with_sums(_heard(reads, request), request, reads, memory)
         if attributes.changes():
             raise UnsupportedModel(f"forward sets the Python attribute {'.'.join(attributes.changes()[0][:2])}")
         if memory.written:
             raise UnsupportedModel("forward writes to a tensor that is no buffer")
-        key = StepKey(module, call, autocast, device.type, shards, reads, forward)
+        key = StepKey(module, call, autocast, device.type, None, reads, forward)
     traced = build_traced(raw, input_names(call, around), device)
     _refuse_writes_to(traced, "input")
     key.guard(traced, raw)

@@ -147,10 +147,7 @@ class StepChoice:
             step = self._at_hand(call)
             return plan(share) if step is None else self._joined(call, step, share)
 
-        def others() -> list[PlannedStep]:
-            return [*self._serving(call), *self.planner.instead(self.model, self.original, call)]
-
-        step = agreement.step(lambda: self._at_hand(call), planned, others)
+        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self._serving(call)))
         assert step is not None
         return self._use(step) if any(step is known for known in self.steps) else step
 

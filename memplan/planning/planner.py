@@ -376,10 +376,6 @@ class Planner:
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
-    def instead(self, model: nn.Module, forward: Forward, call: Call) -> Sequence[PlannedStep]:
-        """Other steps that could serve a call at once, for when other ranks can't run the step at hand."""
-        return ()
-
     def looking(self) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which this rank runs the model to plan it: sharded parameters are not gathered."""
         shards = self.settings.shards

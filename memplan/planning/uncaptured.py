@@ -105,8 +105,7 @@ class UncapturedSteps:
         if settings.shards is not None:
             raise UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be captured whole, for what runs unplanned would not "
-                "gather. Mend that, leave the parameters whole (ZeRO stage 2 or less), or with DeepSpeed give "
-                "attach() a sample: blocks are planned then"
+                "gather. Mend that, or leave the parameters whole (ZeRO stage 2 or less)"
             ) from error
 
     def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:

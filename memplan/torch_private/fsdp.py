@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from memplan.errors import UnsupportedModel
 from memplan.torch_private.dtensors import part_here, with_spec
@@ -49,10 +50,12 @@ class FsdpUnit:
         self._state, self.tracing = state, False
         self.modules: tuple[nn.Module, ...] = tuple(state._modules)
         self._left: set[nn.Module] = set()  # of a pass that is being traced
-        self._passes: list[bool] = []  # of the trace: whether gradients are reduced at once
+        self._passes: list[bool] = []  # of one trace: whether gradients are reduced at once
+        self._trace: Any = None  # which that is
         self._sharded: list[tuple[dict[str, Any], str, Any, Any]] = []
         self._tables: list[tuple[Any, int, Any]] = []
         self._of_model: list[Any] = []  # hooks on the model itself: before forward, and after it
+        self._within: tuple[Any, Any] | None = None  # others on the model, in the last trace
 
     @property
     def is_root(self) -> bool:
@@ -79,6 +82,31 @@ class FsdpUnit:
                 return "a hook or a rule of its own for reducing gradients"
         return None
 
+    def refuse_new_hooks(self, model: nn.Module) -> None:
+        """Raise UnsupportedModel for hooks on the model that came after a trace, within what the unit casts."""
+        if model in self.modules and self._within not in (None, self._hooks_within(model)):
+            for hook, dtype in zip(self._hooks_within(model), self._casts, strict=True):
+                self._refuse_hook(model, hook, dtype)
+
+    def _hooks_within(self, model: nn.Module) -> tuple[Any, Any]:
+        """The last hook before the model's forward, and the first one after it."""
+        return next(reversed(model._forward_pre_hooks.values())), next(iter(model._forward_hooks.values()))
+
+    @property
+    def _casts(self) -> tuple[torch.dtype | None, torch.dtype | None]:
+        """The dtypes that the unit casts arguments and results to; None where it does not."""
+        policy = self._state._mp_policy
+        return policy.param_dtype if policy.cast_forward_inputs else None, policy.output_dtype
+
+    def _refuse_hook(self, model: nn.Module, hook: Any, dtype: torch.dtype | None) -> None:
+        """Raise UnsupportedModel for a hook of the user's that sees values between a cast to a dtype and forward."""
+        if dtype is not None and not self._is_of_unit(hook) and not is_hook_of_unit(hook):
+            raise UnsupportedModel(
+                f"a hook on the {type(model).__name__} runs where fully_shard has cast to {dtype}, or is about to. A "
+                "plan casts inside of forward: put into forward what the hook does, or leave that dtype out of the "
+                "policy"
+            )
+
     @property
     def reduces(self) -> bool:
         """Whether backward reduces gradients now, as it does unless `set_requires_gradient_sync(False)` was called."""
@@ -101,7 +129,7 @@ class FsdpUnit:
     def take_over(self, model: nn.Module) -> None:
         """Put hooks in the place of the unit's own, which are called where nothing is traced.
 
-        Those on the model itself, whose forward is to be planned, are taken off: `around` calls them.
+        Those on the model itself, whose forward is to be planned, do nothing: `around` calls what they stand for.
         """
         for module in self.modules:
             for table, own in ((module._forward_pre_hooks, self._enter), (module._forward_hooks, self._leave)):
@@ -110,23 +138,39 @@ class FsdpUnit:
                         self._tables.append((table, key, hook))
                         table[key] = _UnitHook(self, hook, own)
                         if module is model:
-                            self._of_model.append(table.pop(key))
+                            self._of_model.append(table[key])
+                            table[key] = _UnitHook(self, _nothing, _nothing)
 
     def give_back(self) -> None:
-        """Put the unit's own hooks back."""
+        """Put the unit's own hooks back, each to its place among the others."""
         for table, key, hook in self._tables:
-            was_off = key not in table
-            table[key] = hook
-            if was_off and hook.__name__ == "_pre_forward":  # it was the first
-                table.move_to_end(key, last=False)
+            if key in table:
+                table[key] = hook
         self._tables.clear()
         self._of_model.clear()
 
-    def around(self, model: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What forward gives, with what the unit's hooks on the model itself do before and after it."""
+    def around(
+        self, model: nn.Module, others: Sequence[FsdpUnit], forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """What forward gives, with what the unit's hooks on the model itself do before and after it.
+
+        others: all units of the model. A trace of those of several modules, not all of which have run, ends here.
+        """
         enter, leave = self._of_model
+        (before, after), (argument_dtype, result_dtype) = self._hooks_within(model), self._casts
+        if _has_others((args, kwargs), argument_dtype):
+            self._refuse_hook(model, before, argument_dtype)
         args, kwargs = enter(model, args, kwargs)
-        return leave(model, args, forward(*args, **kwargs))
+        output = forward(*args, **kwargs)
+        for unit in reversed(others):
+            if unit.tracing and unit is not self and unit._left:
+                unit.let_go()
+                output = unit._state._cast_output_dtype(output)
+        if _has_others(output, result_dtype):
+            self._refuse_hook(model, after, result_dtype)
+        if self.tracing:
+            self._within = before, after
+        return leave(model, args, output)
 
     def _is_of_unit(self, hook: Any) -> bool:
         while getattr(hook, "__self__", None) is not self._state:
@@ -154,6 +198,9 @@ class FsdpUnit:
         reduces: gradients of the pass are reduced when it is over in backward. Else, where no input requires grad, they
         are reduced when backward is over, with those of all such passes.
         """
+        trace = get_proxy_mode()
+        if trace is not self._trace:  # a step may be traced several times
+            self._trace, self._passes = trace, []
         self._passes.append(reduces)
         trains = any(p.sharded_param.requires_grad for g in self._state._fsdp_param_groups for p in g.fsdp_params)
         if trains and len(self._passes) > 1 and not all(self._passes):
@@ -170,7 +217,7 @@ class FsdpUnit:
 
     def begin_trace(self) -> None:
         """Gather by ops from now on."""
-        self.tracing, self._passes = True, []
+        self.tracing, self._trace = True, None
 
     def let_go(self) -> None:
         """Put the sharded parameters back, which a pass that is over, or has failed, has exchanged."""
@@ -202,6 +249,19 @@ class _NoReduction:
         pass
 
 
+def _has_others(values: Any, dtype: torch.dtype | None) -> bool:
+    """Whether a cast to a dtype changes any of these values."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    found: list[torch.Tensor] = []
+    _apply_to_tensors(lambda t: found.append(t) or t, values)  # type: ignore[func-returns-value]
+    return any(t.is_floating_point() and t.dtype != dtype for t in found)
+
+
+def _nothing(*arguments: Any) -> None:
+    """What a hook on a planned model does, whose forward does what the hook did."""
+
+
 class _UnitHook:
     """A hook in the place of one of a unit's own."""
 
@@ -228,7 +288,7 @@ def tracing_units(units: Sequence[FsdpUnit]) -> Iterator[None]:
     finally:
         for unit, was in zip(units, before, strict=True):
             unit.let_go()
-            unit.tracing = was
+            unit.tracing, unit._trace = was, None
 
 
 class _UnitTraffic:

@@ -619,16 +619,14 @@ class TakesTwo(nn.Module):
 
 @pytest.mark.parametrize("device", [None, "cpu"])
 @pytest.mark.parametrize("beside", [False, True])
-@pytest.mark.parametrize("when", ["sample", "first batch", "later batch", "blocks"])
+@pytest.mark.parametrize("when", ["sample", "first batch", "later batch"])
 def test_a_batch_without_data_is_refused(device: str | None, beside: bool, when: str) -> None:
     net, x = TakesTwo().train(), torch.randn(4, 8)
     batch = (x, x.to("meta")) if beside else (x.to("meta"),)
     options: Any = {"costs": "estimate", "device": device}
 
     def run() -> None:
-        if when == "blocks":
-            memplan.apply_blocks(net, [net.inner], batch, 1.0, costs="estimate")
-        elif when == "sample":
+        if when == "sample":
             memplan.apply(net, batch, 1.0, **options)
         else:
             memplan.apply(net, x if when == "later batch" else None, 1.0, **options)(*batch)

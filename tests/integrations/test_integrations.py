@@ -299,6 +299,13 @@ def test_deepspeed_has_a_callback_of_its_own(tmp_path: Path) -> None:
         MemplanCallback(BUDGET).on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
 
 
+def test_sharding_by_the_trainer_is_refused(tmp_path: Path) -> None:
+    args = arguments(tmp_path)
+    args.fsdp = "full_shard"
+    with pytest.raises(ValueError, match=r"fully_shard in a loop of your own: memplan\.apply"):
+        MemplanCallback(BUDGET).on_init_end(args, transformers.TrainerState(), transformers.TrainerControl())
+
+
 @pytest.mark.parametrize("name", ["sample", "plan", "optimizer", "loss_fn"])
 def test_keywords_that_the_trainer_answers_for_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=name):

@@ -154,30 +154,6 @@ def message_arrives() -> str | None:
     return None if message.item() == 0 else "a message is lost"
 
 
-def blocks_wait_alone(breaks: int) -> str | None:
-    """One rank fails between two rehearsals of blocks, the next of which the other ones begin."""
-
-    def run() -> None:
-        memplan.apply_blocks(
-            net, list(net.layers), batch(), 1 << 30, costs="estimate", group=torch.distributed.group.WORLD
-        )
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise ZeroDivisionError("of all things")
-
-    group = torch.distributed.new_group([0, 1])
-    net = stack()
-    net.layers[0].register_forward_pre_hook(lambda *_: torch.distributed.barrier(group=group))
-    with (
-        mock.patch("memplan.planning.parts.plan_parts.solve_units", broken)
-        if rank() == breaks
-        else contextlib.nullcontext()
-    ):
-        if rank() == breaks:
-            return refused(run, ZeroDivisionError, "of all things")
-        return refused(run, MemplanError, f"on rank {breaks}", "ZeroDivisionError")
-
-
 def _receives(group: Any) -> None:
     torch.distributed.recv(torch.zeros(1), 1 - rank(), group=group)
 
@@ -211,7 +187,4 @@ CELLS |= {
         ("a new group", lambda _: torch.distributed.new_group([0, 1]), False, 0, 2),
         ("a monitored barrier", lambda _: torch.distributed.monitored_barrier(), False, 1, 2),
     )
-}
-CELLS |= {
-    "a rank fails between rehearsals of blocks": Cell(functools.partial(blocks_wait_alone, 1)),
 }

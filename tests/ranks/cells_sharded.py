@@ -5,9 +5,11 @@ Each is compared with the same training without plans: losses, gradients, parame
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -26,8 +28,10 @@ from torch.distributed.tensor.parallel import (
 import memplan
 from memplan.capture.capture import UnplannableArgument
 from memplan.capture.trace.op_watch import OpenBranch
+from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
+from memplan.runtime.ranks import agreement, sharded_model
 from tests.ranks.cells_agreement import rank, refused
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, plans_wait_for_gloo
@@ -35,7 +39,7 @@ from tests.support.zoo import copied, first_difference, loss_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 BUDGETS: tuple[Any, ...] = (1.0, 0.7, "min")
-SLACK_BYTES = 64  # of scalars that DTensors make
+SLACK_BYTES = 64  # of scalars that DTensors make, and of what ranks tell each other
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
 
@@ -92,6 +96,44 @@ def frozen() -> Made:
     net.embed.requires_grad_(False)
     net.blocks[0].requires_grad_(False)
     net.blocks[2].up.requires_grad_(False)
+    return sharded(net, net.blocks), ids_of(rank())
+
+
+class WithoutLast(Net):
+    """A net that does not run its last block."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        scale = self.scale(x)
+        for block in self.blocks[:-1]:
+            x = block(x, scale)
+        return nn.functional.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+
+
+def half_a_group(**options: Any) -> Made:
+    """A unit of two modules, of which only the first runs."""
+    torch.manual_seed(0)
+    net = WithoutLast().train()
+    fully_shard(list(net.blocks[2:]), **options)
+    return sharded(net, net.blocks[:2], **options), ids_of(rank())
+
+
+class Settles(Net):
+    """A net that sets an attribute in its first run, so that it is traced twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind: str | None = None
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kind is None:
+            self.kind = "words"
+        return super().forward(ids)
+
+
+def traced_twice() -> Made:
+    torch.manual_seed(0)
+    net = Settles().train()
     return sharded(net, net.blocks), ids_of(rank())
 
 
@@ -220,15 +262,38 @@ def peaks(make: Callable[[], Made]) -> str | None:
         loss_of(net(**batch)).backward()
         for parameter in net.parameters():
             parameter.grad = None
-        plan, meter = memplan.plan_of(net), LiveMeter()
+        held_bytes, plan = held_in_step(net, batch), memplan.plan_of(net)
         assert isinstance(plan, memplan.Plan)
-        meter.register([part_of(p) for p in net.parameters()] + [*net.buffers(), *batch.values()])
-        with meter:
-            output = net(**batch)
-            loss_of(output).backward()
         drawn_bytes = plan.problem.graph.rng_state_bytes * len(plan.problem.graph.ops)  # which the meter does not see
-        if not plan.peak_bytes - drawn_bytes <= meter.peak_bytes <= plan.peak_bytes + SLACK_BYTES:
-            found.append(f"budget {budget}: {meter.peak_bytes} bytes are held, {plan.peak_bytes} predicted")
+        if not plan.peak_bytes - drawn_bytes <= held_bytes <= plan.peak_bytes + SLACK_BYTES:
+            found.append(f"budget {budget}: {held_bytes} bytes are held, {plan.peak_bytes} predicted")
+    return "; ".join(found) or None
+
+
+def held_in_step(net: nn.Module, batch: dict[str, Any]) -> int:
+    """The most bytes that tensors alive hold in one step."""
+    meter = LiveMeter()
+    meter.register([part_of(p) for p in net.parameters()] + [*net.buffers(), *batch.values()])
+    with meter:
+        output = net(**batch)
+        loss_of(output).backward()
+    return meter.peak_bytes
+
+
+def tight(runs: int = 40) -> str | None:
+    """At a budget near the floor, no plan of measured costs holds more in a step, or has other bits."""
+    plain, found = train(*units()), []
+    for run in range(runs):
+        net, batch = units()
+        with plans_wait_for_gloo():
+            memplan.apply(net, batch, "min")
+            budget = int(1.02 * memplan.plan_of(net).peak_bytes)  # type: ignore[union-attr]
+            memplan.apply(net, batch, budget)
+        held_bytes = held_in_step(net, batch)
+        net.zero_grad()
+        difference = first_difference(plain, train(net, batch), f"run {run}")
+        if difference or held_bytes > budget + SLACK_BYTES:
+            found.append(difference or f"run {run}: {held_bytes} bytes are held of {budget}")
     return "; ".join(found) or None
 
 
@@ -440,6 +505,86 @@ def clipped() -> str | None:
     )
 
 
+def own_hooks() -> str | None:
+    """Hooks on the model keep their places among those of `fully_shard`, and see what they see without a plan."""
+    results: list[Any] = []
+    for way in ("plain", "planned", "removed"):
+        seen: list[Any] = []
+        torch.manual_seed(0)
+        net, batch = Net().train(), ids_of(rank())
+        net.register_forward_hook(lambda *_: seen.append("first"))  # noqa: B023
+        sharded(net, net.blocks)
+        net.register_forward_pre_hook(lambda *_: seen.append("before"))  # noqa: B023
+        net.register_forward_hook(lambda _, __, output: seen.append(copied(output)))  # noqa: B023
+        if way != "plain":
+            memplan.apply(net, batch, 0.8, costs="estimate")
+        found = train(net, batch)
+        if way == "removed":
+            memplan.remove(net)
+        net.register_forward_hook(lambda *_: seen.append("last"))  # noqa: B023
+        loss_of(net(**batch)).backward()
+        names = [] if way == "planned" else [h.__name__ for h in net._forward_hooks.values()]
+        results.append((found, seen, names))
+    return first_difference(results[0][:2], results[1][:2], "planned") or first_difference(
+        results[0], results[2], "removed"
+    )
+
+
+class TakesScale(Net):
+    def forward(self, ids: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        loss = super().forward(ids)
+        return loss if weight is None else loss * weight.to(loss.dtype)
+
+
+def hooks_between_casts() -> str | None:
+    """A hook that would see another dtype than without a plan is refused, also where it comes later."""
+    inputs, results = MixedPrecisionPolicy(param_dtype=torch.bfloat16), MixedPrecisionPolicy(output_dtype=torch.float16)
+    batch, more = ids_of(rank()), {**ids_of(rank()), "weight": torch.tensor(0.5)}
+    early, after, later, unseen = (TakesScale().train() for _ in range(4))
+    after.register_forward_hook(lambda *_: None)
+    for net in (early, after, later, unseen):
+        fully_shard(net, mp_policy=results if net is after else inputs)
+    for net in (early, unseen):
+        net.register_forward_pre_hook(lambda *_: None)
+    for net, sample in ((later, more), (unseen, batch)):
+        memplan.apply(net, sample, 0.9, costs="estimate")
+        net(**sample).backward()
+    later.register_forward_pre_hook(lambda *_: None)
+    found = []
+    for run in (
+        lambda: memplan.apply(early, more, 0.9),
+        lambda: memplan.apply(after, batch, 0.9),
+        lambda: later(**more),
+        lambda: later.eval()(**more),
+        lambda: unseen(**more),
+    ):
+        found.append(refused(run, memplan.UnsupportedModel, "where fully_shard has cast"))
+    memplan.remove(later)
+    later(**batch)
+    return next((text for text in found if text), None)
+
+
+def fails_on_one_rank(breaks: int) -> str | None:
+    """A rank that can't be planned, or that fails while collectives are timed, is an error on both, soon."""
+    group = torch.distributed.new_group([0, 1])
+    net, batch = units()
+    hook = None
+    if rank() == breaks:
+        hook = next(net.parameters()).register_hook(lambda grad: grad)
+    words = () if rank() == breaks else (f"on rank {breaks}",)
+    run = functools.partial(memplan.apply, net, batch, 0.9, group=group)
+    found = refused(run, memplan.UnsupportedModel, "hooks on sharded parameters", *words)
+    if hook is not None:
+        hook.remove()
+    error = ZeroDivisionError("of all things")
+    timing = mock.patch.object(sharded_model, "_gather_s", side_effect=error)
+    kind, text = (ZeroDivisionError, "of all") if rank() == breaks else (MemplanError, "waited for other ranks")
+    with timing if rank() == breaks else contextlib.nullcontext(), mock.patch.object(agreement, "_LONGEST_WAIT_S", 2):
+        found = found or refused(run, kind, text)
+    results = train(*units()), train(net, batch)
+    return found or first_difference(*results, "result")
+
+
 def again_and_again() -> str | None:
     """A second plan takes the place of the first, and one that fails leaves the first."""
     plain, (net, batch) = train(*units()), units()
@@ -539,7 +684,10 @@ TWO: dict[str, tuple[Callable[[], Made], bool]] = {
     "other dimension": (functools.partial(units, shard_placement_fn=lambda p: Shard(p.dim() - 1)), True),
     "frozen": (frozen, False),
     "groups": (grouped, False),
+    "half a group": (half_a_group, False),
+    "half a group, mixed precision": (functools.partial(half_a_group, mp_policy=BF16), True),
     "several dtypes": (of_several_dtypes, False),
+    "traced twice": (traced_twice, False),
     "tensor parallel": (tensor_parallel, False),
     "sequence parallel": (sequence_parallel, True),
 }
@@ -562,6 +710,10 @@ CELLS |= {
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),
     "clipped, saved, removed": Cell(clipped),
+    "hooks of one's own": Cell(own_hooks),
+    "hooks between casts": Cell(hooks_between_casts),
+    "tight": Cell(tight, full=True),
+    "one rank fails": Cell(functools.partial(fails_on_one_rank, 1)),
     "again and again": Cell(again_and_again, full=True),
     "first a plan": Cell(first_a_plan),
     "refusals": Cell(refusals),

@@ -8,12 +8,14 @@ import time
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import memplan
 from memplan.problem.schedule import Drop, Prefetch
+from tests.ranks.cells_agreement import refused
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, gloo_lets_go
 from tests.support.zoo import copied, first_difference
@@ -77,6 +79,7 @@ def engine_of(dtype: str = "fp32", accumulation: int = 1, build: Callable[[], nn
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
         "bf16": {"enabled": dtype == "bf16"},
+        "torch_autocast": {"enabled": dtype == "autocast", "dtype": "bfloat16"},
     }  # fmt: skip
     trainable = [p for p in net.parameters() if p.requires_grad]
     engine = deepspeed.initialize(model=net, config=config, model_parameters=trainable)[0]
@@ -90,10 +93,10 @@ def batches(count: int) -> list[torch.Tensor]:
 
 
 def apply_it(engine: Any, sample: Any, budget: Any = BUDGET, **keywords: Any) -> None:
-    from memplan.integrations.deepspeed.zero3 import apply_sharded
+    from memplan.integrations.deepspeed.engine import apply_plan
 
     keywords = {"costs": "estimate", "gather_speed": memplan.GatherSpeed(1e8, 1e-4), **keywords}
-    apply_sharded(engine, sample, budget, **keywords)
+    apply_plan(engine, sample, budget, **keywords)
 
 
 def plan_it(engine: Any, budget: Any = BUDGET, sample: Any = None, **keywords: Any) -> memplan.Plan:
@@ -121,11 +124,12 @@ def step(engine: Any, batch: torch.Tensor, style: str = "engine") -> torch.Tenso
     return loss.detach().clone()  # type: ignore[no-any-return]
 
 
-def train(dtype: str, accumulation: int, style: str, planned: bool, **zero: Any) -> Any:
+def train(dtype: str, accumulation: int, style: str, planned: Any, **zero: Any) -> Any:
+    """planned: a budget; False is none."""
     engine = engine_of(dtype, accumulation, **zero)
     try:
         if planned:
-            plan = plan_it(engine)
+            plan = plan_it(engine, planned)
             assert plan.recomputed
             assert plan.problem.graph.gathers == (zero.get("stage3_param_persistence_threshold", 0) < 1_000_000)
         losses = [step(engine, batch, style) for batch in batches(STEPS * accumulation)]
@@ -135,8 +139,31 @@ def train(dtype: str, accumulation: int, style: str, planned: bool, **zero: Any)
 
 
 def compare_training(dtype: str, accumulation: int, style: str = "engine", **zero: Any) -> str | None:
-    plain, planned = (train(dtype, accumulation, style, planned, **zero) for planned in (False, True))
+    plain, planned = (train(dtype, accumulation, style, planned, **zero) for planned in (False, BUDGET))
     return first_difference(plain, planned, "result")
+
+
+def afresh(run: Callable[[], str | None]) -> str | None:
+    """What a cell finds with DeepSpeed as in a new process: it keeps some settings for all later engines."""
+    from deepspeed.runtime import torch_autocast
+    from deepspeed.utils import groups
+
+    with (
+        mock.patch.object(torch_autocast, "TORCH_AUTOCAST_INITIALIZED", False),
+        mock.patch.object(torch_autocast, "TORCH_AUTOCAST_DTYPE", None),
+        mock.patch.object(groups, "_ZERO_PARAM_INTRA_PARALLEL_GROUP", None),
+    ):
+        return run()
+
+
+def compare_at_budgets(dtype: str, accumulation: int = 1, **zero: Any) -> str | None:
+    """Roomy, half way and at the floor."""
+    plain = train(dtype, accumulation, "engine", False, **zero)
+    for budget in (memplan.Budget(activations=0.8), BUDGET, "min"):
+        difference = first_difference(plain, train(dtype, accumulation, "engine", budget, **zero), "result")
+        if difference:
+            return f"{budget}: {difference}"
+    return None
 
 
 # -- what is held -----------------------------------------------------------------------------------------------------
@@ -253,11 +280,11 @@ def _bytes(parameter: Any) -> int:
 # -- a life with more than steps --------------------------------------------------------------------------------------
 
 
-def lead_a_life(planned: bool) -> Any:
+def lead_a_life(planned: bool, dtype: str = "fp32", **zero: Any) -> Any:
     """Steps with evaluation, a checkpoint, edited weights and, at the end, no plan any more between them."""
     import deepspeed
 
-    engine, found = engine_of(accumulation=2), []
+    engine, found = engine_of(dtype, 2, **zero), []
     data = batches(12)
     try:
         if planned:
@@ -299,8 +326,8 @@ def lead_a_life(planned: bool) -> Any:
         engine.destroy()
 
 
-def compare_lives() -> str | None:
-    return first_difference(lead_a_life(False), lead_a_life(True), "result")
+def compare_lives(dtype: str = "fp32", **zero: Any) -> str | None:
+    return first_difference(lead_a_life(False, dtype, **zero), lead_a_life(True, dtype, **zero), "result")
 
 
 def train_other_lengths(planned: bool) -> Any:
@@ -458,6 +485,48 @@ def what_cant_be_planned_is_refused_by_all() -> str | None:
     return next((text for text in found if text is not None), None)
 
 
+def autocast_is_refused() -> str | None:
+    engine = engine_of("autocast")
+    try:
+        return _refusal(engine, '"bf16": {"enabled": true} instead')
+    finally:
+        engine.destroy()
+
+
+class BranchingNet(Net):
+    """Which way it goes depends on what it computes."""
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids) * self.scale[:WIDTH]
+        for layer in self.layers:
+            x = layer(x)
+            if float(x.detach().sum()) > 0:
+                x = x * 0.5
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
+
+
+def what_cant_be_captured_is_refused(sample: bool) -> str | None:
+    """No step of it runs unplanned, and the engine trains on without a plan."""
+    words = ("depends on", "With sharded parameters a step has to be captured whole", "ZeRO stage 2")
+    plain, engine = engine_of(build=BranchingNet), engine_of(build=BranchingNet)
+    try:
+
+        def run() -> None:
+            apply_it(engine, batches(1)[0] if sample else None)
+            step(engine, batches(1)[0])
+
+        problem = refused(run, memplan.UnsupportedModel, *words)
+        memplan.remove(engine.module)
+        found = []
+        for each in (plain, engine):
+            torch.manual_seed(3)
+            found.append(([step(each, x) for x in batches(2)], weights(each)))
+        return problem or first_difference(*found, "result")
+    finally:
+        plain.destroy()
+        engine.destroy()
+
+
 def _disagreement(engine: Any) -> str | None:
     """With a call on one rank that gathers in another order: no rank begins it."""
     batch = batches(1)[0]
@@ -541,4 +610,30 @@ CELLS |= {
     "peaks of other lengths": Cell(check_peaks_of_other_lengths, full=True, needs=NEEDS),
     "batches of several lengths": Cell(compare_other_lengths, full=True, needs=NEEDS),
     "refusals": Cell(what_cant_be_planned_is_refused_by_all, needs=NEEDS),
+    "what can't be captured": Cell(functools.partial(what_cant_be_captured_is_refused, True), needs=NEEDS),
+    "what can't be captured, without a sample": Cell(
+        functools.partial(what_cant_be_captured_is_refused, False), full=True, needs=NEEDS
+    ),
 }
+CELLS["autocast is refused"] = Cell(functools.partial(afresh, autocast_is_refused), needs=NEEDS)
+SECONDARY: dict[str, tuple[str, dict[str, Any]]] = {
+    "secondary partitions": ("fp32", {"zero_hpz_partition_size": 2}),
+    "secondary partitions, nothing stays": (
+        "fp32", {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+    ),
+    "secondary partitions of parameters on the CPU": (
+        "bf16", {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}}
+    ),
+}  # fmt: skip
+for name, (dtype, zero) in SECONDARY.items():
+    runs: dict[str, Callable[[], str | None]] = {
+        name: functools.partial(compare_at_budgets, dtype, 2, **zero),
+        f"whole step, {name}": functools.partial(check_whole_step, dtype, 2, **zero),
+        f"life with {name}": functools.partial(compare_lives, dtype, **zero),
+    }
+    for cell, run in runs.items():
+        CELLS[cell] = Cell(functools.partial(afresh, run), full=cell != "secondary partitions", needs=NEEDS)
+CELLS["secondary partitions of four ranks"] = Cell(
+    functools.partial(afresh, functools.partial(compare_at_budgets, "fp32", 1, zero_hpz_partition_size=2)),
+    world=4, full=True, needs=NEEDS,
+)  # fmt: skip

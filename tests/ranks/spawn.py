@@ -25,7 +25,6 @@ MODULES = (
     "tests.ranks.cells_ddp",
     "tests.ranks.cells_agreement",
     "tests.ranks.cells_zero3",
-    "tests.ranks.cells_zero3_blocks",
     "tests.ranks.cells_planning_alone",
     "tests.ranks.cells_deepspeed",
     "tests.ranks.cells_deepspeed_host",

@@ -183,11 +183,10 @@ def _leaves(value: Any, depth: int) -> Iterator[Any]:
 _OF_NO_CONCERN = CHECKED_ELSEWHERE | {"forward"}  # which is exchanged while the model's own forward runs
 
 
-def attributes_in_short(module: nn.Module, ignored: Collection[str] = ()) -> tuple[Any, ...]:
+def attributes_in_short(module: nn.Module) -> tuple[Any, ...]:
     """Modes and attributes of a module and those in it, as far as they are cheap to compare."""
-    checked_elsewhere = _OF_NO_CONCERN.union(ignored)
     return tuple(
-        (inner.training, tuple((k, _in_short(v)) for k, v in vars(inner).items() if k not in checked_elsewhere))
+        (inner.training, tuple((k, _in_short(v)) for k, v in vars(inner).items() if k not in _OF_NO_CONCERN))
         for inner in module.modules()
     )
 

@@ -1,4 +1,4 @@
-"""Steps that can't be captured whole: parts of them, or blocks that the user names, are planned; the rest is not.
+"""Steps that can't be captured whole: parts of them are planned; the rest is not.
 
 Enters: a `PartsRequest`. Leaves: a plan and how each part runs. The one function to call is `plan_parts`. Its stages:
 `capture_parts` finds and captures the parts, `solve_parts` finds schedules of each, `measure_parts` says what each

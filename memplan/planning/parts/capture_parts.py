@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -21,12 +21,7 @@ Sites = dict[nn.Module, Site]
 
 
 def found_sites(request: PartsRequest) -> tuple[Sites, Sites]:
-    """The units to plan, and the blocks that have units in them.
-
-    They are those that a forward shows, or those that the user names.
-    """
-    if request.blocks is not None:
-        return _named_sites(request, request.blocks), {}
+    """The units to plan, and the blocks that have units in them, as a forward shows them."""
     call, reason = request.call, request.reason
     try:
         with nothing_kept(request.model, call), torch.enable_grad():
@@ -38,39 +33,14 @@ def found_sites(request: PartsRequest) -> tuple[Sites, Sites]:
         raise UnsupportedModel(f"{reason}\n  and the plain forward fails: {type(error).__name__}: {error}") from error
 
 
-def _named_sites(request: PartsRequest, blocks: Sequence[nn.Module]) -> Sites:
-    names = {module: name for name, module in request.model.named_modules()}
-    strangers = [type(block).__name__ for block in blocks if block not in names]
-    if strangers:
-        raise ValueError(f"blocks must be submodules of the model; a {strangers[0]} is not")
-    return {block: Site(names[block], "captured", request.reason) for block in blocks}
-
-
 def captured_units(request: PartsRequest, rehearse: Callable[..., Rehearsal], sites: Sites) -> list[Part]:
     """The calls of units in a forward, in order. Each is captured where its gradients can stay the same bits."""
-    if not sites and request.blocks is None:
+    if not sites:
         raise UnsupportedModel(f"no part of the model can be planned either. {request.reason}")
     rehearsal = rehearse(metered=False)
     rehearsal.run(dict.fromkeys(sites, ()))
     calls = Counter(visit.module for visit in rehearsal.visits)
-    for module, site in sites.items() if request.blocks is not None else ():
-        if calls[module] != 1:
-            raise UnsupportedModel(
-                f"block {site.name} is called {calls[module]} times in a forward of {type(request.model).__name__}; "
-                "each block has to be called once, by the model's forward. Leave it out of the blocks"
-            )
-    around = request.around
-    units = [
-        Part(
-            visit.module,
-            sites[visit.module],
-            visit,
-            shards=around.shards,
-            fixed=around.shards is not None,
-            fuse=request.fuse,
-        )
-        for visit in rehearsal.visits
-    ]
+    units = [Part(visit.module, sites[visit.module], visit, fuse=request.fuse) for visit in rehearsal.visits]
     for unit in units:
         capture_unit(unit, calls[unit.module] > 1 or shares_parameters(request.model, unit.module))
     return units
@@ -97,7 +67,7 @@ def capture_unit(unit: Part, shares: bool) -> None:
         if shares and autocast.enabled and autocast.cache_enabled:
             raise UnsupportedModel("it shares parameters, whose casts autocast shares too")
         with autocast.context():
-            captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around, unit.shards)
+            captured = capture_part(unit.module, unit.module.forward, visit.call.sample(), around)
             unit.captured = captured if unit.fuse is None else captured.changed(unit.fuse)
     except UnsupportedModel as error:
         unit.give_up(str(error))

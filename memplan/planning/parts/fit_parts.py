@@ -48,10 +48,9 @@ class Fitting:
         """The choice that is measured to hold the least.
 
         It is the one of which least was worked out, or the one that keeps all, should that be measured to hold less.
-        Ranks that rehearse together do not look at the second one.
         """
         least = self._run(smallest(self.parts.problem))
-        if self.request.around.meet is not None or least.peak_bytes <= keep_all.peak_bytes + self.held_bytes:
+        if least.peak_bytes <= keep_all.peak_bytes + self.held_bytes:
             return least
         return min(least, self._run(keep_all), key=lambda fitted: fitted.peak_bytes)
 
@@ -59,24 +58,23 @@ class Fitting:
         """The fastest choice that is measured to keep the limit. Raises BudgetInfeasible.
 
         Each choice is run. Where it held more than was worked out, the next choice is made for a limit that is lower by
-        as much. Ranks that rehearse together run all rounds.
+        as much.
 
         - limit: the budget in bytes.
         - least: the choice that is measured to hold the least.
         """
-        alone, fitted, more_bytes = self.request.around.meet is None, None, 0
+        more_bytes = 0
         for _ in range(_ROUNDS):
             choice = choose_ways(self.parts.problem, limit - self.held_bytes - more_bytes)
-            if alone and (fitted is not None or choice is None):
+            if choice is None:
                 break
-            found = self._run(choice or least.choice)
-            if fitted is None and found.peak_bytes <= limit:
-                fitted = found
+            found = self._run(choice)
+            if found.peak_bytes <= limit:
+                return found
             more_bytes = max(more_bytes, found.peak_bytes - self.held_bytes - found.choice.peak_bytes)
-        fitted = fitted or least
-        if fitted.peak_bytes <= limit:
-            return fitted
-        held_bytes, peak_bytes = self.held_bytes, fitted.peak_bytes
+        if least.peak_bytes <= limit:
+            return least
+        held_bytes, peak_bytes = self.held_bytes, least.peak_bytes
         beside = f", of which {format_bytes(held_bytes)} are held beside the step itself" if held_bytes else ""
         raise BudgetInfeasible(
             f"planned in parts, the model does not fit {format_bytes(limit)}, so the step would run out of memory. "
@@ -86,8 +84,7 @@ class Fitting:
         )
 
     def _run(self, choice: UnitChoice) -> FittedParts:
-        request, around, ways = self.request, self.request.around, self.parts.ways(choice)
-        around.wait()
-        run = functools.partial(run_in_parts, ways, request.forward, request.call, ignored=around.ignored)
-        measured_bytes = measured_peak(request.model, request.call, run, self.leaves_out, around.shards is not None)
+        request, ways = self.request, self.parts.ways(choice)
+        run = functools.partial(run_in_parts, ways, request.forward, request.call)
+        measured_bytes = measured_peak(request.model, request.call, run, self.leaves_out)
         return FittedParts(ways, choice, max(choice.peak_bytes, measured_bytes) + self.held_bytes)

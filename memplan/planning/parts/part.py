@@ -13,7 +13,6 @@ from torch import nn
 
 from memplan.capture.capture import Capture, capture_part
 from memplan.capture.probe import Site, UnitCall
-from memplan.capture.shards import Shards
 from memplan.capture.trace.raw_trace import PartSurroundings
 from memplan.costs.measure import estimate
 from memplan.logs import log
@@ -25,7 +24,6 @@ from memplan.runtime.parts.part_step import PartStep
 from memplan.runtime.parts.partial_step import Way, Ways
 from memplan.runtime.parts.rehearsal import Visit
 from memplan.runtime.program.execute import TangentLayout
-from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.lower import Program, lower
 from memplan.solvers import Candidate, Front, solve_front
 from memplan.solvers.parts.passes import Pass, pass_of
@@ -56,8 +54,6 @@ class Part:
     - captured: the captured part; None for an opaque one.
     - further: positions of arguments that the program takes once more, for gradients of their further uses.
     - shares: some of its parameters are used elsewhere too.
-    - shards: whatever has sharded its parameters, and gathers them around its passes.
-    - fixed: it keeps its one program, on which others rely; none is made for gradients of other layouts.
     - fuse: turns it into a part over fused groups, once it is captured.
     - problem, front: of a captured part.
     - repeats: its forward can run again in backward.
@@ -71,8 +67,6 @@ class Part:
     captured: Capture | None = None
     further: tuple[int, ...] = ()
     shares: bool = False
-    shards: Shards | None = None
-    fixed: bool = False
     fuse: Fuse | None = None
     problem: Problem | None = None
     front: Front | None = None
@@ -102,20 +96,10 @@ class Part:
 
     def way(self, option: int) -> Way:
         """One of its options, in a form that can run."""
-        chosen = self.ways[option] if self.shards is None else self._in_one_order(self.ways[option])
+        chosen = self.ways[option]
         if isinstance(chosen, Twice):
             return self.step(chosen.candidate, drops_saved=True)
         return chosen if isinstance(chosen, str) else self.step(chosen)
-
-    def _in_one_order(self, way: PartWay) -> PartWay:
-        """The way, or one like it that hands gradients over in the order of all other ranks.
-
-        Ranks may choose different ways, and buckets are reduced in the order of gradients. For a captured part that is
-        the order of its program, for others it is autograd's.
-        """
-        if self.front is None:
-            return "recompute"
-        return self.front.keep_all if way == "keep" else way
 
     def step(self, candidate: Candidate, drops_saved: bool = False) -> PartStep:
         """A step that runs this part with a schedule. drops_saved: its forward saves nothing, and runs again."""
@@ -128,12 +112,11 @@ class Part:
             self.front.truncated,
         )  # fmt: skip
         program = lower(candidate.schedule, self.captured.traced, "edges")
-        gathers = None if self.shards is None else Gathers(self.shards)
         again = None
-        if self.visit is not None and not self.fixed:
+        if self.visit is not None:
             planned = pass_of(self.problem, candidate.schedule)
             again = functools.partial(_planned_again, self.site, self.visit.call, self.visit.uses, self.fuse, planned)
-        return PartStep.of(plan, self.module, self.captured, program, self.further, gathers, again, drops_saved)
+        return PartStep.of(plan, self.module, self.captured, program, self.further, again, drops_saved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import allocated_bytes, storage_key
-from memplan.errors import UnsupportedModel
 from memplan.planning.parts.capture_parts import Sites, captured_units, found_sites
 from memplan.planning.parts.fit_parts import Fitting
 from memplan.planning.parts.measure_parts import measured_parts
@@ -47,28 +46,23 @@ class PlannedParts:
 def plan_parts(request: PartsRequest) -> PlannedParts:
     """Plan a step in parts. Runs some steps on the sample, which leave nothing behind.
 
-    Raises BudgetInfeasible. Raises UnsupportedModel where no part can be planned either, or one that the user named
-    can't.
+    Raises BudgetInfeasible. Raises UnsupportedModel where no part can be planned either.
     """
-    model, call, around = request.model, request.call, request.around
-    rehearse = functools.partial(
-        Rehearsal, model, request.forward, call, takes_gradients=around.shards is not None
-    )  # fmt: skip
+    model, call = request.model, request.call
+    rehearse = functools.partial(Rehearsal, model, request.forward, call)
     sites, blocks = found_sites(request)
     if request.fuse is not None:  # a block that is recomputed as a whole would run eager kernels
         blocks = {}
     while True:
         try:
             units = captured_units(request, rehearse, sites)
-            around.wait()
             solve_units(request, units)
             device = request.device or next((u.captured.traced.device for u in units if u.captured is not None), None)
             elsewhere = functools.partial(_is_elsewhere, device)
-            around.wait()
-            parts = _measured(request, functools.partial(rehearse, leaves_out=elsewhere), units, blocks)
+            parts = _measured(functools.partial(rehearse, leaves_out=elsewhere), units, blocks)
             break
         except EditedArguments as error:  # they can't run again in backward
-            sites, blocks = (_without(error.modules, found, request) for found in (sites, blocks))
+            sites, blocks = (_without(error.modules, found) for found in (sites, blocks))
     beside = request.beside(device)
     parts, held_bytes = parts.updated(beside.update_bytes), beside.held_bytes
     keep_all = appraise(parts.problem, [(0, tuple(len(o) - 1 for o in s[0].units)) for s in parts.problem.stages])
@@ -78,9 +72,8 @@ def plan_parts(request: PartsRequest) -> PlannedParts:
     least = fitting.least(keep_all)
     limit = request.limit(keep_all.peak_bytes + held_bytes, resident_bytes, least.peak_bytes)
     fitted = fitting.fit(limit, least)
-    around.wait()
-    run = functools.partial(run_in_parts, fitted.ways, request.forward, call, ignored=around.ignored)
-    time_s = timed_step(model, call, run, parts.written, around.shards is not None)
+    run = functools.partial(run_in_parts, fitted.ways, request.forward, call)
+    time_s = timed_step(model, call, run, parts.written)
     plan = PartialPlan(
         peak_bytes=fitted.peak_bytes,
         baseline_peak_bytes=keep_all.peak_bytes + held_bytes,
@@ -100,25 +93,17 @@ def _is_elsewhere(device: torch.device | None, storage: torch.UntypedStorage) ->
     return device is not None and storage.device.type != device.type
 
 
-def _without(edited: Collection[nn.Module], sites: Sites, request: PartsRequest) -> Sites:
-    """The sites but those of modules whose arguments are edited. Raises UnsupportedModel for what the user named."""
-    names = [site.name for module, site in sites.items() if module in edited]
-    if names and request.blocks is not None:
-        raise UnsupportedModel(
-            f"forward writes to arguments of {', '.join(names)} after it has run, so it can't run again in backward. "
-            "Leave it out of the blocks"
-        )
+def _without(edited: Collection[nn.Module], sites: Sites) -> Sites:
+    """The sites but those of modules whose arguments are edited."""
     return {module: site for module, site in sites.items() if module not in edited}
 
 
-def _measured(request: PartsRequest, rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: Sites) -> Parts:
+def _measured(rehearse: Callable[..., Rehearsal], units: Sequence[Part], blocks: Sites) -> Parts:
     """The parts with what each would hold. A part that gets other gradients than it was captured for is left opaque."""
     while True:
         try:
             return measured_parts(rehearse, units, blocks)
         except PartTangents as error:  # programs around it do not hand on what eager does
-            if request.around.meet is not None:  # other ranks would not rehearse again
-                raise
             for unit in units:
                 if unit.module is error.module:
                     unit.give_up(str(error))

@@ -68,8 +68,6 @@ def _costs_as_captured(unit: Part, captured: Capture, source: str) -> Costs:
     inputs = (*inputs, *(inputs[position] for position in unit.further))
 
     def resident(kind: str, name: str, position: int) -> torch.Tensor | None:
-        if kind == "parameter" and unit.shards is not None:
-            return None
         return inputs[position] if kind == "input" else tensors[name]
 
     return measure(captured.traced, resident)

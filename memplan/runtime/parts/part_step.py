@@ -16,7 +16,6 @@ from memplan.capture.trace.call import Call, Forward
 from memplan.errors import MemplanError
 from memplan.plans.plan import Plan
 from memplan.runtime.parts.recompute import NOBODY, UnitObserver
-from memplan.runtime.program.collectives import Collectives
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import (
     Gradients,
@@ -28,7 +27,6 @@ from memplan.runtime.program.execute import (
     TangentLayout,
     Written,
 )
-from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.rng import held_rng, restore_held_rng
@@ -52,14 +50,14 @@ class PartRunner(Runner):
     index: int = -1
 
     @staticmethod
-    def of(module: nn.Module, capture: Capture, program: Program, gathers: Gathers | None = None) -> PartRunner:
+    def of(module: nn.Module, capture: Capture, program: Program) -> PartRunner:
         traced = capture.traced
         outputs = Outputs.of(traced)
         state = [r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer")]
         names_of_state = [*state, *(n for n in program.parameter_gradients if n not in state)]
         return PartRunner(
             program=program,
-            store=ParameterStore(module, names_of_state, traced.device, gathers),
+            store=ParameterStore(module, names_of_state, traced.device),
             trainable=program.parameter_gradients,
             backwards=((PlannedTangent.all_of(traced, outputs.names), program.backward),),
             outputs=outputs,
@@ -102,7 +100,6 @@ class PartStep:
     - again: makes the program anew where other gradients arrive than on the sample. Without it such a step is refused.
     - drops_saved: forward saves nothing, and runs again when backward begins.
     - runners: of the program, and of others with the same forward; the first is the one that was right last.
-    - provisional: never, because it is planned in full.
     """
 
     plan: Plan
@@ -114,7 +111,6 @@ class PartStep:
     again: Again | None = None
     drops_saved: bool = False
     runners: list[PartRunner] = field(default_factory=list)
-    provisional: bool = False
 
     @staticmethod
     def of(
@@ -123,13 +119,12 @@ class PartStep:
         capture: Capture,
         program: Program,
         further: tuple[int, ...],
-        gathers: Gathers | None = None,
         again: Again | None = None,
         drops_saved: bool = False,
     ) -> PartStep:
         """The step for the module that was captured."""
         step = PartStep(plan, module, capture, program, capture.key, further, again, drops_saved)
-        step._use(PartRunner.of(module, capture, program, gathers))
+        step._use(PartRunner.of(module, capture, program))
         if plan.problem.costs.source != "measured":  # some ops have not run here
             step.runner.check_first_runs()
         return step
@@ -139,17 +134,9 @@ class PartStep:
         """The runner that runs next."""
         return self.runners[0]
 
-    @property
-    def collectives(self) -> Collectives:
-        """The collective signature of its program."""
-        return Collectives.of(self.program.collectives)
-
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
         return self.key.mismatch(call)
-
-    def settle(self, model: nn.Module) -> None:
-        """Does nothing: the module sets all by itself."""
 
     def bound_to(self, model: nn.Module, forward: Forward) -> PartStep:
         """This step for a copy of the module, which has this forward of its own."""

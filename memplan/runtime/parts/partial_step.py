@@ -7,7 +7,7 @@ under checkpointing.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -36,15 +36,13 @@ def run_in_parts(
     forward: Forward,
     call: Call,
     refused: Refused = lambda module, problem: None,
-    ignored: Collection[str] = (),
 ) -> Any:
     """What the model's forward returns, with its parts run in these ways.
 
-    refused: called for each call that is recomputed as a whole instead, with the reason. ignored: attributes of modules
-    that change without changing what forward computes.
+    refused: called for each call that is recomputed as a whole instead, with the reason.
     """
     forwards = {
-        module: _exchanged(module, module.forward, of_module, refused, ignored)
+        module: _exchanged(module, module.forward, of_module, refused)
         for module, of_module in ways.items()
         if any(way != "keep" for way in of_module)
     }
@@ -52,9 +50,7 @@ def run_in_parts(
         return forward(*call.variadic, **call.arguments)
 
 
-def _exchanged(
-    module: nn.Module, original: Forward, ways: Sequence[Way], refused: Refused, ignored: Collection[str]
-) -> Forward:
+def _exchanged(module: nn.Module, original: Forward, ways: Sequence[Way], refused: Refused) -> Forward:
     """A forward for one forward of the model. It runs the calls of a module in these ways, one after the other."""
     left = iter(ways)
 
@@ -72,7 +68,7 @@ def _exchanged(
                 except OtherBranch as error:
                     problem = str(error)
             refused(module, problem)
-        return recomputed(module, original, -1, args, kwargs, ignored=ignored)
+        return recomputed(module, original, -1, args, kwargs)
 
     return forward
 

@@ -93,7 +93,6 @@ class Passage:
 def nothing_kept(
     model: nn.Module,
     call: Call,
-    takes_gradients: bool = False,
     written: Sequence[torch.Tensor] | None = None,
     run: Callable[..., Any] | None = None,
 ) -> Iterator[WritesUndone]:
@@ -102,7 +101,6 @@ def nothing_kept(
     Hooks of parameters do not run. Parameters that autocast has cast are cast anew in here and afterwards, because a
     step that shared casts with another would add gradients in another order.
 
-    - takes_gradients: gradients of parameters are freed as they come, as where a hook takes them.
     - written: what forward writes to, known from an earlier run. With None, ops are watched for it, which takes time.
     - run: what is called, where it is not the model's forward alone.
     """
@@ -115,7 +113,6 @@ def nothing_kept(
     # Such a hook may well be an optimizer's step.
     tables = [t for leaf in leaves for t in (leaf._backward_hooks, leaf._post_accumulate_grad_hooks) if t]
     hooks = [(table, dict(table)) for table in tables]
-    taken: list[Any] = []
     python_state, numpy_state = random.getstate(), np.random.get_state()
     generators = [(g, g.get_state()) for g in own_generators(model)]
     torch.clear_autocast_cache()
@@ -126,18 +123,12 @@ def nothing_kept(
             home.update({name: b if b is None else stand_ins[b] for name, b in before.items()})
         for table, _ in hooks:
             table.clear()
-        if takes_gradients:
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    taken.append(parameter.register_post_accumulate_grad_hook(_let_go))
         watching: contextlib.AbstractContextManager[object] = writes if written is None else contextlib.nullcontext()
         with torch.random.fork_rng(devices=devices), AttributesKept(model, run=run, given=call.leaves), watching:
             yield writes
     finally:
         torch.clear_autocast_cache()
         writes.undo()
-        for hook in taken:
-            hook.remove()
         for table, held in hooks:
             table.update(held)
         random.setstate(python_state)
@@ -149,10 +140,6 @@ def nothing_kept(
             home.update(before)
         for leaf, gradient, required in gradients:
             leaf.requires_grad_(required).grad = gradient
-
-
-def _let_go(parameter: torch.Tensor) -> None:
-    parameter.grad = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,13 +222,11 @@ class Rehearsal(UnitObserver):
         call: Call,
         metered: bool = True,
         leaves_out: LeavesOut | None = None,
-        takes_gradients: bool = False,
     ) -> None:
         """Prepare a step.
 
         - metered: bytes are counted, which slows the step down.
         - leaves_out: storages that do not count.
-        - takes_gradients: gradients of parameters are freed as they come.
         """
         self.events: list[Event] = []
         self.visits: list[Visit] = []
@@ -250,7 +235,6 @@ class Rehearsal(UnitObserver):
         self._metered = metered
         self.last_bytes = self.left_bytes = 0
         self._model, self._original, self._call = model, forward, call
-        self._takes_gradients = takes_gradients
         self._meter = LiveMeter(leaves_out)
 
     @property
@@ -267,7 +251,7 @@ class Rehearsal(UnitObserver):
         forwards = {m: self._followed(m, m.forward, ways[m]) for m in ways}
         forwards |= {m: self._passed(m, m.forward) for m in blocks}
         args, kwargs = self._call.variadic, self._call.arguments
-        with nothing_kept(self._model, self._call, self._takes_gradients) as writes, torch.enable_grad():
+        with nothing_kept(self._model, self._call) as writes, torch.enable_grad():
             self._meter.register(resident_tensors(self._model, self._call))
             with self._meter if self._metered else contextlib.nullcontext():
                 # A rerun that stopped early would not tell what a forward leaves.
@@ -432,13 +416,12 @@ def timed_step(
     call: Call,
     run: Callable[[], Any],
     written: Sequence[torch.Tensor],
-    takes_gradients: bool = False,
 ) -> float:
     """Seconds of one step, forward and backward.
 
-    written: what forward writes to, beside buffers. takes_gradients: gradients of parameters are freed as they come.
+    written: what forward writes to, beside buffers.
     """
-    with nothing_kept(model, call, takes_gradients, written), torch.enable_grad():
+    with nothing_kept(model, call, written), torch.enable_grad():
         _wait_for_device(model)
         start = time.perf_counter()
         starts = starts_of(model, run())
@@ -463,18 +446,17 @@ def measured_peak(
     call: Call,
     run: Callable[[], Any],
     leaves_out: LeavesOut | None = None,
-    takes_gradients: bool = False,
 ) -> int:
     """The most bytes that a step holds, parameters, buffers and inputs included, kernel scratch on CUDA only.
 
     Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
     allocate on the device.
 
-    leaves_out: storages that do not count. takes_gradients: gradients of parameters are freed as they come.
+    leaves_out: storages that do not count.
     """
     meter = LiveMeter(leaves_out)
     allocated_bytes = 0
-    with nothing_kept(model, call, takes_gradients), torch.enable_grad():
+    with nothing_kept(model, call), torch.enable_grad():
         meter.register(resident_tensors(model, call))
         resident_bytes = meter.live_bytes
         for _ in range(2):

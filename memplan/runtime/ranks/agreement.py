@@ -217,25 +217,12 @@ class Agreement:
                 problem = None if isinstance(problem, _LeaderFailed) else problem
             planning.finish()
 
-    def together(self, run: Callable[[], _T]) -> _T:
-        """What `run` gives. What goes wrong in it on one rank is raised on all.
-
-        `run` may run collectives. It has to call `meet` before the first, and wherever a rank may have been busy by
-        itself.
-        """
-        result, problem = self._attempt(run)
-        if isinstance(problem, _Told):
-            raise problem.error
+    def together(self, run: Callable[[], object]) -> None:
+        """Run something on all ranks. What goes wrong in it on one rank is raised on all."""
+        _, problem = self._attempt(run)
         words = self._ranks.words(_word(None, problem, idle=True).pack())
         if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
             raise self._failure(problem)
-        return result  # type: ignore[return-value]
-
-    def meet(self) -> None:
-        """Within `together`: go on once all ranks are here. Raises where `run` ended with an error on one of them."""
-        words = self._ranks.words(_word(None, None, idle=True).pack())
-        if any(_Word.unpack(word).state == _RankState.FAILED for word in words):
-            raise _Told(self._failure(None))
 
     def _attempt(self, run: Callable[[], _T]) -> tuple[_T | None, Exception | None]:
         """What `run` gives, or the error that it ends with. Waiting for other ranks in vain is an error too."""
@@ -365,14 +352,6 @@ class _PlanningRound:
 
 class _LeaderFailed(Exception):
     """The rank that was to plan could not. It tells the reason itself."""
-
-
-class _Told(Exception):
-    """An error of another rank, which all ranks know of already."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 def _are_equal(words: Sequence[_Word]) -> bool:

@@ -96,7 +96,7 @@ class ShardedModel:
             unit.take_over(self._model)
             if self._model in unit.modules:
                 self._own = vars(self._model).get("forward")
-                self._model.forward = _WithinUnit(unit, self._model, self._model.forward)
+                self._model.forward = _WithinUnit(unit, self._units, self._model, self._model.forward)
         self._taken_over, failed = True, True
         try:
             yield
@@ -119,6 +119,8 @@ class ShardedModel:
         """What the ranks do just now that no plan follows, in words; None for nothing."""
         if (problem := self._problem()) is not None:
             return f"a unit of fully_shard with {problem}"
+        for unit in self._units:
+            unit.refuse_new_hooks(self._model)
         if all(unit.reduces for unit in self._units):
             self.begin()  # keys of steps look at parameters that are sharded
             return None
@@ -153,12 +155,18 @@ class ShardedModel:
 class _WithinUnit:
     """The forward of a model that is a unit itself, with what the unit's hooks on the model do."""
 
-    def __init__(self, unit: private.FsdpUnit, model: nn.Module, original: Callable[..., Any]) -> None:
-        self._unit, self._model = unit, model
+    def __init__(
+        self,
+        unit: private.FsdpUnit,
+        units: Sequence[private.FsdpUnit],
+        model: nn.Module,
+        original: Callable[..., Any],
+    ) -> None:
+        self._unit, self._units, self._model = unit, units, model
         self.__wrapped__, self.__name__ = original, "forward"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._unit.around(self._model, self.__wrapped__, args, kwargs)
+        return self._unit.around(self._model, self._units, self.__wrapped__, args, kwargs)
 
 
 def _gather_s(size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
