@@ -105,7 +105,7 @@ def measure(
         for index, times_s, scratch_bytes, blocks in zip(missing, times, scratch, asked, strict=True):
             if index not in bench.failed:
                 known.enter(traced.graph.ops[index].key, times_s, scratch_bytes, blocks)
-        if not quick:
+        if not quick and not private.user_records_blocks():  # or later processes would never see what ops ask for
             known.save()
     unknown = not all(op.key in known.facts for op in traced.graph.ops)
     estimated = estimate(traced, gather=gather).time_s if unknown else [0.0] * len(traced.graph.ops)
@@ -293,7 +293,8 @@ class _Bench:
         events: addresses and bytes of blocks, in order.
         """
         results = result if isinstance(result, (list, tuple)) else [result]
-        values, outputs = self.traced.graph.values, self.traced.graph.ops[index].outputs
+        values = self.traced.graph.values
+        outputs = [v for v in self.traced.graph.ops[index].outputs if values[v].reuses is None]
         made = {made.value: results[made.index or 0] for made in self.traced.kernels[index].made}
         addresses = {made[v].untyped_storage().data_ptr(): i for i, v in enumerate(outputs) if v in made}
         live: dict[int, int] = {}
@@ -305,7 +306,7 @@ class _Bench:
             elif address in live:
                 blocks.append((live.pop(address), 0))
         names = {name: addresses[address] for address, name in live.items() if address in addresses}
-        asked = [i for i, v in enumerate(outputs) if values[v].reuses is None and values[v].size_bytes]
+        asked = [i for i, v in enumerate(outputs) if values[v].size_bytes]
         if sorted(names.values()) != asked:
             return ()
         return tuple((names.get(name, name), size_bytes) for name, size_bytes in blocks)

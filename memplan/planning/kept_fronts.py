@@ -37,7 +37,8 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
 
     In it is the schedule of the smallest peak that is known for the graph, if it is no larger here than what was found.
     """
-    content = problem_to_json(dataclasses.replace(problem, budget_bytes=None, requests=None))
+    costs = dataclasses.replace(problem.costs, requests=())
+    content = problem_to_json(dataclasses.replace(problem, costs=costs, budget_bytes=None, requests=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
     try:

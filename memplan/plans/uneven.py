@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
-from memplan.problem.data import Graph, Problem
+from memplan.problem.data import Costs, Graph, Problem
 from memplan.problem.schedule import (
     BOUNDARY,
     Boundary,
@@ -66,7 +66,7 @@ def widest(problem: Problem, figures: Sequence[dict[str, Any]]) -> Problem:
     return dataclasses.replace(
         problem,
         graph=dataclasses.replace(problem.graph, values=values, rng_state_bytes=most("rng_state_bytes")),
-        costs=dataclasses.replace(problem.costs, time_s=each("times_s"), scratch_bytes=each("scratch_bytes")),
+        costs=Costs(each("times_s"), each("scratch_bytes"), problem.costs.source),
         extra_resident_bytes=most("extra_resident_bytes"),
         update_bytes=most("update_bytes"),
     )

@@ -192,8 +192,8 @@ class Costs:
     - scratch_bytes[i]: what its kernel needs beyond its outputs while it runs.
     - source: where the figures come from: "measured", "measured in part" (some ops can't be run by themselves) or
       "estimated".
-    - requests[i]: what its kernel asks a CUDA device's allocator for. Names from 0 on are outputs of the op, by
-      position. () where that is not known.
+    - requests[i]: what its kernel asks a CUDA device's allocator for. Names from 0 on are its outputs that take over no
+      memory, counted in order. () where that is not known.
     """
 
     time_s: tuple[float, ...]

@@ -80,7 +80,7 @@ def problem_from_json(content: dict[str, Any]) -> Problem:
     graph = _read_graph(Reader.typed(content, "graph", dict))
     return Problem(
         graph,
-        _read_costs(Reader.typed(content, "costs", dict), len(graph.ops)),
+        _read_costs(Reader.typed(content, "costs", dict), graph),
         Reader.optional(content, "budget_bytes", int),
         Reader.typed(content, "extra_resident_bytes", int),
         Reader.typed(content, "accumulate", bool),
@@ -166,15 +166,21 @@ class Reader:
         return tuple(values)
 
 
-def _read_costs(content: dict[str, Any], op_count: int) -> Costs:
+def _read_costs(content: dict[str, Any], graph: Graph) -> Costs:
     times, scratch = Reader.typed(content, "time_s", list), Reader.typed(content, "scratch_bytes", list)
-    if len(times) != op_count or len(scratch) != op_count:
-        raise InvalidPlanFile(f"costs of {len(times)} and {len(scratch)} ops for {op_count} ops")
+    requests = [_read_blocks(blocks) for blocks in Reader.typed({"requests": []} | content, "requests", list)]
+    op_count = len(graph.ops)
+    if len(times) != op_count or len(scratch) != op_count or len(requests) not in (0, op_count):
+        raise InvalidPlanFile(f"costs of {len(times)}, {len(scratch)} and {len(requests)} ops for {op_count} ops")
+    for op, blocks in zip(graph.ops, requests, strict=False):
+        new = sum(graph.values[v].reuses is None for v in op.outputs)
+        if any(name >= new or (name >= 0 and not size_bytes) for name, size_bytes in blocks):
+            raise InvalidPlanFile(f"requests of {op.name} are for outputs that it does not have, or free some")
     return Costs(
         tuple(Reader.typed({"time_s": t}, "time_s", float) for t in times),
         tuple(Reader.typed({"scratch_bytes": s}, "scratch_bytes", int) for s in scratch),
         Reader.typed(content, "source", str),
-        tuple(_read_blocks(blocks) for blocks in Reader.typed({"requests": []} | content, "requests", list)),
+        tuple(requests),
     )
 
 
@@ -244,7 +250,7 @@ def _read_requests(content: Any) -> Requests | None:
     return Requests(
         Reader.typed(content, "expandable", bool),
         tuple(Reader.typed({"workspaces": n}, "workspaces", int) for n in workspaces),
-        _read_blocks(content["update"]),
+        _read_blocks(Reader.typed(content, "update", list)),
         Reader.typed({"arena": True} | content, "arena", bool),  # older files do not say
     )
 

@@ -79,7 +79,7 @@ def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steer
 
 
 def _allocated_bytes(problem: Problem, schedule: Schedule, expandable: bool, steering: Steering | None) -> int:
-    """The most that is allocated in a first step, plugs included."""
+    """The most that is allocated in a step before the optimizer's, plugs included."""
     heap = _Heap(CachingAllocator(expandable), steering)
     _run_microbatches(_Loop(problem, schedule, heap))
     return heap.peak_bytes
@@ -362,19 +362,21 @@ class _Microbatch:
         made = [v for v in op.outputs if (taken := self.values[v].reuses) is None or taken in self.held]
         thrown_away = [self.held[v] for v in made if v in self.held]
         scratch: dict[int, int] = {}
-        left = [v for v in made if self.values[v].reuses is None]
-        for name, size_bytes in costs.requests[index] if costs.requests else ():
+        new = [v for v in op.outputs if self.values[v].reuses is None]
+        requests = costs.requests[index] if costs.requests else ()
+        for name, size_bytes in requests:
             if name >= 0:
-                left.remove(op.outputs[name])
-                self._make(op.outputs[name])
+                self._make(new[name])
             elif size_bytes:
                 scratch[name] = self.allocator.allocate(size_bytes)
             else:
                 self.allocator.free(scratch.pop(name))
-        for value in left:
-            self._make(value)
-        if not (costs.requests and costs.requests[index]):
-            scratch[0] = self.allocator.allocate(costs.scratch_bytes[index])
+        asked = {name for name, _ in requests}
+        for name, value in enumerate(new):
+            if name not in asked:
+                self._make(value)
+        if not requests:
+            scratch[-1] = self.allocator.allocate(costs.scratch_bytes[index])
         for value in made:
             if (taken := self.values[value].reuses) is not None:
                 self.held[value] = self.held.pop(taken)

@@ -27,6 +27,7 @@ from memplan.torch_private.devices import pytorch_allocates as pytorch_allocates
 from memplan.torch_private.devices import requested_bytes as requested_bytes
 from memplan.torch_private.devices import segments_expand as segments_expand
 from memplan.torch_private.devices import unallocated_bytes as unallocated_bytes
+from memplan.torch_private.devices import user_records_blocks as user_records_blocks
 from memplan.torch_private.devices import wait_for_scaler_copies as wait_for_scaler_copies
 from memplan.torch_private.distributed import is_timeout as is_timeout
 from memplan.torch_private.distributed import timeout_of as timeout_of

@@ -48,7 +48,7 @@ class BlockRecord:
     """A context in which it is recorded what PyTorch's allocator is asked for on a CUDA device.
 
     - events: (address, bytes) of each block in order, (address, 0) where one is freed; known once the context is left.
-      Empty where the user has such a record made already.
+      Empty where that can't be recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class BlockRecord:
         self.events: list[tuple[int, int]] = []
 
     def __enter__(self) -> BlockRecord:
-        self._records = not torch._C._cuda_isHistoryEnabled()
+        self._records = pytorch_allocates() and not user_records_blocks()
         if self._records:
             torch.cuda.memory._record_memory_history("all", context=None, clear_history=True)
         return self
@@ -68,6 +68,11 @@ class BlockRecord:
         torch.cuda.memory._record_memory_history(None)
         sizes = {"alloc": 1, "free_completed": 0}
         self.events = [(e["addr"], e["size"] * sizes[e["action"]]) for e in traced if e["action"] in sizes]
+
+
+def user_records_blocks() -> bool:
+    """Whether somebody has PyTorch's allocator record what it is asked for. It keeps one record alone."""
+    return pytorch_allocates() and bool(torch._C._cuda_isHistoryEnabled())
 
 
 @contextlib.contextmanager

@@ -115,6 +115,25 @@ def test_a_file_that_does_not_say_what_values_are_serves_all_the_same() -> None:
     assert memplan.plan_of(memplan.apply(copy.deepcopy(net), sample, plan=plan)) is not None
 
 
+def test_what_kernels_ask_for_comes_back_and_fits_their_ops() -> None:
+    content = json.loads(saved_bytes())
+    graph = content["graph"]
+    first = next(
+        i for i, op in enumerate(graph["ops"]) if any(graph["values"][v]["reuses"] is None for v in op["outputs"])
+    )
+    blocks: list[list[int]] = [[-1, 512], [0, 512], [-1, 0]]
+    requests = content["costs"]["requests"] = [blocks if i == first else [] for i in range(len(graph["ops"]))]
+    read = plan_from_bytes(json.dumps(content).encode()).problem.costs.requests
+    assert read[first] == ((-1, 512), (0, 512), (-1, 0))
+    for wrong in ([[9, 512]], [[0, 512], [0, 0]], [[-1, 0]], [[-1, 512], [-1, 512]], [[0]], [["0", 512]]):
+        requests[first] = wrong
+        with pytest.raises(InvalidPlanFile):
+            plan_from_bytes(json.dumps(content).encode())
+    content["costs"]["requests"] = [blocks]
+    with pytest.raises(InvalidPlanFile):
+        plan_from_bytes(json.dumps(content).encode())
+
+
 def test_a_gzipped_plan_is_read_too(saved: Path) -> None:
     assert plan_from_bytes(gzip.compress(saved.read_bytes())) == floor_plan()
 

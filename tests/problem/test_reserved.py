@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from memplan.plans.plan import Plan
 from memplan.problem import reserved
 from memplan.problem.caching_allocator import CachingAllocator
-from memplan.problem.data import Problem, Requests
+from memplan.problem.data import Costs, Graph, Op, Problem, Requests, Value
 from memplan.problem.reserved import reserved_bytes
+from memplan.problem.schedule import Boundary, Compute
 from memplan.problem.simulate import simulate, unplanned_step
 from tests.support.parameters import examples
 from tests.support.random_graphs import random_problems, unet_like
@@ -35,6 +36,22 @@ class _Watched(CachingAllocator):
         return address
 
 
+class _Noting(CachingAllocator):
+    """An allocator that notes the MiB of each block, below 0 where one is freed."""
+
+    def __init__(self) -> None:
+        super().__init__(expandable=True)
+        self.noted_mib: list[int] = []
+
+    def allocate(self, size_bytes: int, stream: int = 0) -> int:
+        self.noted_mib += [size_bytes // MIB] * bool(size_bytes)
+        return super().allocate(size_bytes, stream)
+
+    def free(self, address: int) -> None:
+        self.noted_mib += [-self._held[address].size_bytes // MIB] if address else []
+        super().free(address)
+
+
 def in_units(problem: Problem, unit: int) -> Problem:
     """The problem with all sizes in these units, and no generator states on the device."""
     values = tuple(
@@ -47,11 +64,22 @@ def in_units(problem: Problem, unit: int) -> Problem:
     return replace(problem, graph=graph, costs=costs, update_bytes=later, requests=Requests())
 
 
+def recorded(problem: Problem) -> Problem:
+    """The problem with kernels that ask for scratch first, then for their outputs from the last to the first."""
+    values, requests = problem.graph.values, []
+    for op, scratch_bytes in zip(problem.graph.ops, problem.costs.scratch_bytes, strict=True):
+        new = [values[v].size_bytes for v in op.outputs if values[v].reuses is None]
+        blocks = [(name, size_bytes) for name, size_bytes in enumerate(new) if size_bytes][::-1]
+        requests.append(((-1, scratch_bytes), *blocks, (-1, 0)) if scratch_bytes else tuple(blocks))
+    return replace(problem, costs=replace(problem.costs, requests=tuple(requests)))
+
+
 @FUZZ
-@given(random_problems())
-def test_the_replay_allocates_what_the_accountant_counts(problem: Problem) -> None:
+@given(random_problems(), st.booleans())
+def test_the_replay_allocates_what_the_accountant_counts(problem: Problem, is_recorded: bool) -> None:
     """But for the optimizer's step: the accountant has incoming gradients there, which are gone by then."""
     problem, schedule = unplanned_step(replace(in_units(problem, 512), update_bytes=0))
+    problem = recorded(problem) if is_recorded else problem
     _Watched.most_bytes = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reserved, "CachingAllocator", _Watched)
@@ -60,6 +88,18 @@ def test_the_replay_allocates_what_the_accountant_counts(problem: Problem) -> No
     held = problem.resident_bytes - problem.graph.resident_bytes  # gradients of earlier microbatches
     assert _Watched.most_bytes == max(simulate(problem, schedule).peak_bytes, arriving_bytes + held)
     assert found >= _Watched.most_bytes
+
+
+def test_blocks_of_a_kernel_come_in_its_order() -> None:
+    values = [Value("x", 3, "input", home="device"), Value("a", 1, "activation"), Value("b", 2, "activation")]
+    graph = Graph(tuple(values), (Op("f", "f", "forward", (0,), (1, 2)),), 1)
+    requests = (((-1, 5 * MIB), (1, 2 * MIB), (-1, 0), (-2, 7 * MIB), (0, MIB), (-2, 0)),)
+    problem = in_units(Problem(graph, Costs((1.0,), (7,), requests=requests)), MIB)
+    allocator = _Noting()
+    loop = reserved._Loop(problem, (Compute(0), Boundary()), reserved._Heap(allocator))
+    allocator.noted_mib.clear()
+    reserved._Microbatch(loop).run(loop.forward, 0)
+    assert allocator.noted_mib == [3, -3, 5, 2, -5, 7, 1, -7]  # the next input comes before the last one goes
 
 
 @FUZZ

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -151,6 +151,12 @@ def test_gradients_of_others_are_not_planned_for(arena: StepArena) -> None:
     assert arena.astray == 1
 
 
+def gradient_at(address: int, size_bytes: int) -> Any:
+    """A gradient whose memory is a block at this address."""
+    storage = SimpleNamespace(data_ptr=lambda: address, nbytes=lambda: size_bytes)
+    return SimpleNamespace(layout=torch.strided, untyped_storage=lambda: storage)
+
+
 def test_a_further_microbatch_is_led_beside_gradients_that_were_planned_for(arena: StepArena) -> None:
     steering = replace(STEERING, moves=(*STEERING.moves, {0: ((4 * MIB, 3 * MIB),)}), kept_bytes=3 * MIB)
     step(arena, steering)
@@ -158,12 +164,12 @@ def test_a_further_microbatch_is_led_beside_gradients_that_were_planned_for(aren
     pool.enter()
     address = pool.allocate(3 * MIB)
     pool.leave()
-    inside, outside = (SimpleNamespace(nbytes=3 * MIB, data_ptr=lambda at=at: at) for at in (address, -1))
-    with arena.forward(steering, [inside, outside]):  # type: ignore[list-item]
+    inside, outside = gradient_at(address, 3 * MIB), gradient_at(-1, 3 * MIB)
+    with arena.forward(steering, [inside, outside, gradient_at(address, 3 * MIB)]):  # two are parts of one block
         arena.steer(0)
         assert pool.inside == 1
     assert arena.astray == 0
-    with arena.forward(steering, [outside]):  # type: ignore[list-item]
+    with arena.forward(steering, [outside]):
         assert pool.inside == 0
     assert arena.astray == 1
 

@@ -214,8 +214,10 @@ class StepArena:
         """Moves of a microbatch, while these gradients are there; None where they were not planned for."""
         if not gradients:
             return steering.moves[0]
-        ours = [g for g in gradients if g.nbytes > SMALL_BYTES and 0 <= g.data_ptr() - self._start < self._size]
-        kept_bytes = sum(-(-g.nbytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for g in ours)
+        dense = [g for g in map(private.part_here, gradients) if g.layout is torch.strided]
+        blocks = {s.data_ptr(): s.nbytes() for s in (g.untyped_storage() for g in dense)}  # some share one
+        ours = [n for at, n in blocks.items() if n > SMALL_BYTES and 0 <= at - self._start < self._size]
+        kept_bytes = sum(-(-n // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES for n in ours)
         return steering.moves[-1] if kept_bytes == steering.kept_bytes and len(steering.moves) > 1 else None
 
     def _lose(self) -> None:
