@@ -112,7 +112,7 @@ class WithoutLast(Net):
 
 
 def half_a_group(**options: Any) -> Made:
-    """A unit of two modules, of which only the first runs."""
+    """A unit of two modules; only the first runs."""
     torch.manual_seed(0)
     net = WithoutLast().train()
     fully_shard(list(net.blocks[2:]), **options)
