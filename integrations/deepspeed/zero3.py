@@ -323,7 +323,7 @@ def _refuse_gathers(engine: Any) -> None:
     """Raise ValueError where DeepSpeed handles gathers in a way that a plan can't follow."""
     offload = engine.optimizer.parameter_offload
     leaves = [type(module).__name__ for module in get_z3_leaf_modules(engine.module)]
-    parameters = list(engine.module.parameters())  # of which some belong to modules that were leaves before
+    parameters = list(engine.module.parameters())  # some belong to modules that were leaves before
     leaves += [type(p.ds_z3_leaf_module).__name__ for p in parameters if z3_leaf_parameter(p)]
     reasons = (
         (

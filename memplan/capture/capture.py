@@ -400,7 +400,16 @@ def _refuse_odd_arguments(call: Call) -> None:
 
 
 def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
-    """Refuse models that are wrapped, compiled or told to recompute, and say what to do. Islands may be compiled."""
+    """Refuse models that are wrapped, compiled or told to recompute, and `context_parallel`; say what to do.
+
+    Islands may be compiled.
+    """
+    if "context_parallel" in private.parallel_contexts():
+        raise UnsupportedModel(
+            "context_parallel is on, under which attention passes keys and values from rank to rank; no plan of that "
+            "was ever compared with steps without one. Split the sequence with SequenceParallel, or run such steps "
+            "without a plan (memplan.remove)"
+        )
     kinds = {kind.__name__ for kind in type(model).__mro__}
     for kind in (
         "DataParallel",

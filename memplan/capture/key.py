@@ -502,6 +502,7 @@ def kernel_switches() -> dict[str, Any]:
         "order of sdp backends": private.attention_order(),
         "default dtype": torch.get_default_dtype(),
         "function modes": private.function_modes(),
+        "contexts of DTensors": private.parallel_contexts(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
 

@@ -26,7 +26,7 @@ from memplan.problem.data import Blocks
 _SPREAD, _SPREAD_S = 0.25, 2e-5  # repeats differ by no more, relative or in seconds, where they agree
 _MOST_DOUBTS = 3  # measurements without repeats that agree; then the fastest counts
 _SETTLED = -1
-_FORMAT = 5  # of the file
+_FORMAT = 4  # of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class KnownCosts:
             return
         with only_writer(self.name):
             merged = _facts_in(self.name) | {key: self.facts[key] for key in self.entered}
-            facts = {k: [f.time_s, f.scratch_bytes, f.doubts, f.process, f.requests] for k, f in sorted(merged.items())}
+            facts = {key: _entry(facts) for key, facts in sorted(merged.items())}
             keep(self.name, json.dumps({"format": _FORMAT, "facts": facts}).encode())
 
 
@@ -111,16 +111,25 @@ def agree(times_s: Sequence[float]) -> bool:
     return not others or others[0] - time_s <= max(_SPREAD_S, _SPREAD * time_s)
 
 
+def _entry(facts: OpFacts) -> list[object]:
+    """Facts as they are on disk."""
+    recorded = [facts.requests] if facts.requests else []
+    return [facts.time_s, facts.scratch_bytes, facts.doubts, facts.process, *recorded]
+
+
+def _facts_of(time_s: float, scratch_bytes: int, doubts: int = 0, process: int = 0, requests: Blocks = ()) -> OpFacts:
+    """The facts of an entry on disk, which may be of an earlier version."""
+    blocks = tuple((int(name), int(size_bytes)) for name, size_bytes in requests)
+    return OpFacts(float(time_s), int(scratch_bytes), int(doubts), int(process), blocks)
+
+
 def _facts_in(name: str) -> dict[str, OpFacts]:
     """The facts in a file; none where it is absent, damaged or of another version, for then ops are measured again."""
     try:
         content = json.loads(kept(name))
         if content["format"] != _FORMAT:
             return {}
-        return {
-            str(key): OpFacts(float(t), int(s), int(doubts), int(process), tuple((int(a), int(b)) for a, b in blocks))
-            for key, (t, s, doubts, process, blocks) in content["facts"].items()
-        }
+        return {str(key): _facts_of(*entry) for key, entry in content["facts"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 

@@ -37,6 +37,7 @@ from memplan.torch_private.dtensors import is_hook_of_dtensors as is_hook_of_dte
 from memplan.torch_private.dtensors import is_of_dtensors as is_of_dtensors
 from memplan.torch_private.dtensors import is_sharded as is_sharded
 from memplan.torch_private.dtensors import is_wait as is_wait
+from memplan.torch_private.dtensors import parallel_contexts as parallel_contexts
 from memplan.torch_private.dtensors import part_here as part_here
 from memplan.torch_private.dtensors import ranks_of as ranks_of
 from memplan.torch_private.dtensors import spec_of as spec_of

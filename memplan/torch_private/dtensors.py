@@ -21,6 +21,16 @@ def is_of_dtensors(types: Sequence[type]) -> bool:
     return module is not None and module.DTensor in types
 
 
+def parallel_contexts() -> tuple[str, ...]:
+    """Which of the contexts are on that change what ops on DTensors do: `loss_parallel`, `context_parallel`."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None:
+        return ()
+    ops, handlers = torch.ops.aten, module.DTensor._op_dispatcher._custom_op_handlers
+    first = {"loss_parallel": ops._log_softmax, "context_parallel": ops._scaled_dot_product_flash_attention}
+    return tuple(name for name, op in first.items() if op.default in handlers)
+
+
 def part_here(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a sharded tensor, the same object each time; any other tensor as it is."""
     return tensor._local_tensor if is_sharded(tensor) else tensor  # type: ignore[attr-defined]

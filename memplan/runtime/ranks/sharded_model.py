@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
 from memplan.capture.shards import Handle, Shard
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import GatherSpeed
@@ -32,7 +33,6 @@ _RUNS = 3  # of each size; the best counts
 class ShardedModel:
     """The `Shards` of a model with DTensors as parameters. Its plans gather parameters by ops of the graph alone."""
 
-    resident_bytes = 0
     takes_gradients = False
     attributes: tuple[str, ...] = ()
 
@@ -127,6 +127,13 @@ class ShardedModel:
         return "steps that do not reduce gradients (set_requires_gradient_sync), and the one after them,"
 
     # -- what memplan asks for --------------------------------------------------------------------------------------
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the storages of parts hold beyond the parts: `fully_shard` pads them to one size on all ranks."""
+        parts = {id(part): part for part in map(private.part_here, self._model.parameters())}
+        storages = {storage_key(part): part.untyped_storage().nbytes() for part in parts.values()}
+        return max(0, sum(storages.values()) - sum(part.nbytes for part in parts.values()))
 
     def shard(self, parameter: nn.Parameter) -> Shard | None:
         return None  # a part is a parameter like any other
