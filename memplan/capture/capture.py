@@ -62,6 +62,7 @@ class Capture:
     - key: tells which calls the step serves.
     - expanded: the step for `out.sum().backward()`, where the loss is not part of the plan.
     - settled: Python attributes that the first eager forward sets and later ones leave.
+    - counters: Python attributes to which each forward adds, and how much.
     - hooks: hooks that the first eager forward adds to submodules.
     - backward: the autocast under which backward runs; None: without autocast.
     - answers: what forward reads from tensors.
@@ -77,6 +78,7 @@ class Capture:
     key: StepKey
     expanded: Traced | None
     settled: tuple[SetValue, ...]
+    counters: tuple[SetValue, ...]
     hooks: tuple[AddedHook, ...]
     backward: Autocast | None = None
     answers: tuple[Answer, ...] = ()
@@ -200,13 +202,13 @@ def _capture(
             seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
             islands=islands, capability=capability,
         )  # fmt: skip
-        raw, settled = _settled_trace(request, reads, attributes, memory)
+        raw, settled, counters = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
         outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
         if outside and not varying:
             of_sum = dataclasses.replace(request, expanded=True)
             other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
-        attributes.pass_over(reads)
+        attributes.pass_over(reads, counters)
         reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
         key = StepKey(model, call, autocast, device_type, shards, reads, run)
@@ -218,15 +220,15 @@ def _capture(
     key.guard(traced, raw)
     answers = raw.answers[: raw.forward_reads]
     return Capture(
-        traced, call, reader, key, expanded, settled, attributes.added_hooks, backward, answers, tangents=tangents,
-        requiring=requiring, islands=raw.told,
+        traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
+        tangents=tangents, requiring=requiring, islands=raw.told,
     )  # fmt: skip
 
 
 def _settled_trace(
     request: TraceRequest, reads: AttributeReads, attributes: AttributesKept, memory: KeptMemory
-) -> tuple[RawTrace, tuple[SetValue, ...]]:
-    """The trace of a step as it is from its second run on, and the attributes that the first one sets for good.
+) -> tuple[RawTrace, tuple[SetValue, ...], tuple[SetValue, ...]]:
+    """The trace of a step as it is from its second run on, the attributes that the first one sets for good, counters.
 
     Raises SetsAttribute or UnsupportedModel where each run would be another.
     """
@@ -258,13 +260,21 @@ def _settled_trace(
                 "later one does; a planned step would not. Run the model once before memplan.apply",
                 settled[0].owner,
             )
-        if attributes.changes() != settled:
-            raise ChangesState(
-                f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
-                "planned step would not. Keep such state in a buffer, or change it outside of forward",
-                settled[0].owner,
-            )
-    return raw, settled
+        now = attributes.changes()
+        if now == settled:
+            return raw, settled, ()
+        counters, seen_before = attributes.counters(settled, now), str(raw.module.graph)
+        memory.undo()
+        with attributes.counting(counters) as is_right, contextlib.suppress(TypeError, UnsupportedModel):
+            raw = _heard(reads, request)
+            if counters and is_right() and str(raw.module.graph) == seen_before:
+                return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
+        raise ChangesState(
+            f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
+            "planned step would not. Keep such state in a buffer, or change it outside of forward",
+            settled[0].owner,
+        )
+    return raw, (), ()
 
 
 def _lasting_ops(raw: RawTrace) -> list[str]:

@@ -30,9 +30,11 @@ from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
+from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.execute import Written
 from memplan.runtime.trial.island_runs import IslandRuns
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
+from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -53,6 +55,7 @@ class Capturing:
         self.unsteady: frozenset[str] = frozenset()
         self._islands = NO_ISLANDS
         self._unfit: dict[Any, str] = {}  # calls that can be no islands, with the reason for each
+        self._layers: tuple[str, ...] = ()  # that PyTorch checkpoints in islands
 
     def decide(self, decides: bool) -> None:
         """Capture from now on with, or without, the branches that a run of forward takes."""
@@ -70,6 +73,30 @@ class Capturing:
         """Make no island of this function or module from now on: it gives something else each time."""
         self._unfit[called] = why
         self._islands = NO_ISLANDS
+
+    def spare(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> bool:
+        """Have islands checkpoint their layers, or themselves, from now on. Gives whether they can, and did not before.
+
+        They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state.
+        """
+        paths = [called for called in self._islands.callables if isinstance(called, str)]
+        found = [layers for path in sorted(paths) for layers in _layers_of_island(model, path)]
+        if self._layers or not found or self._placement.host:
+            return False
+        run, call = self._run(model, forward), self.call_of(model, forward, sample)
+
+        def left(layers: Sequence[str]) -> tuple[Any, ...]:
+            step = functools.partial(checkpointing(model, layers, run), *call.variadic, **call.arguments)
+            return contextvars.copy_context().run(unplanned_peak, model, call, step).left
+
+        try:
+            is_exact = left(found) == left(())
+        except Exception as error:  # the model's own, or of a device that is full
+            log.info("no layers of islands are checkpointed, because %s", error)
+            return False
+        if is_exact:
+            self._layers, self._islands = tuple(found), NO_ISLANDS
+        return is_exact
 
     @private.without_saved_tensor_hooks()
     def capture(
@@ -188,7 +215,7 @@ class Capturing:
                 raise _refused(refusal, chains, unfit)
             reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
             device = self._placement.device or model_device(model)
-            run, looked = IslandRuns(model, frozenset(callables), given, device, reasons), True
+            run, looked = IslandRuns(model, frozenset(callables), given, device, reasons, self._layers), True
             try:
                 with run.watching():
                     self._one_forward(model, forward, sample)
@@ -252,6 +279,11 @@ def _chains(refusal: UnsupportedModel, model: nn.Module, applied: Sequence[Any])
     functions = [(f,) for f in applied if not is_library_code(f)]
     of_state = calls_with(model, refusal.owner) if isinstance(refusal, ChangesState) else []
     return functions or of_state
+
+
+def _layers_of_island(model: nn.Module, path: str) -> list[str]:
+    """What PyTorch can checkpoint in a module: its layers, or else the module as a whole."""
+    return [f"{path}.{layer}" for layer in layers_of(model.get_submodule(path))] or [path]
 
 
 def _is_callable(called: Any, model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from torch import nn
 
@@ -89,8 +89,9 @@ class Planner:
     def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
         with self._advice(model, forward, sample):
-            captured = self._to_look_at(model, forward, sample)
-            return self._saying_more(self._plans.plan(model, captured), captured)
+            look = functools.partial(self._to_look_at, model, forward, sample)
+            captured, plan = self._planned(model, forward, sample, look(), look)
+            return self._saying_more(plan, captured)
 
     @once_more_where_results_differ
     def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
@@ -100,6 +101,24 @@ class Planner:
     def _to_look_at(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Capture:
         """A captured step. Where its costs are only estimated nothing is compiled either."""
         return self.capturing.capture(model, forward, sample, dry=self.settings.costs != "measure")
+
+    def _planned(
+        self, model: nn.Module, forward: Forward, sample: Sample | Call, captured: Capture, again: Callable[[], Capture]
+    ) -> tuple[Capture, Plan]:
+        """A captured step and its plan. Where no plan fits the budget, islands are captured with layers checkpointed.
+
+        again: captures the step once more. Raises BudgetInfeasible.
+        """
+        spare = functools.partial(self.capturing.spare, model, forward, sample)
+        if captured.islands and self.settings.budget == "min" and spare():
+            captured = again()
+        try:
+            return captured, self._plans.plan(model, captured)
+        except BudgetInfeasible:
+            if not captured.islands or not spare():
+                raise
+        captured = again()
+        return captured, self._plans.plan(model, captured)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -224,9 +243,10 @@ class Planner:
         with without_collections():
             try:
                 arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
-                captured = self.capturing.capture(
-                    model, forward, sample, backward=backward, varying=varying, like=arrived
+                capture = functools.partial(
+                    self.capturing.capture, model, forward, sample, backward=backward, varying=varying, like=arrived
                 )
+                captured = capture()
             except UnsupportedModel as error:
                 refusal = error
             else:
@@ -241,7 +261,7 @@ class Planner:
         if sized:
             return self._sized(model, self._at_most(captured))
         if share is None:
-            return self._whole(model, captured, self._plans.plan(model, captured))
+            return self._whole(model, *self._planned(model, forward, sample, captured, capture))
         if self.settings.shards is not None:
             return self._whole(model, captured, self._for_all(model, captured, known, share))
         soon = functools.partial(self._soon, model, captured, known)
@@ -299,11 +319,14 @@ class Planner:
         - known: steps of other calls.
         - varying: sizes that vary from call to call.
         """
-        captured = self.capturing.capture(model, forward, call, tangents, backward, seen, varying=varying)
+        capture = functools.partial(
+            self.capturing.capture, model, forward, call, tangents, backward, seen, varying=varying
+        )
+        captured = capture()
         if captured.traced.sizes is not None:
             return self._sized(model, captured)
         same = None if self.settings.shards is not None else self._equal_step(model, captured, known)
-        return same or self._whole(model, captured, self._plans.plan(model, captured))
+        return same or self._whole(model, *self._planned(model, forward, call, captured, capture))
 
     def is_same(
         self,
@@ -337,6 +360,9 @@ class Planner:
                 "through .data, or make a plan without it"
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
+        if difference is not None and captured.islands and self.capturing.spare(model, forward, sample):
+            captured = self.placement.homed(self.capturing.capture(model, forward, sample), model)
+            difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:
             self._given = plan
             if difference is not None:

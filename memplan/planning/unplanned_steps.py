@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
@@ -22,8 +23,9 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
 from memplan.problem.data import Buffers
+from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.step import EagerStep, PlannedStep
-from memplan.runtime.trial.unplanned_peak import unplanned_peak
+from memplan.runtime.trial.unplanned_peak import UnplannedPeak, unplanned_peak
 from memplan.units import format_bytes
 
 
@@ -60,11 +62,13 @@ class UnplannedSteps:
         call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
         call = call.detached(device)
         peak_bytes, limit_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
+        layers: tuple[str, ...] = ()
         if peak_bytes is None or limit_bytes is None or peak_bytes > limit_bytes:
-            peak_bytes, limit_bytes = self._measured(model, forward, call, device, error)
+            peak_bytes, limit_bytes, layers = self._measured(model, forward, call, device, error)
         within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
-        log.warning("such calls run unplanned, at %s: %s", within, str(error).partition("\n")[0])
-        return EagerStep.of(model, forward, call, device.type)
+        how = f"with {len(layers)} layers checkpointed by PyTorch, " if layers else ""
+        log.warning("such calls run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
+        return EagerStep.of(model, forward, call, device.type, layers)
 
     def _refuse(self, model: nn.Module, error: UnsupportedModel) -> None:
         """Raise the error for settings and calls with which no step can run unplanned."""
@@ -96,29 +100,46 @@ class UnplannedSteps:
 
     def _measured(
         self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
-    ) -> tuple[int, int]:
-        """What a run of the step on the sample holds, with what is held beside it, and the budget."""
+    ) -> tuple[int, int, tuple[str, ...]]:
+        """What a run of the step on the sample holds, with what is held beside it; the budget; layers to checkpoint.
+
+        Layers are checkpointed where the step does not fit the budget without, and has the same bits with it.
+        """
         state_bytes, update_bytes = self._optimizer_needs(device)
         around = self._settings.surroundings
         held_bytes = state_bytes + around.held_bytes + most_library_bytes(device)
         if self._limits.accumulate:
             held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        run = functools.partial(forward, *call.variadic, **call.arguments)
+
+        def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
+            run = functools.partial(checkpointing(model, layers, forward), *call.variadic, **call.arguments)
+            found = contextvars.copy_context().run(unplanned_peak, model, call, run)
+            after_bytes = found.end_bytes + update_bytes + around.after_bytes
+            return held_bytes + max(found.peak_bytes, after_bytes), found
+
         try:
-            measured = contextvars.copy_context().run(unplanned_peak, model, call, run)
+            plain_bytes, plain = measured(())
         except MemplanError:
             raise
         except Exception as failure:
             raise UnsupportedModel(
                 f"{error}. As it is, a step on the sample fails: {type(failure).__name__}: {first_line(failure)}"
             ) from failure
-        after_bytes = measured.end_bytes + update_bytes + around.after_bytes
-        peak_bytes = held_bytes + max(measured.peak_bytes, after_bytes)
-        limit_bytes = self._limits.settle(peak_bytes, measured.resident_bytes + held_bytes, peak_bytes)
-        if peak_bytes > limit_bytes:
+        ways: dict[tuple[str, ...], int] = {(): plain_bytes}
+        wanted_bytes = self._limits.known_bytes
+        for layers in dict.fromkeys((layers_of(model), layers_of(model, 2))):
+            if layers and (wanted_bytes is None or min(ways.values()) > wanted_bytes):
+                with contextlib.suppress(Exception):  # of layers that can't be checkpointed
+                    peak_bytes, found = measured(layers)
+                    if found.left == plain.left:
+                        ways[layers] = peak_bytes
+        least_bytes = min(ways.values())
+        limit_bytes = self._limits.settle(plain_bytes, plain.resident_bytes + held_bytes, least_bytes)
+        fitting = [layers for layers, peak_bytes in ways.items() if peak_bytes <= limit_bytes]
+        if not fitting:
             raise BudgetInfeasible(
-                f"such calls can only run unplanned, at {format_bytes(peak_bytes)} ({peak_bytes} bytes), and that does "
-                f"not fit {format_bytes(limit_bytes)}: {error}",
-                peak_bytes,
+                f"such calls can only run unplanned, at {format_bytes(least_bytes)} ({least_bytes} bytes), and that "
+                f"does not fit {format_bytes(limit_bytes)}: {error}",
+                least_bytes,
             )
-        return peak_bytes, limit_bytes
+        return ways[fitting[0]], limit_bytes, fitting[0]

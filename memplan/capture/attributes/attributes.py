@@ -8,6 +8,7 @@ objects) by identity. A plan depends on those that its step reads (`attribute_re
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import itertools
@@ -29,6 +30,7 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.counters import Counting
 from memplan.capture.attributes.named_state import GENERATORS, NamedState, NamedTable, slots_of
 from memplan.errors import UnsupportedModel
 
@@ -531,11 +533,54 @@ class AttributesKept:
         for found in self.set_anew:
             tables[found.owner][found.key] = object()  # type: ignore[index]
 
-    def pass_over(self, reads: AttributeReads) -> None:
-        """Let plans not depend on what the attributes in `set_anew` hold before a run."""
+    def pass_over(self, reads: AttributeReads, counters: Sequence[SetValue]) -> None:
+        """Let plans not depend on what the attributes in `set_anew`, and counters, hold before a run."""
         tables = {name: table for name, table, _ in self._tables}
-        for found in self.set_anew:
+        for found in (*self.set_anew, *counters):
             reads.pass_over(tables[found.owner], found.key)
+
+    @contextlib.contextmanager
+    def counting(self, counters: Sequence[SetValue]) -> Iterator[Callable[[], bool]]:
+        """A context for a trace in which attributes can be added to, and not be read otherwise.
+
+        - counters: these attributes, and how much forward adds to each.
+
+        Gives a function that tells, once the trace is over, whether forward has added just that.
+        """
+        tables: dict[str, Any] = {name: table for name, table, _ in self._tables}
+        numbers = [tables[owner][key] for owner, key, _ in counters]
+        for owner, key, _ in counters:
+            tables[owner][key] = Counting()
+
+        def as_told() -> bool:
+            found = [(tables[owner].get(key), by) for owner, key, by in counters]
+            return all(type(number) is Counting and not number.reads and number.by == by for number, by in found)
+
+        try:
+            yield as_told
+        finally:
+            for (owner, key, _), number in zip(counters, numbers, strict=True):
+                tables[owner][key] = number
+
+    def counters(self, first: Sequence[SetValue], second: Sequence[SetValue]) -> tuple[SetValue, ...]:
+        """Attributes that look like counters, and how much forward adds to each; empty where other attributes differ.
+
+        first, second: `changes` after a run, and after two.
+        """
+        tables = {name: (table, before) for name, table, before in self._tables}
+        found = list[SetValue]()
+        if [c[:2] for c in first] != [c[:2] for c in second]:
+            return ()
+        for (owner, key, one), (_, _, two) in zip(first, second, strict=True):
+            table, before = tables[owner]
+            number = before.get(key)
+            if one == two and type(one) is type(two):
+                continue
+            is_counted = type(number) is type(one) is type(two) is int and two - one == one - number
+            if not is_counted or isinstance(table, (MappingProxyType, NamedTable)):
+                return ()
+            found.append(SetValue(owner, key, two - one))
+        return tuple(found)
 
     def changed(self) -> bool:
         """Whether anything is now another than it was."""

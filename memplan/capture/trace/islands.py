@@ -67,11 +67,13 @@ class Islands:
     - callables: autograd functions, paths of modules, and classes of modules that forward makes, whose calls are such.
     - calls: these calls, in the order in which forward makes them.
     - reasons: why each of the callables is one.
+    - layers: paths of modules in them, or of them, that PyTorch checkpoints.
     """
 
     callables: frozenset[Any] = frozenset()
     calls: tuple[Island, ...] = ()
     reasons: Mapping[Any, str] = field(default_factory=dict)
+    layers: Collection[str] = ()
 
     def has(self, path: str) -> bool:
         """Whether a module is an island, or within one."""
@@ -81,11 +83,13 @@ class Islands:
     def told(self) -> tuple[str, ...]:
         """The calls with the reason for each, in words."""
         varies = "; what it saves differs from step to step, and has room for the most seen"
-        found = (
-            f"{c.title}: {self.reasons.get(c.called, 'it can not be traced')}{varies if c.varies else ''}"
-            for c in self.calls
-        )
-        return tuple(dict.fromkeys(found))
+        found = dict[str, None]()
+        for call in self.calls:
+            count = sum(f"{path}.".startswith(f"{call.called}.") for path in self.layers)
+            spared = f"; PyTorch checkpoints {count} of its layers" if count > 1 else "; PyTorch checkpoints it"
+            why = self.reasons.get(call.called, "it can not be traced")
+            found[f"{call.title}: {why}{varies if call.varies else ''}{spared if count else ''}"] = None
+        return tuple(found)
 
 
 NO_ISLANDS = Islands()

@@ -18,6 +18,7 @@ from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.plans.plan import Plan
+from memplan.runtime.program.checkpointed import checkpointing
 from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
 from memplan.runtime.program.gathers import Gathers
@@ -138,6 +139,8 @@ class WholeStep:
                 table[key] = None
         for position in self.capture.requiring:
             call.tensors[position].requires_grad_()
+        for owner, key, added in self.capture.counters:
+            self.key.attributes(owner)[key] += added
         outputs = self.runner(call.tensors)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
@@ -148,23 +151,35 @@ class WholeStep:
 
 @dataclass(frozen=True, slots=True)
 class EagerStep:
-    """A step that runs the model's own forward, for calls that can't be captured and fit the budget as they are."""
+    """A step that runs the model's own forward, for calls that can't be captured and fit the budget as they are.
+
+    checkpointed: paths of layers that PyTorch checkpoints in it.
+    """
 
     forward: Callable[..., Any]
     arguments: ArgumentsKey
     modes: ModesKey
+    checkpointed: tuple[str, ...] = ()
     plan: None = None
     provisional: bool = False
     collectives: Collectives = _UNPLANNED
 
     @staticmethod
-    def of(model: nn.Module, forward: Callable[..., Any], call: Call, device_type: str) -> EagerStep:
+    def of(
+        model: nn.Module,
+        forward: Callable[..., Any],
+        call: Call,
+        device_type: str,
+        checkpointed: tuple[str, ...] = (),
+    ) -> EagerStep:
         """The step for calls like this one."""
-        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type))
+        forward = checkpointing(model, checkpointed, forward)
+        return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
     def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
         """This step for a copy of the model, which has this forward of its own."""
-        return EagerStep(forward, self.arguments, self.modes.rebound(model))
+        forward = checkpointing(model, self.checkpointed, forward)
+        return EagerStep(forward, self.arguments, self.modes.rebound(model), self.checkpointed)
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""

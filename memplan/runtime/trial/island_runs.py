@@ -12,7 +12,7 @@ import inspect
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +43,7 @@ from memplan.capture.trace.islands import (
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
+from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
 from memplan.runtime.watch.meter import LiveMeter
@@ -67,6 +68,7 @@ class IslandRuns(private.RealOps):
         given: Mapping[str, tuple[bool, ...]],
         device: torch.device,
         reasons: Mapping[Any, str],
+        layers: Collection[str] = (),
     ) -> None:
         """Prepare for a run of the model's forward.
 
@@ -74,11 +76,12 @@ class IslandRuns(private.RealOps):
         - given: which outputs get gradients, by name of a call, where these are not all that can have one.
         - device: of the plan.
         - reasons: why the callables are islands.
+        - layers: paths of modules in islands, or of islands, that PyTorch checkpoints.
         """
         super().__init__()
         self._model, self._callables, self._given, self._device = model, callables, given, device
         self._parameters, self._own = list(model.parameters()), _own_things(model)
-        self._reasons = reasons
+        self._reasons, self._layers = reasons, layers
         self._calls: list[Island] = []
         self._within = False
         self._reads = self._shapes = 0  # of numbers from data, and of results whose shapes depend on data
@@ -92,7 +95,7 @@ class IslandRuns(private.RealOps):
     def islands(self) -> Islands:
         """The islands of the run, in the order of forward."""
         calls = tuple(island for island in self._calls if island.called not in self.unfit)
-        return Islands(self._callables - self.unfit.keys(), calls, self._reasons)
+        return Islands(self._callables - self.unfit.keys(), calls, self._reasons, self._layers)
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -141,12 +144,13 @@ class IslandRuns(private.RealOps):
         arguments = Arguments.of(args, kwargs, of_model)
         names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         static, count = arguments.static, arguments.given
+        layers = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
 
         def call(own: nn.Module | None, *given: torch.Tensor) -> Any:
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
             state = dict(zip(names, given[count:], strict=True))
-            with in_place_of_state(callee, state):
+            with in_place_of_state(callee, state), layers_checkpointed(callee, layers):
                 returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
                 now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
                 if any(now.get(name) is not tensor for name, tensor in state.items()):

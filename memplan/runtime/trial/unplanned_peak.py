@@ -1,30 +1,38 @@
-"""What a step as it is holds, by two runs of it on the sample."""
+"""What a step as it is holds and leaves, by two runs of it on the sample."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import own_generators
+from memplan.capture.attributes.attributes import AttributesKept, is_plain, own_generators
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, OutputTemplate
+from memplan.capture.trace.generators import python_generators
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.errors import UnsupportedModel
+from memplan.runtime.program.rng import held_rng
 from memplan.runtime.trial.nothing_kept import nothing_kept
 from memplan.runtime.watch.meter import LiveMeter
 
 
 class UnplannedPeak(NamedTuple):
-    """Bytes of parameters, buffers and inputs, the most that a step holds, and what it holds when it ends."""
+    """Bytes of parameters, buffers and inputs, the most that a step holds, and what it holds when it ends.
+
+    left: what the steps returned and left: bits of tensors, generators, Python state. Two runs can be compared by it.
+    """
 
     resident_bytes: int
     peak_bytes: int
     end_bytes: int
+    left: tuple[Any, ...]
 
 
 def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> UnplannedPeak:
@@ -33,19 +41,49 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
     Two steps are run. The first may leave something in Python attributes that the second still holds, or have libraries
     allocate on the device.
     """
-    meter = LiveMeter()
-    with nothing_kept(model, call), KnownGenerators(model), torch.enable_grad():
+    meter, returned = LiveMeter(), list[Any]()
+    with (
+        nothing_kept(model, call, run=run),
+        AttributesKept(model, run=run) as attributes,
+        KnownGenerators(model),
+        torch.enable_grad(),
+    ):
         meter.register(_resident_tensors(model, call))
         resident_bytes = allocated_bytes = meter.live_bytes
         for _ in range(2):
             for leaf in (*model.parameters(), *call.tensors):
                 leaf.grad = None
-            with _allocations(model) as grown, meter:
-                starts = _starts_of(model, run())
-                _run_backward(starts)
+            with _allocations(model) as grown:
+                with meter:
+                    output = run()
+                returned.append(_described(output))
+                with meter:
+                    starts = _starts_of(model, output)
+                    del output
+                    _run_backward(starts)
             del starts
             allocated_bytes = resident_bytes + grown[0]
-        return UnplannedPeak(resident_bytes, max(meter.peak_bytes, allocated_bytes), meter.live_bytes)
+        gradients = [leaf.grad for leaf in (*model.parameters(), *call.tensors)]
+        state = attributes.left()
+        left = _described([returned, gradients, list(model.buffers()), state.values, state.contents])
+        left += (*(bytes(g.get_state().numpy()) for g in own_generators(model)), *python_generators())
+        left += tuple(map(str, held_rng(torch.device(call.device_type))))
+        return UnplannedPeak(resident_bytes, max(meter.peak_bytes, allocated_bytes), meter.live_bytes, left)
+
+
+def _described(thing: Any) -> tuple[Any, ...]:
+    """What a nest of containers holds, to be compared: bits of tensors, plain values, the kind of anything else."""
+    found = list[Any]()
+    for leaf in pytree.tree_leaves(thing):
+        if isinstance(leaf, torch.Tensor):
+            bits = b"".join(
+                part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+                for part in strided_parts(private.part_here(leaf))
+            )
+            found.append((leaf.dtype, tuple(leaf.shape), hashlib.blake2b(bits).digest()))
+        else:
+            found.append(leaf if is_plain(leaf) else type(leaf))
+    return tuple(found)
 
 
 class KnownGenerators(private.RealOps):

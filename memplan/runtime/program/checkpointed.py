@@ -1,0 +1,77 @@
+"""Layers that PyTorch checkpoints: in steps that run unplanned, and in islands.
+
+    encoder.layers = ModuleList of 12 layers, some of which forward leaves out by chance
+    -> forward saves what each layer is given, and backward runs one layer after the other again
+
+`torch.utils.checkpoint` does so, where no plan can. It restores PyTorch's generators and autocast for the second run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from memplan.capture.trace.call import Forward
+from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
+from memplan.capture.trace.islands import Arguments, arguments_of
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+def layers_of(model: nn.Module, depth: int = 1) -> tuple[str, ...]:
+    """Paths of the modules that lists of modules hold.
+
+    - depth: how many lists are around a layer: 2 gives the blocks of stages. Layers without lists count too.
+    """
+
+    def within(module: nn.Module, path: str, left: int) -> list[str]:
+        found = list[str]()
+        for name, child in module.named_children():
+            at = f"{path}.{name}" if path else name
+            is_layer = isinstance(module, _LISTS) and not isinstance(child, _LISTS[::2])
+            deeper = within(child, at, left - is_layer) if left > is_layer else []
+            found += deeper or ([at] if is_layer else [])
+        return found
+
+    return tuple(within(model, "", depth))
+
+
+def checkpointing(model: nn.Module, layers: Collection[str], forward: Forward) -> Forward:
+    """The forward, with these layers of the model checkpointed. Without layers it is the forward itself."""
+    if not layers:
+        return forward
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with layers_checkpointed(model, layers):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+def layers_checkpointed(model: nn.Module, layers: Collection[str]) -> contextlib.AbstractContextManager[None]:
+    """A context in which the forwards of these modules are checkpointed. Hooks on them run once, as ever."""
+    modules = [model.get_submodule(path) for path in layers]
+    return forwards_exchanged({m: functools.partial(_checkpointed, m, m.forward) for m in modules})
+
+
+def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What the forward of a module returns. Its second run has the parameters of the first."""
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+    arguments = Arguments.of(args, kwargs, module)
+    static, given = arguments.static, arguments.given
+
+    def run(*tensors: torch.Tensor) -> Any:
+        own_args, own_kwargs = arguments_of(static, tensors)
+        with in_place_of_state(module, dict(zip(names, tensors[given:], strict=True))):
+            return forward(*own_args, **own_kwargs)
+
+    return checkpoint(run, *arguments.tensors, use_reentrant=False)

@@ -1,0 +1,158 @@
+"""Numbers that forward only adds to: steps are planned whole, and each adds what the plain one would."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.capture.attributes.counters import Counting
+from tests.support.zoo import assert_same_bits, run_steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide, self.back = nn.Linear(16, 64), nn.Linear(64, 16)
+        self.calls = self.rows = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls = self.calls + 1
+        self.rows += x.shape[0]
+        return x + self.back(torch.nn.functional.gelu(self.wide(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, count: Callable[[Any, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.blocks, self.count = nn.ModuleList(Block() for _ in range(4)), count
+        self.calls, self.downward, self.reads_it = 7, 0, 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        factor = self.count(self, x)
+        for block in self.blocks:
+            x = block(x)
+        return x.pow(2).mean() * factor
+
+
+def numbers(net: nn.Module) -> list[dict[str, Any]]:
+    return [{k: v for k, v in vars(m).items() if type(v) is int} for m in net.modules()]
+
+
+def up(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    net.downward -= x.shape[1]
+    return 1
+
+
+def planned_and_plain(count: Any, budget: Any) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    net, x = Net(count), torch.randn(512, 16)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, x, budget, costs="estimate")
+    for _ in range(2):  # a second length too
+        assert_same_bits(run_steps(net, x, 3), run_steps(planned, x, 3))
+        assert numbers(net) == numbers(planned)
+        x = x[:400]
+    return planned, net
+
+
+def test_counters_are_part_of_a_whole_plan() -> None:
+    planned, _ = planned_and_plain(up, "min")
+    plan = memplan.plan_of(planned)
+    assert isinstance(plan, memplan.Plan)
+    assert not plan.islands
+    assert plan.peak_bytes < 0.7 * plan.baseline_peak_bytes
+    twin = copy.deepcopy(planned)
+    x = torch.randn(64, 16)
+    twin(x).backward()
+    assert (twin.calls, planned.calls) == (planned.calls + 1, planned.calls)
+
+
+def reads_the_parity(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    return 1 + net.calls % 2
+
+
+def reads_it_in_an_op(net: Any, x: torch.Tensor) -> Any:
+    net.calls += 1
+    return x.sum().detach() * net.calls
+
+
+def reads_it_late(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    return 2 if net.calls > 9 else 1
+
+
+def reads_it_and_swallows(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    try:
+        return 2 if net.calls > 9 else 1
+    except TypeError:
+        return 1
+
+
+def asks_for_its_type(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    return 2 if type(net.calls) is int else 1
+
+
+def asks_whether_it_is_one(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    return 2 if isinstance(net.calls, int) else 1
+
+
+def copies_it(net: Any, x: torch.Tensor) -> int:
+    net.calls += 1
+    net.downward = net.calls
+    return 1
+
+
+def doubles_it(net: Any, x: torch.Tensor) -> int:
+    net.calls *= 2
+    return 1
+
+
+def stops_at_nine(net: Any, x: torch.Tensor) -> int:
+    net.calls = min(net.calls + 1, 9)
+    return 1
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        reads_the_parity,
+        reads_it_in_an_op,
+        reads_it_late,
+        reads_it_and_swallows,
+        asks_for_its_type,
+        asks_whether_it_is_one,
+        copies_it,
+        doubles_it,
+        stops_at_nine,
+    ],
+    ids=lambda count: count.__name__,
+)
+def test_numbers_that_are_read_keep_their_bits(count: Any) -> None:
+    planned_and_plain(count, "1GiB")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda n: n * 2, lambda n: n > 1, bool, str, "{}".format, int, lambda n: n == 1, hash, range, repr, float,
+        lambda n: 7 - n, lambda n: n + 0.5, lambda n: 2**n, lambda n: [0][n], lambda n: n & 1, lambda n: round(n),
+        lambda n: n.bit_length(),
+    ],
+)  # fmt: skip
+def test_any_other_use_is_heard(use: Any) -> None:
+    number = Counting() + 1
+    assert number.by == 1
+    with pytest.raises(TypeError):
+        use(number)
+    assert number.reads

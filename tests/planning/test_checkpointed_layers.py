@@ -1,0 +1,176 @@
+"""Where no plan can recompute, PyTorch checkpoints layers: in unplanned steps, and in islands."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+import memplan
+from memplan.runtime.program.checkpointed import layers_of
+from tests.planning.test_module_islands import live_peak
+from tests.support.zoo import assert_same_bits, run_steps
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.back, self.drop = (
+            nn.LayerNorm(16),
+            nn.Linear(16, 64),
+            nn.Linear(64, 16),
+            nn.Dropout(),
+        )
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        return x + scale * self.drop(self.back(torch.nn.functional.gelu(self.wide(self.norm(x)))))
+
+
+class Layers(nn.Module):
+    """Layers of which each is left out by chance, as LayerDrop does."""
+
+    def __init__(self, block: Any = Block, drop: float = 0.0) -> None:
+        super().__init__()
+        self.layers, self.drop = nn.ModuleList(block() for _ in range(6)), drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if not self.drop or random.random() > self.drop:
+                x = layer(x, scale=0.5)
+        return x
+
+
+class Net(nn.Module):
+    """Logs a number in its own forward, so that no plan can be made. inner: else it can."""
+
+    def __init__(self, inner: nn.Module, logs: bool = False) -> None:
+        super().__init__()
+        self.inner, self.head, self.log = inner, nn.Linear(16, 16), list[float]() if logs else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.inner(x)
+        if self.log is not None:
+            self.log.append(float(x.detach().sum()))
+        return self.head(x).pow(2).mean()
+
+
+class Routed(Block):
+    """Sends each row through one of four experts, of which each sees another number of rows in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 64) * 0.1), nn.Parameter(torch.randn(4, 64, 16) * 0.1)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        chosen, out = self.norm(x)[:, :4].argmax(-1), torch.zeros_like(x)
+        for expert in range(4):
+            rows = torch.where(chosen == expert)[0]
+            out.index_add_(0, rows, torch.nn.functional.gelu(x[rows] @ self.up[expert]) @ self.down[expert])
+        return x + scale * out
+
+
+class Hooked(Block):
+    """Has a hook that logs what it returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = list[float]()
+        self.register_forward_hook(lambda module, args, output: module.log.append(float(output.detach().sum())))
+
+
+def logs(net: nn.Module) -> list[Any]:
+    return [m.log for m in net.modules() if hasattr(m, "log")]
+
+
+def steps(net: nn.Module, x: torch.Tensor) -> Any:
+    random.seed(3)
+    return run_steps(net, x, 3), random.random()
+
+
+def peak_bytes(net: nn.Module, x: torch.Tensor) -> int:
+    random.seed(3)
+    torch.manual_seed(3)
+    return live_peak(net, x)
+
+
+NETS = {
+    "a log in the root": lambda: Net(Layers(), logs=True),
+    "LayerDrop": lambda: Net(Layers(drop=0.3)),
+    "LayerDrop and a log": lambda: Net(Layers(drop=0.3), logs=True),
+    "experts": lambda: Net(Layers(Routed)),
+    "hooks": lambda: Net(Layers(Hooked)),
+}
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_floors_are_low_and_bits_the_same(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name](), torch.randn(512, 16)
+    planned = copy.deepcopy(net)
+    plain_bytes = peak_bytes(net, x)
+    memplan.apply(planned, x, "min", costs="estimate")
+    assert peak_bytes(planned, x) < 0.55 * plain_bytes
+    assert_same_bits(steps(net, x), steps(planned, x))
+    assert logs(net) == logs(planned)
+
+
+def test_it_is_told() -> None:
+    torch.manual_seed(0)
+    net, x = Net(Layers(drop=0.3)), torch.randn(512, 16)
+    memplan.apply(net, x, "min", costs="estimate")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    assert "PyTorch checkpoints" in plan.islands[0]
+    assert peak_bytes(net, x) <= plan.peak_bytes
+
+
+def test_a_budget_that_fits_without_takes_no_time() -> None:
+    torch.manual_seed(0)
+    net, x = Net(Layers(drop=0.3)), torch.randn(512, 16)
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    runs = list[int]()
+    net.inner.layers[0].wide.register_forward_hook(lambda *_: runs.append(1))  # type: ignore[index, union-attr]
+    random.seed(1)
+    net(x).backward()
+    assert len(runs) <= 1
+
+
+class Normed(Block):
+    """Has statistics that a second run would count twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(16)  # type: ignore[assignment]
+
+
+class Counted(Block):
+    """Leaves a number in a list that a second run would leave twice."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
+        self.seen.append(len(x))
+        return super().forward(x, scale=scale)
+
+
+@pytest.mark.parametrize("block", [Normed, Counted])
+def test_layers_whose_second_run_would_show_are_not_checkpointed(block: Any, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net, x = Net(Layers(block, drop=0.3), logs=True), torch.randn(128, 16)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, x, "min", costs="estimate")
+    assert "layers checkpointed" not in caplog.text
+    assert_same_bits(steps(net, x), steps(planned, x))
+
+
+def test_layers() -> None:
+    stages = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 2))
+    net = nn.ModuleDict({"stages": stages, "blocks": nn.ModuleList([nn.ModuleList([nn.ReLU()]), nn.Linear(2, 2)])})
+    assert layers_of(net) == ("stages", "blocks.0.0", "blocks.1")
+    assert layers_of(net, 2) == ("stages.0", "stages.1", "blocks.0.0", "blocks.1")
+    assert layers_of(net, 3) == ("stages.0.0", "stages.0.1", "stages.1", "blocks.0.0", "blocks.1")
+    assert layers_of(nn.Linear(2, 2)) == ()
