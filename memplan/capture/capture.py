@@ -25,6 +25,7 @@ from memplan.capture.attributes.attributes import (
     LeftBehind,
     SetsAttribute,
     SetValue,
+    UselessTensor,
     attribute_owners,
     is_plain,
 )
@@ -240,17 +241,22 @@ def _settled_trace(
             f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either",
             settled[0].owner,
         )
-    if attributes.set_anew:  # some ways to read are not heard
-        seen_before = str(raw.module.graph)
+    seen_before = str(raw.module.graph)
+    things = (None, object(), torch.empty(0).as_subclass(UselessTensor)) if attributes.set_anew else ()
+    for thing in things:  # some ways to read are not heard, and some do not matter
+        refusal = SetsAttribute(
+            f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
+            "to tensors before; a planned step would not. Keep such state in a buffer",
+            attributes.set_anew[0].owner,
+        )
         memory.undo()
-        attributes.spoil()
-        raw = _heard(reads, request)
+        attributes.spoil(thing)
+        try:
+            raw = _heard(reads, request)
+        except UnsupportedModel:
+            raise refusal from None
         if str(raw.module.graph) != seen_before:
-            raise SetsAttribute(
-                f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
-                "to tensors before; a planned step would not. Keep such state in a buffer",
-                attributes.set_anew[0].owner,
-            )
+            raise refusal
     if settled:
         memory.undo()
         first, raw = raw, _heard(reads, request)

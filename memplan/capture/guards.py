@@ -1,4 +1,7 @@
-"""Numbers that forward read from the data of its inputs ("is the mask all ones?"), computed again before each call."""
+"""What forward read from the data of its inputs, computed again before each call.
+
+These are numbers ("is the mask all ones?") and shapes of results (how many elements does the mask select?).
+"""
 
 from __future__ import annotations
 
@@ -83,11 +86,16 @@ class Guards:
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
         sizes = () if self._sizes is None else self._evaluate(self._sizes.numbers(inputs))
         with torch.no_grad():
-            values = _numbers(self._program.forward(*sizes, *sources))
-        for guard, value in zip(self._guards, values, strict=True):
+            found = self._program.forward(*sizes, *sources)
+        pairs = list(zip(self._guards, found, strict=True))
+        numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, torch.Size)]))
+        for guard, tensor in pairs:
+            is_shape = isinstance(guard.value, torch.Size)
+            value = tensor.shape if is_shape else next(numbers)
             if value != guard.value:
-                text = f"forward reads {value!r} from the data, planned for {guard.value!r} ({guard.where})"
-                return line_of_place(guard.where), text
+                what = ("a result has the shape {}", "{}") if is_shape else ("forward reads {!r} from the data", "{!r}")
+                said = [text.format(tuple(v) if is_shape else v) for text, v in zip(what, (value, guard.value))]
+                return line_of_place(guard.where), f"{said[0]}, planned for {said[1]} ({guard.where})"
         return None
 
 

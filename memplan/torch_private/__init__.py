@@ -114,6 +114,7 @@ from memplan.torch_private.tracing import higher_order_ops_refused as higher_ord
 from memplan.torch_private.tracing import is_call_of_compiled_code as is_call_of_compiled_code
 from memplan.torch_private.tracing import is_compiled as is_compiled
 from memplan.torch_private.tracing import leave_out as leave_out
+from memplan.torch_private.tracing import numbers_read_by_tensor as numbers_read_by_tensor
 from memplan.torch_private.tracing import outside_of_tracing as outside_of_tracing
 from memplan.torch_private.tracing import runs_compiled as runs_compiled
 from memplan.torch_private.tracing import seeding_refused as seeding_refused

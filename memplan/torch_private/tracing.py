@@ -32,6 +32,7 @@ from torch.fx.experimental.proxy_tensor import (
     set_proxy_slot,
 )
 from torch.fx.graph import _BoxedCodeGen
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memplan.torch_private.fakes import FakeTensor, _grouped_products_of_any_dtype
@@ -329,6 +330,29 @@ def seeding_refused(refuse: Callable[..., None]) -> Iterator[None]:
     finally:
         for (module, name), original in zip(homes, originals, strict=True):
             setattr(module, name, original)
+
+
+@contextlib.contextmanager
+def numbers_read_by_tensor() -> Iterator[None]:
+    """A context in which `torch.tensor` of a list of fake tensors reads their numbers, as it does of other tensors."""
+    original, trace = torch.tensor, get_proxy_mode()
+
+    @functools.wraps(original)
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        leaves, spec = pytree.tree_flatten(data) if isinstance(data, (list, tuple)) else ([], None)
+        if get_proxy_mode() is not trace or not any(isinstance(leaf, FakeTensor) for leaf in leaves):
+            return original(data, *args, **kwargs)
+        if kwargs.get("dtype") is None:
+            dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else original(leaf).dtype for leaf in leaves]
+            kwargs["dtype"] = functools.reduce(torch.promote_types, dtypes)
+        read = [leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return original(pytree.tree_unflatten(read, spec), *args, **kwargs)  # type: ignore[arg-type]
+
+    torch.tensor = tensor
+    try:
+        yield
+    finally:
+        torch.tensor = original
 
 
 @contextlib.contextmanager

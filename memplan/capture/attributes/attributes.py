@@ -419,6 +419,14 @@ class ChangesState(UnsupportedModel):
         self.owner = owner
 
 
+class UselessTensor(torch.Tensor):
+    """A tensor that raises TypeError when it is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError("a tensor is used that an earlier forward has left")
+
+
 class SetsAttribute(ChangesState):
     """Forward leaves something in a Python attribute, or in a buffer that was None, that a planned step would not.
 
@@ -514,24 +522,33 @@ class AttributesKept:
         return self
 
     def look(self, reads: AttributeReads) -> Sequence[SetValue]:
-        """Note as `set_anew` what forward has set to tensors, or containers of them, without reading it first.
+        """Note as `set_anew` what forward has set to tensors, or containers of them. Other runs may not read it before.
+
+        Names that were read before they were set are among them where they had a tensor, or None, and got a tensor: one
+        that is only compared with None may be set anew all the same.
 
         reads: what forward has asked for.
         """
+
+        def may_be_set_anew(table: Table, key: str, old: Any) -> bool:
+            if key not in reads.set_first(table):
+                return isinstance(table[key], torch.Tensor) and (old is None or isinstance(old, torch.Tensor))
+            return not is_plain(table[key]) and _is_new(table, key)
+
         self.set_anew = tuple(
             SetValue(name, key, table[key])
             for name, table, before in self._tables
-            for key in sorted(reads.set_first(table) - self._unchecked)
-            if key in table and before.get(key, _ABSENT) is not table[key] and not is_plain(table[key])
-            if _is_new(table, key)
+            for key in sorted((reads.of(table) or frozenset()) - self._unchecked)
+            if key in table and before.get(key, _ABSENT) is not table[key]
+            if may_be_set_anew(table, key, before.get(key, _ABSENT))
         )
         return self.set_anew
 
-    def spoil(self) -> None:
-        """Put useless objects into attributes that each run sets anew. Another trace shows whether they are read."""
+    def spoil(self, thing: Any) -> None:
+        """Put a thing into attributes that each run sets anew. Another trace shows whether they are read."""
         tables = {name: table for name, table, _ in self._tables}
         for found in self.set_anew:
-            tables[found.owner][found.key] = object()  # type: ignore[index]
+            tables[found.owner][found.key] = thing  # type: ignore[index]
 
     def pass_over(self, reads: AttributeReads, counters: Sequence[SetValue]) -> None:
         """Let plans not depend on what the attributes in `set_anew`, and counters, hold before a run."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
@@ -25,6 +27,8 @@ from memplan.capture.trace.source_lines import caller_line, in_python_backward, 
 from memplan.capture.trace.sums import is_odd
 from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
+
+aten = torch.ops.aten
 
 
 class OpenBranch(UnsupportedModel):
@@ -101,9 +105,11 @@ class OpWatch(private.TorchDispatchMode):
                 value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
                 self._notes.answers.append(Answer(value, place))
                 return value
-        outputs = self._memo.run(
-            self._recording, func, args, kwargs or {}, lambda: self._trace(func, args, kwargs or {})
-        )
+        trace = functools.partial(self._trace, func, args, kwargs or {})
+        if torch.Tag.dynamic_output_shape in func.tags:
+            outputs = trace()
+        else:
+            outputs = self._memo.run(self._recording, func, args, kwargs or {}, trace)
         self._made.note(tensors_of(outputs))
         if func is torch.ops.aten.add.Tensor and self._notes.template is not None:
             outputs = self._summed(outputs, *args, **(kwargs or {}))
@@ -152,12 +158,56 @@ class OpWatch(private.TorchDispatchMode):
                 "set_(), also where it is given as out="
             )
         if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
-            raise UnsupportedModel(
-                f"the shape of a result depends on data: {func} in module "
-                f"{self._notes.module}, at {caller_line()}. Compute it outside of the "
-                "model and pass it in, or use operations whose result shapes are fixed, such as torch.where"
-            )
+            return self._with_shapes_of_data(func, args, outputs)
         return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
+
+    def _with_shapes_of_data(self, func: Any, args: Any, outputs: Any) -> Any:
+        """The results of an op whose shapes depend on data: as they are for the data of this call's inputs.
+
+        Raises UnsupportedModel where the shapes depend on parameters, or on random numbers.
+        """
+        if func in (aten.index.Tensor, aten.masked_select.default):
+            return self._selected(func, args, outputs)
+        refusal = UnsupportedModel(
+            f"the shape of a result depends on data: {func} in module {self._notes.module}, at {caller_line()}. "
+            "Compute it outside of the model and pass it in, or use operations whose result shapes are fixed, such as "
+            "torch.where"
+        )
+
+        def sized(output: Any) -> Any:
+            node = private.tracer_node(output) if private.has_symbolic_shape(output) else None
+            if node is None:
+                return output
+            closure = self._dataflow.behind(node)
+            if not self._derives_from_inputs(closure) or _draws(closure):
+                raise refusal
+            real = evaluate(closure, node, self._notes.sources, private.tracer_constants(), self._known)
+            self._notes.reads.append(ScalarRead(node, real.shape, self._notes.place(caller_line())))
+            return private.with_layout(output, size=real.shape, stride=real.stride())
+
+        return pytree.tree_map(sized, outputs)
+
+    def _selected(self, func: Any, args: Any, outputs: torch.Tensor) -> torch.Tensor:
+        """What masks select. Its shape depends on how many elements of the masks are true, and on no other data."""
+        x = args[0]
+        picks = args[1]
+        if func is aten.masked_select.default:
+            picks = [self._run(aten.expand.default, picks, torch.broadcast_shapes(x.shape, picks.shape))]
+        masks = [pick.dtype in (torch.bool, torch.uint8) if pick is not None else False for pick in picks]
+        found = [
+            self._run(aten.nonzero.default, pick) if mask else pick for pick, mask in zip(picks, masks, strict=True)
+        ]
+        with self._recording.unwritten():
+            if func is aten.masked_select.default:
+                like = x.new_empty(found[0].shape[:1])
+            else:
+                columns = [p.unbind(1) if mask else (p,) for p, mask in zip(found, masks, strict=True)]
+                like = func(x, [column for of_one in columns for column in of_one])
+        return private.with_layout(outputs, size=like.shape, stride=like.stride())
+
+    def _derives_from_inputs(self, closure: Sequence[fx.Node]) -> bool:
+        """Whether nodes depend on no parameter."""
+        return not any(n.op == "placeholder" and n.name not in self._notes.sources for n in closure)
 
     def _memory_sizes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
         with self._recording.unwritten():
@@ -183,14 +233,13 @@ class OpWatch(private.TorchDispatchMode):
         if certain is not None:
             return certain
         source = caller_line()
-        if any(n.op == "placeholder" and n.name not in self._notes.sources for n in closure):
+        if not self._derives_from_inputs(closure):
             return self._decide(tensor, source, seen)
-        for n in closure:
-            if n.op == "call_function" and op_facts.draws_random_numbers(n.target, n.args, n.kwargs):
-                raise UnsupportedModel(
-                    f"control flow depends on random numbers: module {self._notes.module}, "
-                    f"at {source}. Draw them outside of the model and pass them in"
-                )
+        if _draws(closure):
+            raise UnsupportedModel(
+                f"control flow depends on random numbers: module {self._notes.module}, "
+                f"at {source}. Draw them outside of the model and pass them in"
+            )
         attributes = private.tracer_constants()
         value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
         if seen is not None and seen.value != value:
@@ -209,3 +258,9 @@ class OpWatch(private.TorchDispatchMode):
             )
         self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
         return bool(seen.value)
+
+
+def _draws(closure: Sequence[fx.Node]) -> bool:
+    """Whether nodes depend on random numbers."""
+    calls = (n for n in closure if n.op == "call_function")
+    return any(op_facts.draws_random_numbers(n.target, n.args, n.kwargs) for n in calls)

@@ -231,6 +231,7 @@ class _StepTrace:
         stand_ins = StandIns(parts, dict(zip(call.names, given, strict=True)), arguments, real)
         with (
             private.seeding_refused(seeding_itself),
+            private.numbers_read_by_tensor(),
             watching_tensors(stand_ins.note_requires_grad, stand_ins.read),
             in_place_of_state(self._request.model, state),
         ):
