@@ -242,7 +242,7 @@ def _settled_trace(
             settled[0].owner,
         )
     seen_before = str(raw.module.graph)
-    things = (None, object(), torch.empty(0).as_subclass(UselessTensor)) if attributes.set_anew else ()
+    things = (None, torch.zeros(7), torch.zeros(7).as_subclass(UselessTensor)) if attributes.set_anew else ()
     for thing in things:  # some ways to read are not heard, and some do not matter
         refusal = SetsAttribute(
             f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
