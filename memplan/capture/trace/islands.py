@@ -173,7 +173,8 @@ class IslandsTraced:
         if island is None or not _is_call_of(island, called, arguments, like):
             raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
         self.used[island.name] = island
-        look = functools.partial(state_in_short, module or nn.Identity(), called if module is None else None)
+        home = nn.Identity() if module is None else module
+        look = functools.partial(state_in_short, home, called if module is None else None)
         self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
