@@ -19,7 +19,15 @@ from memplan.capture.capture import Capture, capture, model_device
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.capture.trace.islands import NO_ISLANDS, Calls, Islands, OpenIsland, calls_with, name_of
+from memplan.capture.trace.islands import (
+    NO_ISLANDS,
+    Calls,
+    Islands,
+    OpenIsland,
+    calls_with,
+    is_wholly_called,
+    name_of,
+)
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
@@ -293,9 +301,15 @@ def _is_callable(called: Any, model: nn.Module) -> bool:
 
 
 def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]:
-    """A call that is to be an island, and modules of the same class, whose code is the same."""
-    kind = type(model.get_submodule(called)) if isinstance(called, str) else None
-    if kind is None or kind.__module__.startswith("torch.") or len(getattr(refusal, "calls", ())) > 1:
+    """A call that is to be an island, and modules of the same class, whose code is the same.
+
+    Hooks and compiled code are of one module alone.
+    """
+    module = model.get_submodule(called) if isinstance(called, str) else None
+    if module is None or is_wholly_called(module):
+        return {called}
+    kind = type(module)
+    if kind.__module__.startswith("torch.") or len(getattr(refusal, "calls", ())) > 1:
         return {called}
     return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
 

@@ -74,12 +74,16 @@ class UnplannedSteps:
         """Raise the error for settings and calls with which no step can run unplanned."""
         settings, never = self._settings, (NothingToTrain, CompiledCode, EscapedTensors, UnplannableArgument)
         refuse_wrappers(model)
-        if isinstance(error, never) or settings.loss_fn is not None or settings.update == "backward":
+        if isinstance(error, never) or not any(p.requires_grad for p in model.parameters()):
             raise error
-        if settings.in_flight > 1 or settings.surroundings.buffers != Buffers():
-            raise error
-        if not any(p.requires_grad for p in model.parameters()):
-            raise error
+        options = {
+            "loss_fn=": settings.loss_fn is not None,
+            "update='backward'": settings.update == "backward",
+            "microbatches in flight": settings.in_flight > 1 or settings.surroundings.buffers != Buffers(),
+        }
+        for option in (option for option, is_set in options.items() if is_set):
+            why = f"With {option} a step has to be planned, and can't run unplanned"
+            raise UnsupportedModel(f"{error}\n{why}") from error
         if settings.shards is not None:
             raise UnsupportedModel(
                 f"{error}\nWith sharded parameters a step has to be planned, for what runs unplanned would not gather. "

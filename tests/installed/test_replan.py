@@ -313,19 +313,41 @@ def test_any_loss_outside(grads: str, batch_norm: bool) -> None:
 # -- hooks and Python state -------------------------------------------------------------------------------------------
 
 
-def test_a_hook_added_later_runs_unplanned_where_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_module_with_a_hook_added_later_is_an_island() -> None:
     net, sample = MODELS["gpt2"](0)
     planned = planned_twin(net, sample, 1.0)
     calls: list[int] = []
     handles = [each.transformer.h[1].register_forward_hook(lambda *args: calls.append(1)) for each in (net, planned)]
     assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
     assert len(calls) == 4
-    assert kinds(planned)[0] is EagerStep
-    assert sum("run unplanned" in r.message for r in caplog.records) == 1
+    assert kinds(planned)[0] is WholeStep
+    assert [told.partition(" at ")[0] for told in memplan.plan_of(planned).islands] == ["transformer.h.1"]
     for handle in handles:
         handle.remove()
     assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
     assert kinds(planned)[0] is WholeStep
+    assert not memplan.plan_of(planned).islands
+
+
+class BranchesLater(Outputs):
+    """Takes a branch on a computed number once it is told to."""
+
+    branches = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        loss = sum(output.pow(2).mean() for output in super().forward(x))
+        return loss * 2 if self.branches and loss.item() > 0 else loss
+
+
+def test_what_can_not_be_captured_any_more_runs_unplanned_where_that_fits(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net, sample = BranchesLater(), torch.randn(64, 8)
+    planned = planned_twin(net, sample, 200_000)
+    for branches, kind in ((False, WholeStep), (True, EagerStep), (False, WholeStep)):
+        net.branches = planned.branches = branches
+        assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
+        assert kinds(planned)[0] is kind
+    assert sum("run unplanned" in r.message for r in caplog.records) == 1
 
 
 # -- measured against predicted ---------------------------------------------------------------------------------------

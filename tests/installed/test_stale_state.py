@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import memplan
 from tests.installed.test_replan import NoMemory
 from tests.support.parameters import quickly
-from tests.support.zoo import assert_same_bits, copied
+from tests.support.zoo import assert_same_bits, copied, run_steps
 
 
 @pytest.fixture(autouse=True)
@@ -257,6 +257,64 @@ def test_an_island_never_runs_on_other_state(change: str, part: float) -> None:
         assert change != "none"
     else:
         assert_same_bits(results(net, step), got)
+
+
+class Handed(nn.Module):
+    """Can't be captured, and scales what it computes by what others leave with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.scale: Any = 1.0
+        self.box: dict[str, Any] = {"scale": 1.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.linear(x)) * self.scale * self.box["scale"]
+        return out.sin() if out.sum().item() > 0 else out.cos()
+
+
+def leave_a_number(island: Handed, hidden: torch.Tensor) -> None:
+    island.scale = 3.0
+
+
+def leave_a_tensor(island: Handed, hidden: torch.Tensor) -> None:
+    island.scale = hidden.sin()
+
+
+def leave_a_constant(island: Handed, hidden: torch.Tensor) -> None:
+    island.scale = hidden.detach().sin()
+
+
+def leave_in_a_box(island: Handed, hidden: torch.Tensor) -> None:
+    island.box["scale"] = hidden.sin()
+
+
+class Handing(nn.Module):
+    def __init__(self, leave: Callable[[Handed, torch.Tensor], None], before: bool) -> None:
+        super().__init__()
+        self.first, self.island, self.last = nn.Linear(16, 16), Handed(), nn.Linear(16, 16)
+        self.leave, self.before = leave, before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.before:
+            self.leave(self.island, hidden)
+        out = self.island(hidden)
+        if not self.before:
+            self.leave(self.island, hidden.detach())
+        return self.last(hidden + out).pow(2).mean()
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize("leave", [leave_a_number, leave_a_tensor, leave_a_constant, leave_in_a_box])
+def test_an_island_reads_what_forward_leaves_with_it(
+    leave: Callable[[Handed, torch.Tensor], None], before: bool
+) -> None:
+    torch.manual_seed(0)
+    net, sample = Handing(leave, before), torch.randn(64, 16)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, sample, "min", costs="estimate")
+    assert_same_bits(run_steps(net, sample, 3), run_steps(planned, sample, 3))
 
 
 def test_planning_islands_leaves_the_callers_graph_alone() -> None:

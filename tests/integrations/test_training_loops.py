@@ -16,7 +16,7 @@ from torch import nn
 
 import memplan
 from memplan import torch_private as private
-from tests.planning.test_module_islands import Branching
+from tests.planning.test_module_islands import Around, Branching
 from tests.support.zoo import MODELS, assert_same_bits, call, copied, loss_of
 
 BUDGET = 0.6  # of the unplanned peak: all models below then recompute something
@@ -618,10 +618,15 @@ def test_hundreds_of_steps_of_five_shapes(
         assert objects_kept() < objects + objects_more
 
 
+AUTOCAST = {**MODELS, "island": lambda seed: (Around(Branching()), torch.randn(512, 32))}
+AUTOCAST["unplanned"] = lambda seed: (Branching(), torch.randn(512, 32))
+
+
 @pytest.mark.parametrize(
     ("name", "grads"),
     [
         *(("handmade", "surface"), ("handmade", "edges"), ("gpt2", "surface")),
+        *(("island", "surface"), ("island", "edges"), ("unplanned", "surface")),
         *(
             pytest.param(*pair, marks=pytest.mark.slow)
             for pair in (("gpt2", "edges"), ("transformer", "surface"), ("transformer", "edges"))
@@ -630,10 +635,11 @@ def test_hundreds_of_steps_of_five_shapes(
 )
 def test_backward_inside_the_context_of_autocast(name: str, grads: Any) -> None:
     """Its ops are cast there, too: the plan is made anew."""
-    plain, sample = MODELS[name](0)
+    plain, sample = AUTOCAST[name](0)
     net = copy.deepcopy(plain)
     with torch.autocast("cpu", torch.bfloat16):
-        memplan.apply(net, sample, 0.95, costs="estimate", grads=grads)
+        memplan.apply(net, sample, 0.95 if name in MODELS else 1.0, costs="estimate", grads=grads)
+    assert (memplan.plan_of(net) is None) == (name == "unplanned")
     found = []
     for model in (plain, net):
         torch.manual_seed(1)
@@ -666,12 +672,9 @@ def test_backward_inside_the_context_of_autocast_changes_bits() -> None:
 
 
 def test_backward_inside_the_context_of_autocast_is_refused_where_nothing_is_planned_again() -> None:
-    for net, sample, options in (
-        (*MODELS["handmade"](0), {"on_mismatch": "raise"}),
-        (Branching(), torch.randn(512, 32), {}),
-    ):
+    for net, sample in (MODELS["handmade"](0), (Around(Branching()), torch.randn(512, 32))):
         with torch.autocast("cpu", torch.bfloat16):
-            memplan.apply(net, sample, 0.95, costs="estimate", **options)
+            memplan.apply(net, sample, 1.0, costs="estimate", on_mismatch="raise")
             loss = loss_of(call(net, sample))
             with pytest.raises(memplan.PlanMismatch, match="after the context of autocast"):
                 loss.backward()

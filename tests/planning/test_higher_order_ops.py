@@ -1,4 +1,7 @@
-"""Models that call higher-order ops (`torch.cond`, `scan`) are planned around them, with eager's bits."""
+"""Layers that call higher-order ops (`torch.cond`, `scan`) are islands; models that call them themselves run unplanned.
+
+Both have eager's bits.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +33,17 @@ class Block(nn.Module):
         return x + self.outer(torch.tanh(self.inner(x)))
 
 
-class Net(nn.Module):
-    """Blocks, and between them a function that PyTorch hands to its compiler."""
+class Middle(nn.Module):
+    """A function that PyTorch hands to its compiler."""
 
     def __init__(self, middle: str) -> None:
         super().__init__()
-        self.first, self.last = Block(), Block()
         self.one, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
         self.register_buffer("count", torch.ones(()))
         self.middle = middle
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        return self.last(getattr(self, self.middle)(x)).pow(2).mean()
+        return getattr(self, self.middle)(x)  # type: ignore[no-any-return]
 
     def cond(self, x: torch.Tensor) -> Any:
         return torch.cond(x.detach().mean() > 0, lambda t: t.sin() * t, lambda t: t.cos(), (x,))
@@ -75,27 +76,81 @@ class Net(nn.Module):
         return x * self.count
 
 
+class Net(Middle):
+    """Blocks, and the function between them in the model's own forward."""
+
+    def __init__(self, middle: str) -> None:
+        super().__init__(middle)
+        self.first, self.last = Block(), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(super().forward(self.first(x))).pow(2).mean()  # type: ignore[no-any-return]
+
+
+class Layered(nn.Module):
+    """Blocks, and the function between them in a layer."""
+
+    def __init__(self, middle: str) -> None:
+        super().__init__()
+        self.first, self.layer, self.last = Block(), Middle(middle), Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.layer(self.first(x))).pow(2).mean()  # type: ignore[no-any-return]
+
+
 NAMES = {"modules_as_branches": "cond", "write_in_a_branch": "cond"}
-KINDS = [name for name in vars(Net) if name not in ("forward", "__init__") and callable(getattr(Net, name))]
+KINDS = [name for name in vars(Middle) if name not in ("forward", "__init__") and callable(getattr(Middle, name))]
+
+
+def assert_names(text: str, kind: str) -> None:
+    """A text names the op, and the line that calls it."""
+    assert f"{NAMES.get(kind, kind)} is a higher-order op" in text
+    assert f"{__file__}:" in text
+    assert " object at 0x" not in text
 
 
 @pytest.mark.parametrize("kind", quickly(KINDS, "cond", "scan"))
-def test_a_model_is_planned_around_them(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_layer_that_calls_them_is_an_island(kind: str) -> None:
     torch.manual_seed(0)
-    net, sample = Net(kind), torch.randn(32, 8)
+    net, sample = Layered(kind), torch.randn(32, 8)
     found = []
     for budget in ("1GiB", "min"):
         planned = copy.deepcopy(net)
         with nothing_changes(net, sample):
             memplan.apply(planned, sample, budget, costs="estimate")
-        assert any(row.name == "first" for row in memplan.plan_of(planned).units)  # type: ignore[union-attr]
+        plan = memplan.plan_of(planned)
+        assert plan is not None
+        (told,) = plan.islands
+        assert told.startswith("layer at ")
+        assert_names(told, kind)
         found.append(run_steps(planned, sample, 3))
+    assert plan.peak_bytes < plan.baseline_peak_bytes
     plain = run_steps(net, sample, 3)  # PyTorch has not come to skip any of its code
     for each in found:
         assert_same_bits(plain, each)
-    assert f"because {NAMES.get(kind, kind)} is a higher-order op" in caplog.text
-    assert f"{__file__}:" in caplog.text
-    assert " object at 0x" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", quickly(KINDS, "cond", "scan"))
+def test_a_model_that_calls_them_itself_runs_unplanned(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    net, sample = Net(kind), torch.randn(32, 8)
+    with nothing_changes(net, sample), pytest.raises(memplan.BudgetInfeasible) as infeasible:
+        memplan.apply(net, sample, 1, costs="estimate")
+    assert_names(str(infeasible.value), kind)
+    found = []
+    for budget in (infeasible.value.floor_bytes, "min"):
+        planned = copy.deepcopy(net)
+        caplog.clear()
+        with nothing_changes(net, sample):
+            memplan.apply(planned, sample, budget, costs="estimate")
+        found.append(run_steps(planned, sample, 3))
+        assert memplan.plan_of(planned) is None
+        (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert warning.startswith("such calls run unplanned")
+        assert_names(warning, kind)
+    plain = run_steps(net, sample, 3)
+    for each in found:
+        assert_same_bits(plain, each)
 
 
 def test_the_message_of_a_whole_plan_names_the_op_and_the_line() -> None:

@@ -234,7 +234,7 @@ def test_refusals() -> None:
     stage, sample = Stage().train(), torch.randn(256, 32)
     around = memplan.Surroundings(buffers=memplan.Buffers(inputs=3))
     for options in ({"in_flight": 2}, {"surroundings": around}):
-        with pytest.raises(memplan.UnsupportedModel, match="has to be captured whole"):
+        with pytest.raises(memplan.UnsupportedModel, match="in flight a step has to be planned"):
             memplan.apply(Untraceable().train(), sample, 1.0, costs="estimate", **options)  # type: ignore[arg-type]
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="in_flight is a count"):

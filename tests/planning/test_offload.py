@@ -786,22 +786,57 @@ def test_a_copy_counts_the_state_of_its_own_parameters() -> None:
     assert plans[0].problem == plans[1].problem
 
 
-def test_a_step_in_parts_says_that_it_does_not_offload(caplog: pytest.LogCaptureFixture) -> None:
-    class Loop(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = torch.nn.Linear(8, 8)
+class Loop(torch.nn.Module):
+    """Branches on a number that it computes, between layers."""
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.inner(x)
-            return (y * 2 if y.sum().item() > 0 else y).pow(2).sum()
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.inner, self.outer = torch.nn.Linear(width, width), torch.nn.Linear(width, width)
 
-    net, sample = Loop(), torch.randn(4, 8)
-    memplan.apply(net, sample, 1.0, costs="estimate", host_budget="1GiB")
-    assert "nothing is offloaded" in caplog.text
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return self.outer(y * 2 if y.sum().item() > 0 else y).pow(2).sum()
+
+
+class AroundLoop(torch.nn.Module):
+    """Layers whose activations can wait on the host while the loop runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.loop = Loop(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.loop(x)  # type: ignore[no-any-return]
+
+
+def test_a_step_that_runs_unplanned_does_not_offload(caplog: pytest.LogCaptureFixture) -> None:
+    net, sample = Loop(), torch.randn(256, 16)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, sample, 1.0, costs="estimate", host_budget="1GiB")
+    assert memplan.plan_of(planned) is None
+    assert "such calls run unplanned" in caplog.text
+    assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
+    with pytest.raises(memplan.BudgetInfeasible, match="can only run unplanned"):
+        memplan.apply(copy.deepcopy(net), sample, 0.5, costs="estimate", host_budget="1GiB")
     optimizer = torch.optim.SGD(net.parameters())
-    with pytest.raises(memplan.UnsupportedModel, match="in part"):
+    with pytest.raises(memplan.UnsupportedModel, match="update='backward' a step has to be planned"):
         memplan.apply(net, sample, 1.0, costs="estimate", optimizer=optimizer, update="backward")
+
+
+def test_steps_offload_around_islands() -> None:
+    torch.manual_seed(0)
+    net, sample = AroundLoop(), torch.randn(512, 64)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, sample, 0.7, costs="estimate", host_budget="1GiB", link=Link(1e12, 1e12))
+    plan = memplan.plan_of(planned)
+    assert plan is not None
+    assert plan.islands
+    assert plan.offloaded_bytes
+    assert plan.peak_bytes < plan.baseline_peak_bytes
+    assert_same_bits(run_steps(net, sample), run_steps(planned, sample))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # transformers renames checkpointing

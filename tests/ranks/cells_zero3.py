@@ -507,7 +507,7 @@ class BranchingNet(Net):
 
 def what_cant_be_captured_is_refused(sample: bool) -> str | None:
     """No step of it runs unplanned, and the engine trains on without a plan."""
-    words = ("depends on", "With sharded parameters a step has to be captured whole", "ZeRO stage 2")
+    words = ("depends on", "With sharded parameters a step has to be planned", "ZeRO stage 2")
     plain, engine = engine_of(build=BranchingNet), engine_of(build=BranchingNet)
     try:
 

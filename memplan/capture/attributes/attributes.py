@@ -201,6 +201,12 @@ def state_in_short(module: nn.Module, run: Any = None) -> tuple[Any, ...]:
     )
 
 
+def has_traced_tensors(module: nn.Module, run: Any = None) -> bool:
+    """Whether the code of a module, or of `run`, may read a tensor in Python state that the trace in progress made."""
+    values = (v for _, t in attribute_tables(module, run=run) for k, v in t.items() if k not in _OF_NO_CONCERN)
+    return any(isinstance(leaf, private.FakeTensor) for value in values for leaf in _leaves(value, _DEEPEST))
+
+
 def _in_short(value: Any) -> Any:
     """A value that does not change in place, or as much of any other value as is cheap to compare."""
     if is_plain(value):

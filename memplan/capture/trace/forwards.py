@@ -12,6 +12,8 @@ from torch import nn
 
 from memplan.capture.trace.call import Forward
 
+_WEIGHT_LISTS = ("_flat_weights", "_flat_weight_refs")
+
 
 @contextlib.contextmanager
 def forwards_exchanged(forwards: Mapping[nn.Module, Forward | None]) -> Iterator[None]:
@@ -48,11 +50,14 @@ def _set_forward(table: dict[str, Any], forward: Forward | None) -> None:
 def in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """A context with these tensors in place of the model's parameters and buffers, under all names that each has.
 
-    `torch.func.functional_call` leaves its own in a module that is registered twice.
+    `torch.func.functional_call` leaves its own in a module that is registered twice. Recurrent modules list what they
+    have in forward: these lists are put back too.
     """
     members: list[dict[str, Any]] = [m for module in model.modules() for m in (module._parameters, module._buffers)]
     names = {id(t): name for name, t in (*model.named_parameters(), *model.named_buffers())}
     before = [(of_module, key, t) for of_module in members for key, t in of_module.items() if t is not None]
+    tables = [vars(module) for module in model.modules() if isinstance(module, nn.RNNBase)]
+    lists = [(table, {key: table[key] for key in _WEIGHT_LISTS}) for table in tables]
     for of_module, key, tensor in before:
         of_module[key] = state[names[id(tensor)]]
     try:
@@ -60,3 +65,5 @@ def in_place_of_state(model: nn.Module, state: Mapping[str, torch.Tensor]) -> It
     finally:
         for of_module, key, tensor in before:
             of_module[key] = tensor
+        for table, kept in lists:
+            table.update(kept)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import attribute_tables, state_in_short
+from memplan.capture.attributes.attributes import attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.edges import Edges
@@ -177,7 +177,11 @@ class IslandsTraced:
         if island is None or not _is_call_of(island, called, arguments, like):
             raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
         self.used[island.name] = island
-        look = functools.partial(state_in_short, module or nn.Identity(), called if module is None else None)
+        home = nn.Identity() if module is None else module
+        run = called if module is None else None
+        if has_traced_tensors(home, run):
+            self.unfit.add(called)
+        look = functools.partial(state_in_short, home, run)
         self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
         facts = island.forward_facts
