@@ -12,6 +12,7 @@ from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
+from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
 from memplan.capture.ops.sizes import Dimension, Varying, all_sizes
 from memplan.capture.trace.call import Call, Forward, Sample
@@ -34,6 +35,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
+from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.execute import TangentLayout
 from memplan.runtime.program.lower import Grads, Program, lower
 from memplan.runtime.program.step import PlannedStep, WholeStep
@@ -260,12 +262,42 @@ class Planner:
             return found
         if sized:
             return self._sized(model, self._at_most(captured))
+        if share is None and captured.islands:
+            return self._with_islands(model, forward, sample, known, captured, capture)
         if share is None:
-            return self._whole(model, *self._planned(model, forward, sample, captured, capture))
+            return self._whole(model, captured, self._plans.plan(model, captured))
         if self.settings.shards is not None:
             return self._whole(model, captured, self._for_all(model, captured, known, share))
         soon = functools.partial(self._soon, model, captured, known)
         return self._whole(model, captured, *self._group.shared(captured, bool(known), share, soon))
+
+    def _with_islands(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        known: Sequence[PlannedStep],
+        captured: Capture,
+        capture: Callable[[], Capture],
+    ) -> PlannedStep:
+        """A step of a capture with islands.
+
+        It runs unplanned where an island is a container whose layers differ from step to step: to checkpoint them takes
+        less memory than to save all at one time. So it does where no plan fits. capture: captures it once more.
+        """
+        calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
+        branching = [i for i in calls if i.varies and i.module and layers_of(model.get_submodule(i.module))]
+        refusal = UnsupportedModel("; ".join(captured.islands))
+        unplanned = functools.partial(self._unplanned.step, model, forward, sample, known, refusal)
+        if branching and self.placement.host_budget is None:
+            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
+                return unplanned()
+        try:
+            return self._whole(model, *self._planned(model, forward, sample, captured, capture))
+        except BudgetInfeasible:
+            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
+                return unplanned()
+            raise
 
     def _unsearched(
         self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool

@@ -104,6 +104,49 @@ for _key in ("CPU", "CUDA"):
 _OPS.impl("sum_of_weights", lambda weight, target, ignore_index: weight.new_empty(()), "Meta")
 
 
+_OPS.define(
+    "ctc_loss(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int longest, int blank, "
+    "bool zero_infinity) -> (Tensor, Tensor)"
+)
+
+
+def ctc_loss(
+    log_probs: torch.Tensor,
+    targets: torch.Tensor,
+    input_lengths: torch.Tensor,
+    target_lengths: torch.Tensor,
+    longest: int,
+    blank: int = 0,
+    zero_infinity: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `aten._ctc_loss` gives: a loss per sequence, and what its backward reads.
+
+    PyTorch's op has no fake kernel, because the shape of the latter depends on the longest target. longest: its length.
+    """
+    return torch.ops.memplan.ctc_loss.default(  # type: ignore[no-any-return]
+        log_probs, targets, input_lengths, target_lengths, longest, blank, zero_infinity
+    )
+
+
+def _ctc_loss(
+    log_probs: torch.Tensor, targets: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor, _: int, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ops.aten._ctc_loss.Tensor(log_probs, targets, given, wanted, *rest)  # type: ignore[no-any-return]
+
+
+def _ctc_shapes(
+    log_probs: torch.Tensor, targets: torch.Tensor, given: torch.Tensor, wanted: torch.Tensor, longest: int, *_: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    steps, batch = log_probs.shape[:2]
+    return log_probs.new_empty(batch), log_probs.new_empty(batch, steps, 2 * longest + 1)
+
+
+for _key in ("CPU", "CUDA"):
+    _OPS.impl("ctc_loss", _ctc_loss, _key)
+
+_OPS.impl("ctc_loss", _ctc_shapes, "Meta")
+
+
 def batch_norm_reserve_elements(x: torch.Tensor) -> int:
     """Bytes that cuDNN's batch norm saves for its backward."""
     with _disable_current_modes():
@@ -116,6 +159,11 @@ def has_symbolic_shape(outputs: Any) -> bool:
     tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     sizes: Iterator[Any] = (n for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
     return any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in sizes)
+
+
+def has_shape_of_data(op: Any) -> bool:
+    """Whether the shapes of an op's results may depend on the data that it is given."""
+    return op is torch.ops.memplan.ctc_loss.default or torch.Tag.dynamic_output_shape in getattr(op, "tags", ())
 
 
 @contextlib.contextmanager

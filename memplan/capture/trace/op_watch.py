@@ -94,6 +94,9 @@ class OpWatch(private.TorchDispatchMode):
         instead = None if self._random is None else self._random.instead(func, args)
         if instead is not None:
             return instead
+        if func is aten._ctc_loss.Tensor:
+            longest = self._run(private.READ_SCALAR, self._run(aten.max.default, args[3]))
+            return private.ctc_loss(args[0], args[1], args[2], args[3], longest, *args[4:])
         self._look_at_writes(func, args, kwargs or {})
         if func is private.READ_DEVICE and isinstance(args[0], private.FakeTensor):
             return args[0].device
@@ -106,7 +109,7 @@ class OpWatch(private.TorchDispatchMode):
                 self._notes.answers.append(Answer(value, place))
                 return value
         trace = functools.partial(self._trace, func, args, kwargs or {})
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if private.has_shape_of_data(func):
             outputs = trace()
         else:
             outputs = self._memo.run(self._recording, func, args, kwargs or {}, trace)
@@ -157,7 +160,7 @@ class OpWatch(private.TorchDispatchMode):
                 f"{caller_line()}; a planned step would not. Make the tensor in its final shape, without resize_() and "
                 "set_(), also where it is given as out="
             )
-        if torch.Tag.dynamic_output_shape in func.tags and private.has_symbolic_shape(outputs):
+        if private.has_shape_of_data(func) and private.has_symbolic_shape(outputs):
             return self._with_shapes_of_data(func, args, outputs)
         return with_noted_results(func, args, kwargs, corrected_outputs(func, args, outputs))
 

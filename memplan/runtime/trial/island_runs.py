@@ -354,7 +354,7 @@ def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether an op gives a tensor whose shape depends on data."""
     if func is torch.ops.aten.index.Tensor:
         return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
-    return torch.Tag.dynamic_output_shape in getattr(func, "tags", ())
+    return private.has_shape_of_data(func)
 
 
 def _plain_attributes(owners: Sequence[str | None], model: nn.Module) -> list[dict[str, Any]]:
