@@ -40,7 +40,7 @@ from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, OpenIsland, calls_around
+from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, OpenIsland, calls_around, refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
@@ -213,6 +213,7 @@ def _capture(
         reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
         key = StepKey(model, call, autocast, device_type, shards, reads, run)
+    refuse_reads(raw.islands.values(), model, reads)
     traced = build_traced(raw, call.names, planned_device)
     _refuse_hidden_writes(traced, memory)
     if traced.decisions:  # where forward takes another branch it has to run again

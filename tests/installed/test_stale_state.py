@@ -317,6 +317,44 @@ def test_an_island_reads_what_forward_leaves_with_it(
     assert_same_bits(run_steps(net, sample, 3), run_steps(planned, sample, 3))
 
 
+class Tells(nn.Module):
+    """Can't be captured, and sets attributes: `count` is for itself, `told` for others."""
+
+    def __init__(self, of: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.linear, self.of = nn.Linear(16, 16), of
+        self.count, self.told = 0, of(torch.ones(64, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.tanh(self.linear(x))
+        self.count += 1
+        self.told = self.of(out.detach())
+        return out.sin() if out.sum().item() > 0 else out.cos()
+
+
+class Told(nn.Module):
+    def __init__(self, of: Callable[[torch.Tensor], Any], listens: bool) -> None:
+        super().__init__()
+        self.first, self.island, self.listens = nn.Linear(16, 16), Tells(of), listens
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.island(torch.tanh(self.first(x)))
+        return (hidden * self.island.told if self.listens else hidden).pow(2).mean()
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("of", [lambda out: 1.0 + (out.sum().item() > 0), torch.cos], ids=["number", "tensor"])
+def test_forward_reads_what_an_island_sets(of: Callable[[torch.Tensor], Any], listens: bool) -> None:
+    torch.manual_seed(0)
+    net, sample = Told(of, listens), torch.randn(64, 16)
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, sample, "min", costs="estimate")
+    assert (memplan.plan_of(planned) is None) == listens
+    for batch in (sample, -sample):
+        assert_same_bits(run_steps(net, batch, 2), run_steps(planned, batch, 2))
+    assert planned.island.count == net.island.count
+
+
 def test_planning_islands_leaves_the_callers_graph_alone() -> None:
     torch.manual_seed(0)
     encoder, net, x = nn.Linear(16, 16), Around("none"), torch.randn(64, 16)

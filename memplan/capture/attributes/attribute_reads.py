@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
-from memplan.capture.attributes.named_state import NamedTable, is_of_library
+from memplan.capture.attributes.named_state import NamedState, NamedTable, is_of_library
 
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(
@@ -134,6 +134,14 @@ class AttributeReads:
         """Names that were set of the object with these attributes, and not read before."""
         known = id(table) in self._tables and self.of(table) is not None
         return frozenset(self._tables[id(table)].set_first) if known else frozenset()
+
+    def of_what_is_set_by(self, module: nn.Module) -> set[str]:
+        """Names that were read of modules in this one, and that their code may set."""
+        sets, found = NamedState(module).sets, set[str]()
+        for inner in module.modules():
+            read = self.of(vars(inner))
+            found |= sets & (vars(inner).keys() if read is None else read)
+        return found
 
     def pass_over_names(self, named: Iterable[NamedOn]) -> None:
         """Forget names on lines that only hand on what they stand for, because what it holds does not matter."""

@@ -57,7 +57,7 @@ class CodeFacts:
     - imports: modules that the function imports itself, each with a name that it takes from there.
     - own: attributes of the first argument, which is `self` in a method.
     - others: attributes of anything else.
-    - stored: globals that it assigns.
+    - stored: globals that it assigns. sets: attributes that it assigns, of whatever.
     """
 
     globals: frozenset[NameChain]
@@ -66,13 +66,14 @@ class CodeFacts:
     own: frozenset[str]
     others: frozenset[str]
     stored: frozenset[str]
+    sets: frozenset[str]
 
 
 @functools.lru_cache(maxsize=4096)
 def facts_of_code(code: CodeType) -> CodeFacts:
     """What a code object names."""
     found: dict[str, set[NameChain]] = {"globals": set(), "closure": set(), "imports": set()}
-    own, others, stored = set[str](), set[str](), set[str]()
+    own, others, stored, sets = set[str](), set[str](), set[str](), set[str]()
     first = code.co_varnames[:1] if code.co_argcount else ()
     kind, chain, imported = "", list[str](), ""
 
@@ -93,6 +94,8 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         name, value = instruction.opname, instruction.argval
         if name in _BETWEEN:
             continue
+        if name == "STORE_ATTR":
+            sets.add(str(value))
         if name in _ATTRIBUTE and kind:
             chain.append(str(value))
             continue
@@ -124,6 +127,7 @@ def facts_of_code(code: CodeType) -> CodeFacts:
             found["imports"] |= facts.imports
             others |= facts.own | facts.others
             stored |= facts.stored
+            sets |= facts.sets
     return CodeFacts(
         globals=frozenset(found["globals"]),
         closure=frozenset(found["closure"]),
@@ -131,4 +135,5 @@ def facts_of_code(code: CodeType) -> CodeFacts:
         own=frozenset(own),
         others=frozenset(others),
         stored=frozenset(stored),
+        sets=frozenset(sets),
     )

@@ -177,6 +177,7 @@ class NamedState:
     """What the code of a model names.
 
     - tables: (title, table) of each namespace with names that count.
+    - sets: attributes that it assigns, of whatever.
     """
 
     def __init__(self, model: nn.Module, run: Callable[..., Any] | None = None) -> None:
@@ -189,6 +190,7 @@ class NamedState:
         self._homes: dict[CodeType, list[type]] = {}  # classes that have a method of this code
         self._below: dict[type, list[type]] = {}  # of the classes, those that derive from one, itself included
         self._others: set[str] = set()
+        self.sets: set[str] = set()
         for module in model.modules():
             self._add_class(type(module))
         self._of_model = set(self._classes)  # whose attributes are looked at anyway
@@ -290,6 +292,7 @@ class NamedState:
     def _look_into(self, function: FunctionType) -> None:
         facts = facts_of_code(function.__code__)
         self._others |= facts.others
+        self.sets |= facts.sets
         self._follow_own(function, facts)
         defaults = dict(
             zip(

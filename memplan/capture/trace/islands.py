@@ -20,7 +20,13 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import attribute_tables, has_traced_tensors, state_in_short
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.attributes import (
+    CHECKED_ELSEWHERE,
+    attribute_tables,
+    has_traced_tensors,
+    state_in_short,
+)
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.ops.edges import Edges
@@ -255,6 +261,14 @@ def opaque(thing: Callable[..., Any]) -> Any:
 def marked_in(model: nn.Module) -> set[Any]:
     """Paths of modules that are marked, and the class of functions that are."""
     return {Opaque, *(path for path, m in model.named_modules() if path and _MARK in vars(m))}
+
+
+def refuse_reads(islands: Collection[Island], model: nn.Module, reads: AttributeReads) -> None:
+    """Raise OpenIsland if forward reads an attribute that an island may set: a trace has it as it was before."""
+    modules = {i.called: model.get_submodule(i.module) for i in islands if i.module is not None}
+    unfit = {called for called, module in modules.items() if reads.of_what_is_set_by(module) - CHECKED_ELSEWHERE}
+    if unfit:
+        raise OpenIsland("forward reads an attribute that an opaque call sets", unfit=unfit)
 
 
 def name_of(called: Any) -> str:
