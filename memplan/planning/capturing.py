@@ -22,6 +22,7 @@ from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import (
     NO_ISLANDS,
     Calls,
+    CompiledCode,
     Islands,
     OpenIsland,
     calls_with,
@@ -64,6 +65,7 @@ class Capturing:
         self._islands = NO_ISLANDS
         self._unfit: dict[Any, str] = {}  # calls that can be no islands, with the reason for each
         self._layers: tuple[str, ...] = ()  # that PyTorch checkpoints in islands
+        self._is_compiled = False  # something in the model is, and can't run to be looked at
 
     def decide(self, decides: bool) -> None:
         """Capture from now on with, or without, the branches that a run of forward takes."""
@@ -89,7 +91,7 @@ class Capturing:
         """
         paths = [called for called in self._islands.callables if isinstance(called, str)]
         found = [layers for path in sorted(paths) for layers in _layers_of_island(model, path)]
-        if self._layers or not found or self._placement.host:
+        if self._layers or not found or self._placement.host or self._is_compiled:
             return False
         run, call = self._run(model, forward), self.call_of(model, forward, sample)
 
@@ -206,6 +208,7 @@ class Capturing:
                 return captured
             except UnsupportedModel as error:
                 refusal = error.with_traceback(None)
+            self._is_compiled |= isinstance(refusal, CompiledCode)
             if not looks:
                 raise refusal
             before = islands.callables, len(unfit), len(given)

@@ -280,24 +280,28 @@ class Planner:
         captured: Capture,
         capture: Callable[[], Capture],
     ) -> PlannedStep:
-        """A step of a capture with islands.
+        """A step of a capture with islands. It runs unplanned where no plan fits.
 
-        It runs unplanned where an island is a container whose layers differ from step to step: to checkpoint them takes
-        less memory than to save all at one time. So it does where no plan fits. capture: captures it once more.
+        capture: captures it once more. With the budget "min" the step runs unplanned where that takes less, which it
+        may if layers differ from step to step: an island of all layers saves what they save at one time.
         """
-        calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
-        branching = [i for i in calls if i.varies and i.module and layers_of(model.get_submodule(i.module))]
         refusal = UnsupportedModel("; ".join(captured.islands))
         unplanned = functools.partial(self._unplanned.step, model, forward, sample, known, refusal)
-        if branching and self.placement.host_budget is None:
-            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
-                return unplanned()
         try:
-            return self._whole(model, *self._planned(model, forward, sample, captured, capture))
+            captured, plan = self._planned(model, forward, sample, captured, capture)
         except BudgetInfeasible:
             with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
                 return unplanned()
             raise
+        calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
+        branching = [i for i in calls if i.varies and i.module and layers_of(model.get_submodule(i.module))]
+        if branching and self.settings.budget == "min":
+            limit_bytes = self.limits.budget_bytes
+            self.limits.reset(plan.peak_bytes - 1)
+            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
+                return unplanned()
+            self.limits.reset(limit_bytes)
+        return self._whole(model, captured, plan)
 
     def _unsearched(
         self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool

@@ -56,6 +56,7 @@ WAYS: dict[str, Select] = {
     "repeat_interleave": lambda x, ids, mask: x.flatten(0, 1).repeat_interleave(mask.flatten().int(), dim=0),
     "unique": lambda x, ids, mask: x.flatten(0, 1)[torch.unique(ids[mask])],
     "unique with counts": lambda x, ids, mask: x.flatten(0, 1)[torch.unique(ids, return_counts=True)[1]],
+    "a count of nonzero": lambda x, ids, mask: x * mask.nonzero().shape[0],
     "images": images,
 }
 
@@ -112,8 +113,7 @@ class Positions(nn.Module):
 
 
 def asks_for_none(net: Positions, mask: torch.Tensor) -> torch.Tensor:
-    first = mask[0, 0] if net.latest is None else mask[0, 0]
-    return first.float()
+    return mask[0, 0].float() if net.latest is None or mask.dim() == 2 else mask.float().sum()
 
 
 def test_attributes_that_are_only_compared_with_none_are_set_anew() -> None:

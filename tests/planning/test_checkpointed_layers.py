@@ -120,7 +120,7 @@ def test_floors_are_low_and_bits_the_same(name: str) -> None:
 
 def test_it_is_told() -> None:
     torch.manual_seed(0)
-    net, x = Net(Layers(drop=0.3)), torch.randn(512, 16)
+    net, x = Net(Layers(Routed)), torch.randn(512, 16)
     memplan.apply(net, x, "min", costs="estimate")
     plan = memplan.plan_of(net)
     assert isinstance(plan, memplan.Plan)

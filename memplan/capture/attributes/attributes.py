@@ -544,6 +544,7 @@ class AttributesKept:
         self.set_anew = tuple(
             SetValue(name, key, table[key])
             for name, table, before in self._tables
+            if not isinstance(table, NamedTable)
             for key in sorted((reads.of(table) or frozenset()) - self._unchecked)
             if key in table and before.get(key, _ABSENT) is not table[key]
             if may_be_set_anew(table, key, before.get(key, _ABSENT))
