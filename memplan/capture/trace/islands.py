@@ -227,9 +227,6 @@ class IslandsTraced:
 
 
 _MARK = "_memplan_opaque"
-_LASTING = (
-    bool, int, float, complex, str, type(None), torch.dtype, torch.device, pytree.TreeSpec, TensorAt, Enum,
-)  # fmt: skip
 
 
 class Opaque(nn.Module):
