@@ -19,7 +19,7 @@ PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-r
 SOURCES := memplan integrations tests benchmarks examples
 
 .PHONY: demo test test-quick test-only lint kernels test-slow test-full test-gpu test-stand-in bench docs format clean \
-	test-twin twin-table twin-trials
+	test-twin twin-table twin-trials test-kernels
 
 demo: $(FEW)
 	$(BIN)/python -m memplan demo
@@ -30,7 +30,7 @@ test: $(STAMP)
 
 # Something of every layer, in a few minutes: for everyday work.
 QUICK := tests/test_imports.py tests/test_names.py tests/plans tests/solvers/test_solvers.py tests/capture/test_capture.py \
-	tests/planning/test_in_part.py tests/runtime/test_outputs.py tests/runtime/test_bindings.py \
+	tests/planning/test_module_islands.py tests/runtime/test_outputs.py tests/runtime/test_bindings.py \
 	tests/installed/test_life_with_a_plan.py tests/ranks/test_shards.py tests/whole/test_zoo.py
 
 test-quick: $(STAMP)
@@ -50,10 +50,10 @@ kernels: $(STAMP)
 	$(BIN)/python -m memplan warmup
 
 test-slow: $(STAMP)
-	$(PYTEST) -m "slow and not gpu and not twin"
+	$(PYTEST) -m "slow and not gpu and not twin and not kernels"
 
 test-full: $(STAMP)
-	MEMPLAN_ALL_EXAMPLES=1 $(PYTEST) -m "not gpu and not twin"
+	MEMPLAN_ALL_EXAMPLES=1 $(PYTEST) -m "not gpu and not twin and not kernels"
 
 # On a machine with a CUDA device, with a build of torch for it.
 test-gpu: $(STAMP)
@@ -63,6 +63,13 @@ test-gpu: $(STAMP)
 # The same on a stand-in for such a device, which is compiled first (tests/cuda_stand_in).
 test-stand-in: $(STAMP)
 	$(BIN)/python -m tests.cuda_stand_in -m pytest -p tests.cuda_stand_in.faults -m gpu
+
+# Kernels that libraries take on GPUs, run by Triton's interpreter. Triton takes 1 GB.
+KERNELS := .venv-kernels
+KERNELS_STAMP := $(KERNELS)/.installed
+
+test-kernels: $(STAMP) $(KERNELS_STAMP)
+	TRITON_INTERPRET=1 PYTHONPATH=$(KERNELS) $(BIN)/python -m pytest -m kernels tests/kernels
 
 # PyTorch's own CUDA build on a device that does nothing: tests/cuda_twin. Its environment takes 6 GB.
 TWIN := .venv-twin
@@ -102,6 +109,10 @@ $(FEW): pyproject.toml $(CONSTRAINTS)
 $(STAMP): $(FEW)
 	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[test]'
 	touch $(STAMP)
+
+$(KERNELS_STAMP): tests/kernels/requirements.txt
+	$(BIN)/python -m pip install --quiet --no-deps --target $(KERNELS) -r tests/kernels/requirements.txt
+	touch $(KERNELS_STAMP)
 
 $(TWIN_STAMP): tests/cuda_twin/requirements.txt tests/cuda_twin/build.py $(wildcard tests/cuda_twin/src/*)
 	test -x $(TWIN)/bin/python || $(PYTHON) -m venv $(TWIN)

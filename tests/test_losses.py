@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -126,3 +127,25 @@ def test_virtual_tokens_would_be_left_out() -> None:
         model = peft.get_peft_model(llama(), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="without the virtual tokens"):
         memplan.chunked_loss()(model, **batch())
+
+
+class Weighted:
+    """A loss function that is an object, with a weight that may change, and a count."""
+
+    def __init__(self) -> None:
+        self.weight, self.count = 1.0, 0
+
+    def __call__(self, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return model(x).pow(2).sum() * self.weight
+
+
+def test_objects_as_loss_functions() -> None:
+    torch.manual_seed(0)
+    net, x, loss = nn.Linear(8, 8), torch.randn(4, 8), Weighted()
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, x, "1GiB", loss_fn=loss, costs="estimate")
+    for weight in (1.0, 2.0, 3.0):
+        before, loss.weight = loss.count, weight
+        assert torch.equal(planned(x), net(x).pow(2).sum() * weight)
+        assert loss.count == before + 1

@@ -242,7 +242,7 @@ def _settled_trace(
             f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either",
             settled[0].owner,
         )
-    seen_before = str(raw.module.graph)
+    seen_before = _seen_of(raw)
     things = (None, torch.zeros(7), torch.zeros(7).as_subclass(UselessTensor)) if attributes.set_anew else ()
     for thing in things:  # some ways to read are not heard, and some do not matter
         refusal = SetsAttribute(
@@ -256,7 +256,7 @@ def _settled_trace(
             raw = _heard(reads, request)
         except UnsupportedModel:
             raise refusal from None
-        if str(raw.module.graph) != seen_before:
+        if _seen_of(raw) != seen_before or attributes.changes() != settled:
             raise refusal
     if settled:
         memory.undo()
@@ -270,11 +270,10 @@ def _settled_trace(
         now = attributes.changes()
         if now == settled:
             return raw, settled, ()
-        counters, seen_before = attributes.counters(settled, now), str(raw.module.graph)
+        counters, seen_before = attributes.counters(settled, now), _seen_of(raw)
         memory.undo()
         with attributes.counting(counters) as is_right, contextlib.suppress(TypeError, UnsupportedModel):
-            raw = _heard(reads, request)
-            if counters and is_right() and str(raw.module.graph) == seen_before:
+            if counters and _seen_of(_heard(reads, request)) == seen_before and is_right():
                 return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
         raise ChangesState(
             f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
@@ -282,6 +281,11 @@ def _settled_trace(
             settled[0].owner,
         )
     return raw, (), ()
+
+
+def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
+    """What one trace has in common with another that differs in nothing."""
+    return str(raw.module.graph), raw.template.plain
 
 
 def _lasting_ops(raw: RawTrace) -> list[str]:

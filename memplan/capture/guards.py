@@ -85,8 +85,12 @@ class Guards:
             return None
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
         sizes = () if self._sizes is None else self._evaluate(self._sizes.numbers(inputs))
-        with torch.no_grad():
-            found = self._program.forward(*sizes, *sources)
+        try:
+            with torch.no_grad():
+                found = self._program.forward(*sizes, *sources)
+        except Exception as error:  # of an op for the sizes of the sample: a result before it has another shape now
+            where = self._guards[0].where
+            return line_of_place(where), f"forward reads other data: {type(error).__name__} ({where})"
         pairs = list(zip(self._guards, found, strict=True))
         numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, torch.Size)]))
         for guard, tensor in pairs:

@@ -297,10 +297,11 @@ class Planner:
         branching = [i for i in calls if i.varies and i.module and layers_of(model.get_submodule(i.module))]
         if branching and self.settings.budget == "min":
             limit_bytes = self.limits.budget_bytes
-            self.limits.reset(plan.peak_bytes - 1)
-            with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
+            try:
+                self.limits.reset(plan.peak_bytes - 1)
                 return unplanned()
-            self.limits.reset(limit_bytes)
+            except (UnsupportedModel, BudgetInfeasible):
+                self.limits.reset(limit_bytes)
         return self._whole(model, captured, plan)
 
     def _unsearched(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -62,6 +63,11 @@ class Settings:
         for name, words in _WORDS.items():
             one_of(name, getattr(self, name), words)
         self._check_kinds()
+        kind = type(self.loss_fn)
+        if kind.__module__ != "builtins" and kind is not functools.partial and self.loss_fn is not None:
+            object.__setattr__(
+                self, "loss_fn", kind.__call__.__get__(self.loss_fn)
+            )  # a method tells whose attributes it reads
         if self.budget is not None:
             device_bytes(self.budget)  # a bad one is refused before anything runs
         if self.most_on_host is not None:

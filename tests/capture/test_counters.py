@@ -123,9 +123,39 @@ def stops_at_nine(net: Any, x: torch.Tensor) -> int:
     return 1
 
 
+def copies_it_in_turn(net: Any, x: torch.Tensor) -> int:
+    net.calls, net.downward = net.downward + 1, net.calls + 1
+    return 1
+
+
+class AddsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, net: Any) -> torch.Tensor:
+        ctx.net = net
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.net.calls += 1
+        return grads[0] * 2, None
+
+
+def counts_in_backward(net: Any, x: torch.Tensor) -> Any:
+    return AddsInBackward.apply(net.blocks[0].wide.weight, net).mean()  # type: ignore[no-untyped-call]
+
+
+def branches_on_what_it_computes(net: Any, x: torch.Tensor) -> Any:
+    net.calls += 1
+    value = net.blocks[0].wide(x).sum()
+    return 2 if value + x[0, 0] > 0 else 1
+
+
 @pytest.mark.parametrize(
     "count",
     [
+        copies_it_in_turn,
+        counts_in_backward,
+        branches_on_what_it_computes,
         reads_the_parity,
         reads_it_in_an_op,
         reads_it_late,
@@ -151,8 +181,32 @@ def test_numbers_that_are_read_keep_their_bits(count: Any) -> None:
     ],
 )  # fmt: skip
 def test_any_other_use_is_heard(use: Any) -> None:
-    number = Counting() + 1
+    number = Counting(0, []) + 1
     assert number.by == 1
     with pytest.raises(TypeError):
         use(number)
     assert number.reads
+
+
+class Returns(Net):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x), self.calls
+
+
+def test_numbers_that_forward_returns_stay_numbers() -> None:
+    torch.manual_seed(0)
+    net = Returns(up)
+    memplan.apply(net, torch.randn(64, 16), "1GiB", costs="estimate")
+    assert [net(torch.randn(64, 16))[1] for _ in range(3)] == [8, 9, 10]
+
+
+def test_a_number_that_another_sets_and_one_that_is_gone() -> None:
+    torch.manual_seed(0)
+    net, x = Net(up), torch.randn(64, 16)
+    memplan.apply(net, x, "1GiB", costs="estimate")
+    net.calls = 100
+    net(x).backward()
+    assert net.calls == 101
+    del net.calls
+    with pytest.raises(Exception, match="calls"):
+        net(x)

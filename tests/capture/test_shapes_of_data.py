@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -105,6 +106,7 @@ class Positions(nn.Module):
     def __init__(self, use: Callable[[Positions, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.net, self.latest, self.use = Net(lambda x, ids, mask: x), None, use
+        self.bank, self.counts = list[torch.Tensor](), {"n": 0}
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         used = self.use(self, mask)
@@ -129,6 +131,41 @@ def test_attributes_that_are_only_compared_with_none_are_set_anew() -> None:
         assert_same_bits(net.latest, planned.latest)
 
 
+class TellsOfTheFirst(Positions):
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:  # type: ignore[override]
+        is_first = self.latest is None
+        return super().forward(ids, mask), is_first
+
+
+def test_what_forward_returns_may_depend_on_none() -> None:
+    torch.manual_seed(0)
+    net = TellsOfTheFirst(asks_for_none)
+    memplan.apply(net, batch(0), "1GiB", costs="estimate")
+    assert [net(*batch(0))[1] for _ in range(3)] == [True, False, False]
+
+
+class Peaks(nn.Module):
+    """Asks for the largest of what a mask selects, of which there may be none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(lambda x, ids, mask: x)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen = ids[mask]
+        factor = 2 if chosen.shape[0] > 0 and chosen.max() > 40 else 1
+        return self.net(ids, mask) * factor
+
+
+def test_numbers_that_a_batch_does_not_have() -> None:
+    torch.manual_seed(0)
+    net = Peaks()
+    planned = copy.deepcopy(net)
+    memplan.apply(planned, batch(0), "1GiB", costs="estimate")
+    for ids, mask in (batch(0), (batch(1)[0], torch.zeros(8, 64, dtype=torch.bool)), batch(0)):
+        assert_same_bits(run_steps(net, (ids, mask), 1), run_steps(planned, (ids, mask), 1))
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -136,6 +173,8 @@ def test_attributes_that_are_only_compared_with_none_are_set_anew() -> None:
         lambda net, mask: mask.sum() * (1 if net.latest is None else 2),
         lambda net, mask: mask.sum() * (2 if isinstance(net.latest, torch.Tensor) else 1),
         lambda net, mask: mask.sum() * (2 if type(net.latest) is torch.Tensor else 1),
+        lambda net, mask: mask.sum() if net.latest is None or net.bank.append(net.latest) else mask.sum(),
+        lambda net, mask: mask.sum() + (0 if net.latest is None else len(net.counts.update(n=1) or "")),
     ],
 )
 def test_attributes_that_forward_reads_keep_their_bits(use: Callable[[Positions, torch.Tensor], torch.Tensor]) -> None:

@@ -91,8 +91,8 @@ def steps(net: nn.Module, x: torch.Tensor) -> Any:
     return run_steps(net, x, 3), random.random()
 
 
-def peak_bytes(net: nn.Module, x: torch.Tensor) -> int:
-    random.seed(3)
+def peak_bytes(net: nn.Module, x: torch.Tensor, seed: int = 3) -> int:
+    random.seed(seed)
     torch.manual_seed(3)
     return live_peak(net, x)
 
@@ -165,6 +165,42 @@ def test_layers_whose_second_run_would_show_are_not_checkpointed(block: Any, cap
     memplan.apply(planned, x, "min", costs="estimate")
     assert "layers checkpointed" not in caplog.text
     assert_same_bits(steps(net, x), steps(planned, x))
+
+
+@pytest.mark.parametrize("name", ["a log in the root", "experts"])
+def test_what_changes_before_backward(name: str) -> None:
+    """Layers run again in backward: with other attributes they would give other gradients."""
+    torch.manual_seed(0)
+    net, x = NETS[name](), torch.randn(512, 16)
+    memplan.apply(net, x, "min", costs="estimate")
+    loss = net(x)
+    net.inner.layers[0].drop.p = 0.2  # type: ignore[index, union-attr]
+    with pytest.raises(memplan.PlanMismatch, match="have changed since its forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("name", ["a log in the root", "experts"])
+def test_hooks_that_are_added_later_run_once(name: str) -> None:
+    torch.manual_seed(0)
+    net, x = NETS[name](), torch.randn(512, 16)
+    memplan.apply(net, x, "min", costs="estimate", on_infeasible="min")
+    net(x).backward()
+    net.zero_grad()
+    runs = list[int]()
+    net.inner.layers[0].norm.register_forward_hook(lambda *_: runs.append(1))  # type: ignore[index, union-attr]
+    net(x).backward()
+    assert runs.count(1) == 1
+
+
+def test_layers_that_chance_leaves_out_stay_within_the_budget() -> None:
+    torch.manual_seed(0)
+    net, x = Net(Layers(drop=0.5), logs=True), torch.randn(512, 16)
+    plain_bytes = max(peak_bytes(net, x, seed) for seed in range(12))
+    memplan.apply(net, x, "min", costs="estimate")
+    budget_bytes = int(0.9 * plain_bytes)
+    memplan.remove(net)
+    memplan.apply(net, x, budget_bytes, costs="estimate")
+    assert max(peak_bytes(net, x, seed) for seed in range(12)) <= budget_bytes
 
 
 def test_layers() -> None:

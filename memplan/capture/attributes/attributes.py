@@ -510,6 +510,8 @@ class AttributesKept:
         ]
         self.added_hooks: tuple[AddedHook, ...] = ()
         self.set_anew: tuple[SetValue, ...] = ()
+        self._counted: Callable[[], bool] = bool
+        self.counted_in_forward = False  # all that `counting` was told of, when forward ended
         generators = {
             id(leaf): (name, leaf, _drawn_from(leaf))
             for name, _, before in self._tables
@@ -541,6 +543,7 @@ class AttributesKept:
                 return isinstance(table[key], torch.Tensor) and (old is None or isinstance(old, torch.Tensor))
             return not is_plain(table[key]) and _is_new(table, key)
 
+        self.counted_in_forward = self._counted()
         self.set_anew = tuple(
             SetValue(name, key, table[key])
             for name, table, before in self._tables
@@ -569,20 +572,26 @@ class AttributesKept:
 
         - counters: these attributes, and how much forward adds to each.
 
-        Gives a function that tells, once the trace is over, whether forward has added just that.
+        Gives a function that tells, once the trace is over, whether forward has added just that, and backward nothing.
         """
         tables: dict[str, Any] = {name: table for name, table, _ in self._tables}
         numbers = [tables[owner][key] for owner, key, _ in counters]
-        for owner, key, _ in counters:
-            tables[owner][key] = Counting()
+        reads = [list[str]() for _ in counters]
+        for (owner, key, _), heard in zip(counters, reads, strict=True):
+            tables[owner][key] = Counting(0, heard)
 
         def as_told() -> bool:
-            found = [(tables[owner].get(key), by) for owner, key, by in counters]
-            return all(type(number) is Counting and not number.reads and number.by == by for number, by in found)
+            return all(
+                type(number) is Counting and number.reads is heard and not heard and number.by == by
+                for (owner, key, by), heard in zip(counters, reads, strict=True)
+                for number in [tables[owner].get(key)]
+            )
 
+        self._counted = as_told
         try:
-            yield as_told
+            yield lambda: self.counted_in_forward and as_told()
         finally:
+            self._counted = bool
             for (owner, key, _), number in zip(counters, numbers, strict=True):
                 tables[owner][key] = number
 

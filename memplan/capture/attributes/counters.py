@@ -14,13 +14,13 @@ class Counting:
     """Stands for a number in a trace.
 
     - by: how much has been added to it.
-    - reads: other uses of it, and of all numbers that come from it.
+    - reads: other uses of it, and of all numbers that come from it. There is one such list for each number.
     """
 
     __slots__ = ("by", "reads")
 
-    def __init__(self, by: int = 0, reads: list[str] | None = None) -> None:
-        self.by, self.reads = by, list[str]() if reads is None else reads
+    def __init__(self, by: int, reads: list[str]) -> None:
+        self.by, self.reads = by, reads
 
     def __add__(self, other: Any) -> Counting:
         return Counting(self.by + other, self.reads) if type(other) is int else self._read(other)

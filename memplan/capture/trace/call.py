@@ -186,6 +186,14 @@ class OutputTemplate:
             leaves.append(leaf)
         return _Tree(tree.spec, tuple(leaves))
 
+    @property
+    def plain(self) -> tuple[Any, ...]:
+        """What it holds beside tensors: structures, where tensors stand, and other leaves; of objects, their class."""
+        leaves = [leaf for tree in (self._output, *(t for _, _, t in self._attributes)) for leaf in tree.leaves]
+        specs = [self._output.spec, *(tree.spec for _, _, tree in self._attributes)]
+        lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)
+        return (self.attributes, specs, [leaf if type(leaf) in lasting else type(leaf) for leaf in leaves])
+
     def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The output with other tensors, one for each of `self.tensors`."""
         return self._filled(self._output, tensors)

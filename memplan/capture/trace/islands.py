@@ -208,7 +208,8 @@ class IslandsTraced:
             assert facts is not None
             for position, (target, number) in enumerate(node.next_functions):
                 if target is not None and island.loose and len(edges.into(target, number)) > 1:
-                    shared.add(position)
+                    count = len(island.inputs)
+                    shared.add(position if position < count else island.further_uses[position - count])
             island.shared = frozenset(shared)
             if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
                 self.unfit.add(island.called)

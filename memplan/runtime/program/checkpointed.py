@@ -17,9 +17,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes import CHECKED_ELSEWHERE, is_plain
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of
+from memplan.errors import PlanMismatch
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -62,16 +65,34 @@ def layers_checkpointed(model: nn.Module, layers: Collection[str]) -> contextlib
 
 
 def _checkpointed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What the forward of a module returns. Its second run has the parameters of the first."""
-    if not torch.is_grad_enabled():
+    """What the forward of a module returns. Its second run has the parameters of the first.
+
+    Where modules in it have hooks, which would run twice, it runs as it is.
+
+    Raises PlanMismatch in backward where modes or attributes of the module are no longer those of the first run.
+    """
+    if not torch.is_grad_enabled() or any(private.is_hooked(m) for m in module.modules() if m is not module):
         return forward(*args, **kwargs)
     names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
     arguments = Arguments.of(args, kwargs, module)
-    static, given = arguments.static, arguments.given
+    static, given, before = arguments.static, arguments.given, list[Any]()
 
     def run(*tensors: torch.Tensor) -> Any:
+        before.append(_state_of(module))
+        if before[0] != before[-1]:
+            raise PlanMismatch(
+                f"modes or attributes of a {type(module).__name__} have changed since its forward, and it runs again "
+                "in backward. Change them after backward, or plan for a larger budget"
+            )
         own_args, own_kwargs = arguments_of(static, tensors)
         with in_place_of_state(module, dict(zip(names, tensors[given:], strict=True))):
             return forward(*own_args, **own_kwargs)
 
     return checkpoint(run, *arguments.tensors, use_reentrant=False)
+
+
+def _state_of(module: nn.Module) -> list[Any]:
+    """Modes and plain attributes of a module and those in it, and which parameters get gradients."""
+    ignored = (CHECKED_ELSEWHERE | {"forward"}) - {"training"}
+    attributes = [(k, v) for m in module.modules() for k, v in vars(m).items() if k not in ignored and is_plain(v)]
+    return [*attributes, *(p.requires_grad for p in module.parameters())]

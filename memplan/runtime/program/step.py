@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,11 +123,27 @@ class WholeStep:
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
+        for owner, key, _ in self.capture.counters:
+            if type(self.key.attributes(owner).get(key)) is not int:
+                return f"{owner}.{key} is no number any more"
         return self.key.mismatch(call)
 
     def settle(self, model: nn.Module) -> None:
         """Set on the model what its first eager forward would set."""
         self.capture.settle(model)
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A context for forward, with numbers that it counts up. They are put back where it fails: it may run again."""
+        places = [(self.key.attributes(owner), key, added) for owner, key, added in self.capture.counters]
+        for table, key, added in places:
+            table[key] += added
+        try:
+            yield
+        except BaseException:
+            for table, key, added in places:
+                table[key] -= added
+            raise
 
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
@@ -139,9 +156,8 @@ class WholeStep:
                 table[key] = None
         for position in self.capture.requiring:
             call.tensors[position].requires_grad_()
-        for owner, key, added in self.capture.counters:
-            self.key.attributes(owner)[key] += added
-        outputs = self.runner(call.tensors)
+        with self._counted():
+            outputs = self.runner(call.tensors)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs), strict=True):

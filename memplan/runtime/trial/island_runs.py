@@ -144,7 +144,9 @@ class IslandRuns(private.RealOps):
         arguments = Arguments.of(args, kwargs, of_model)
         names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
         static, count = arguments.static, arguments.given
-        layers = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
+        here = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
+        there = {name for name, _ in module.named_modules()}
+        layers = [p for p in here if p in there]
 
         def call(own: nn.Module | None, *given: torch.Tensor) -> Any:
             callee = module if own is None else own
