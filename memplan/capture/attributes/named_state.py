@@ -59,7 +59,7 @@ _CODE = (
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque, np.ndarray)
 _NAMESPACES = (SimpleNamespace, argparse.Namespace, threading.local, ContextVar)
 GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
-_GLOBALS = "globals of "
+_GLOBALS, _DEFAULTS = "globals of ", "defaults of "
 _MOST = 256  # values of a container that are looked at for functions
 _ABSENT = object()
 
@@ -300,7 +300,7 @@ class NamedState:
                 reversed(function.__defaults__ or ()),
             )
         )
-        self._name_held(function, f"defaults of {function.__qualname__}", defaults | (function.__kwdefaults__ or {}))
+        self._name_held(function, f"{_DEFAULTS}{function.__qualname__}", defaults | (function.__kwdefaults__ or {}))
         owned = not _is_installed(function.__module__)
         for name in vars(function):
             self._name(
@@ -431,10 +431,19 @@ def state_behind(code: Any) -> str | None:
     """Python state that a function reads when it runs, in words; None where it reads none that may change."""
     for title, table in NamedState(nn.Identity(), code).tables:
         for name, value in table.items():
-            plain = isinstance(value, (bool, int, float, str, type(None), torch.dtype))
-            if not (plain and title.startswith(_GLOBALS)) or _is_assigned(title.removeprefix(_GLOBALS), name):
+            if _is_constant(value) and title.startswith(_DEFAULTS):
+                continue
+            if not (_is_constant(value) and title.startswith(_GLOBALS)) or _is_assigned(
+                title.removeprefix(_GLOBALS), name
+            ):
                 return f"{name} ({title})"
     return None
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a value is plain, or a tuple of such values."""
+    kinds = (bool, int, float, str, type(None), torch.dtype)
+    return all(map(_is_constant, value)) if type(value) is tuple else isinstance(value, kinds)
 
 
 def _is_assigned(module: str, name: str) -> bool:
