@@ -200,6 +200,16 @@ class Resizes(Net):
         return super().forward(x) + (extra + x).mean()
 
 
+class CountOfNonzero(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * x.nonzero().shape[0]
+
+
+class Selected(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x[x > 0].sum()
+
+
 class SeedsItself(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.random.fork_rng(devices=[]):
