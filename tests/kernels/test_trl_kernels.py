@@ -21,7 +21,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trl.kernels.chunked_logprob, "_use_triton", lambda device: True)
 
 
-@pytest.mark.parametrize("budget", ["1TiB", "36MiB"])
+@pytest.mark.parametrize("budget", ["1TiB", "39MiB"])
 def test_fine_tuning(budget: str) -> None:
     callback = MemplanCallback(budget, costs="estimate")
     plain, planned = Run(build("llama", layers=2, width=64), 3), Run(build("llama", layers=2, width=64), 3, callback)
