@@ -57,7 +57,7 @@ class CodeFacts:
     - imports: modules that the function imports itself, each with a name that it takes from there.
     - own: attributes of the first argument, which is `self` in a method.
     - others: attributes of anything else.
-    - stored: globals that it assigns. sets: attributes that it assigns, of whatever.
+    - stored: globals that it assigns. sets: attributes that it assigns, of any object.
     """
 
     globals: frozenset[NameChain]

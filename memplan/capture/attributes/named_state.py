@@ -177,7 +177,7 @@ class NamedState:
     """What the code of a model names.
 
     - tables: (title, table) of each namespace with names that count.
-    - sets: attributes that it assigns, of whatever.
+    - sets: attributes that it assigns, of any object.
     """
 
     def __init__(self, model: nn.Module, run: Callable[..., Any] | None = None) -> None:

@@ -188,7 +188,7 @@ class OutputTemplate:
 
     @property
     def plain(self) -> tuple[Any, ...]:
-        """What it holds beside tensors: structures, where tensors stand, and other leaves; of objects, their class."""
+        """All but the tensors: structures, positions of tensors, and other leaves. An object is there as its class."""
         leaves = [leaf for tree in (self._output, *(t for _, _, t in self._attributes)) for leaf in tree.leaves]
         specs = [self._output.spec, *(tree.spec for _, _, tree in self._attributes)]
         lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)

@@ -1,6 +1,6 @@
 """Layers that PyTorch checkpoints: in steps that run unplanned, and in islands.
 
-    encoder.layers = ModuleList of 12 layers, some of which forward leaves out by chance
+    encoder.layers = ModuleList of 12 layers; forward leaves some out by chance
     -> forward saves what each layer is given, and backward runs one layer after the other again
 
 `torch.utils.checkpoint` does so, where no plan can. It restores PyTorch's generators and autocast for the second run.
