@@ -20,8 +20,10 @@ from memplan.installed.choice import StepChoice
 from memplan.installed.comparison import Comparison
 from memplan.logs import log
 from memplan.runtime.program.decisions import OtherBranch
-from memplan.runtime.program.execute import Gradients, InFlight, OtherTangents, TangentLayout
+from memplan.runtime.program.execute import Gradients
+from memplan.runtime.program.in_flight import InFlight
 from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.tangents import OtherTangents, TangentLayout
 from memplan.units import format_bytes
 
 _STEP = 0.05  # by how much less a step is planned at least after an out-of-memory error
@@ -97,7 +99,7 @@ class Recovery:
                 step, self._choice.model, self._choice.original, call, _layouts(tangents), backward
             )
         if same:
-            step.runner.autocasts.add(backward)
+            step.runner.backwards.autocasts.add(backward)
         return same
 
     def _why_not_again(self, step: WholeStep, changed: str | None) -> str:

@@ -40,7 +40,7 @@ from memplan.planning.settings import Settings
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
-from memplan.runtime.program.execute import Written
+from memplan.runtime.program.in_flight import Written
 from memplan.runtime.trial.island_runs import IslandRuns
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak

@@ -36,9 +36,9 @@ from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
-from memplan.runtime.program.execute import TangentLayout
 from memplan.runtime.program.lower import Grads, Program, lower
 from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share
 
 

@@ -21,11 +21,14 @@ from memplan.capture.trace.raw_trace import GradientLayout
 from memplan.plans.plan import Plan
 from memplan.runtime.program.checkpointed import checkpointing
 from memplan.runtime.program.collectives import GRADIENT, Collectives
-from memplan.runtime.program.execute import ParameterStore, PlannedTangent, Runner, Written
+from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.gathers import Gathers
+from memplan.runtime.program.in_flight import Written
 from memplan.runtime.program.lower import Program, lower
 from memplan.runtime.program.outputs import Outputs
+from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.sized_plan import SizedPlan
+from memplan.runtime.program.tangents import Backwards, PlannedTangent
 
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
@@ -225,12 +228,15 @@ def _runner(
         program=programs[0],
         store=ParameterStore(model, names, traced.device, gathers, traced.specs),
         trainable=trainable if programs[0].grads == "edges" else (),
-        backwards=tuple((PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)),
+        backwards=Backwards(
+            [(PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)],
+            outputs.names,
+            capture.backward,
+        ),
         outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=Written.of(traced),
-        autocast=capture.backward,
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
         checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),

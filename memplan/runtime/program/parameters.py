@@ -1,0 +1,177 @@
+"""The parameters and buffers that a program reads by name, and the way of gradients into `.grad`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.runtime.host.arena import StepArena
+from memplan.runtime.host.transfers import Transfers
+from memplan.runtime.host.updates import UpdatesInBackward
+from memplan.runtime.program.gathers import Gathers
+
+
+class ParameterStore:
+    """Parameters and buffers of a model by name, looked up at each use, so `load_state_dict` and `.data` just work.
+
+    - model: the model.
+    - transfers: the model's copies to and from host memory.
+    - updates: the optimizer that steps in backward, where there is one.
+    - arena: of the model's steps.
+    - gathers: of sharded parameters, where there are any.
+    - specs: of gradients that are DTensors, by parameter.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        names: Iterable[str],
+        device: torch.device,
+        gathers: Gathers | None = None,
+        specs: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.model, self.transfers, self._specs = model, Transfers(device), specs or {}
+        self.updates: UpdatesInBackward | None = None
+        self.arena = StepArena(device)
+        self.gathers = gathers
+        self.absent: set[str] = set()  # parameters that get no gradient in this backward
+        self._homes: dict[str, tuple[dict[str, Any], str]] = {}
+        self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
+        for name in names:
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            home = module._parameters if leaf in module._parameters else module._buffers
+            self._homes[name] = (home, leaf)
+
+    def share(self, transfers: Transfers | None, updates: UpdatesInBackward | None) -> None:
+        """Share these with the stores of the model's other steps."""
+        self.transfers, self.updates = transfers or self.transfers, updates
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        home, leaf = self._homes[name]  # as `parameter` does: this runs several times a step for each of them
+        tensor: Any = home.get(leaf)
+        return tensor if type(tensor) is nn.Parameter else private.part_here(tensor)
+
+    def parameter(self, name: str) -> torch.Tensor:
+        """The parameter or buffer called `name` as the model has it: a DTensor where ranks have parts of it."""
+        home, leaf = self._homes[name]
+        return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._homes)
+
+    def get(self, name: str, default: torch.Tensor) -> torch.Tensor | None:
+        """The tensor called `name`; `default` where the store has none of that name."""
+        return self[name] if name in self._homes else default
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        home, leaf = self._homes[name]
+        home[leaf] = tensor
+
+    def is_sharded(self, name: str) -> bool:
+        """Whether a name is that of a parameter that is empty between uses."""
+        if self.gathers is None:
+            return False
+        parameter = self.parameter(name)
+        return isinstance(parameter, nn.Parameter) and self.gathers.shards.shard(parameter) is not None
+
+    def begin(self) -> None:
+        """Prepare for a planned forward or backward."""
+        if self.gathers is not None:
+            self.gathers.shards.begin()
+
+    def look_for_hooks(self) -> None:
+        """Find, for a backward that begins, the parameters on whose autograd nodes there can be no hooks."""
+        self._direct = {}
+        together = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.gathers is not None or together:  # all ranks have to hand gradients over in one order
+            return
+        found = {name: self[name] for name in self._homes}
+        empty = {n: p for n, p in found.items() if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
+        if empty:
+            alone = private.without_accumulators([*empty.values()])
+            self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}
+
+    def surface(self, names: Sequence[str], gradients: Sequence[torch.Tensor]) -> None:
+        """Put gradients into `.grad`, in this order, so that every kind of hook runs.
+
+        That is through autograd's engine, but for those for which it would do nothing else.
+        """
+        pairs = []
+        for name, gradient in zip(names, gradients, strict=True):
+            if name in self.absent:
+                continue
+            parameter = self._direct.get(name)
+            if parameter is not None and _lands_as_it_is(parameter, gradient):
+                self._land(parameter, gradient)
+            elif (parameter := self.parameter(name)).requires_grad:
+                self.transfers.arrived(gradient)
+                pairs.append((parameter, private.with_spec(gradient, self._specs.get(name))))
+        if not pairs:
+            return
+        # Autograd skips what was frozen since forward, too, and runs last what it saw first.
+        parameters, gradients = zip(*reversed(pairs), strict=True)
+        with self._accepting(parameters):
+            with torch.enable_grad():
+                leaves = list(map(_leaf, parameters, gradients))
+            private.run_backward(leaves, gradients)
+
+    def _land(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Put a gradient into `.grad`, and call the hooks that autograd calls then."""
+        hooks = [*(parameter._post_accumulate_grad_hooks or {}).values()]
+        if self.updates is None or hooks != [self.updates.hook]:  # which waits for it by itself
+            self.transfers.arrived(gradient)
+        parameter.grad = gradient.detach()
+        for hook in hooks:
+            hook(parameter)
+
+    def _accepting(self, parameters: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """A context in which parameters have the shapes of their gradients."""
+        if self.gathers is None:
+            return contextlib.nullcontext()
+        return self.gathers.shards.accepting([p for p in parameters if isinstance(p, nn.Parameter)])
+
+
+def _lands_as_it_is(parameter: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether autograd's engine would take the memory of a gradient for `.grad`, and would call no hooks before."""
+    return (
+        parameter.grad is None
+        and parameter.requires_grad
+        and not parameter._backward_hooks
+        and type(gradient) is torch.Tensor
+        and gradient.layout is torch.strided
+        and gradient.shape == parameter.shape
+        and gradient.stride() == parameter.stride()
+        and gradient.dtype is parameter.dtype
+        and gradient.device == parameter.device
+        and parameter.is_contiguous()
+    )
+
+
+def _leaf(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """A view of a parameter, because autograd copies a gradient that is given for the leaf itself."""
+    if 1 in gradient.shape and not _keeps_strides(gradient):
+        return _SameGradient.apply(parameter)  # type: ignore[no-any-return, no-untyped-call]
+    return parameter.view_as(parameter)
+
+
+def _keeps_strides(tensor: torch.Tensor) -> bool:
+    """Whether a view in its own shape has its strides. In dimensions of size 1 a view has strides of its own."""
+    return private.is_ordinary(tensor) and tensor.view(tensor.shape).stride() == tensor.stride()
+
+
+class _SameGradient(torch.autograd.Function):
+    """Hands a gradient on with its strides. A view's backward would change those of dimensions of size 1."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor) -> torch.Tensor:
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.detach()
