@@ -18,7 +18,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.analysis.values import build_traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes import (
+from memplan.capture.attributes.attributes_kept import (
     AddedHook,
     AttributesKept,
     ChangesState,
@@ -26,10 +26,9 @@ from memplan.capture.attributes.attributes import (
     SetsAttribute,
     SetValue,
     UselessTensor,
-    attribute_owners,
-    is_plain,
 )
 from memplan.capture.attributes.kept_memory import KeptMemory
+from memplan.capture.attributes.tables import attribute_owners, is_plain
 from memplan.capture.key import StepKey, unplanned_hooks
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes

@@ -19,7 +19,8 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes import Snapshot, Table, attribute_tables, is_plain
+from memplan.capture.attributes.snapshot import Snapshot
+from memplan.capture.attributes.tables import Table, attribute_tables, is_plain
 from memplan.capture.guards import Guards
 from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import Sizes, Varying, varying_between

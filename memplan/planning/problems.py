@@ -13,7 +13,7 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.attributes.attributes import AttributesKept
+from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
 from memplan.costs.libraries import library_bytes

@@ -21,14 +21,9 @@ from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.attributes import (
-    CHECKED_ELSEWHERE,
-    attribute_tables,
-    has_traced_tensors,
-    state_in_short,
-)
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
+from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
 from memplan.capture.trace.call import Forward

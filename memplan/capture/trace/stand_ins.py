@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import is_plain
+from memplan.capture.attributes.tables import is_plain
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import UnsupportedModel
 

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import SetValue
+from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.edges import Edges

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import CHECKED_ELSEWHERE, is_plain
+from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, is_plain
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged, in_place_of_state
 from memplan.capture.trace.islands import Arguments, arguments_of

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import held_tensors
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
+from memplan.capture.attributes.tables import held_tensors
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.call import Call
 

@@ -22,9 +22,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept, attributes_in_short, is_plain
+from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, written_by
 from memplan.capture.attributes.named_state import state_behind
+from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
 from memplan.capture.ops.layout import storage_key, tensors_of

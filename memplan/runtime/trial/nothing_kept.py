@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from memplan.capture.attributes.attributes import AttributesKept, own_generators
+from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.tables import own_generators
 from memplan.capture.trace.call import Call
 from memplan.runtime.trial.forward_writes import WritesUndone
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept, LeftBehind
+from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
 from memplan.capture.attributes.kept_memory import has_memory, written_by
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of

@@ -14,7 +14,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
-from memplan.capture.attributes.attributes import AttributesKept, LeftBehind, is_plain, own_generators
+from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
+from memplan.capture.attributes.tables import is_plain, own_generators
 from memplan.capture.ops.layout import strided_parts
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.generators import python_generators

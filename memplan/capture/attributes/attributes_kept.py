@@ -1,0 +1,436 @@
+"""A trace or a run on the sample that leaves Python attributes as they were, and says what forward changed in them.
+
+For example, of `self.calls += 1` it says SetValue("M", "calls", 1), and of `self.seen.append(x)` that forward changes a
+list: SetsAttribute.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.counters import Counting
+from memplan.capture.attributes.named_state import GENERATORS, NamedTable
+from memplan.capture.attributes.snapshot import is_unchanged
+from memplan.capture.attributes.tables import (
+    ABSENT,
+    CHECKED_ELSEWHERE,
+    CONTAINERS,
+    DEEPEST,
+    OF_NO_PARTS,
+    Table,
+    attribute_tables,
+    is_plain,
+    leaves_of,
+)
+from memplan.errors import UnsupportedModel
+
+_MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
+
+
+class SetValue(NamedTuple):
+    """What forward puts into an attribute.
+
+    - owner: the name of the attribute table.
+    - key: the attribute.
+    - value: what it is set to.
+    """
+
+    owner: str
+    key: str
+    value: Any
+
+
+class ChangesState(UnsupportedModel):
+    """The step depends on Python state that changes. owner: whose state that is, by name of the module or table."""
+
+    def __init__(self, message: str, owner: str = "") -> None:
+        super().__init__(message)
+        self.owner = owner
+
+
+class UselessTensor(torch.Tensor):
+    """A tensor that raises TypeError when it is used."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise TypeError("a tensor is used that an earlier forward has left")
+
+
+class SetsAttribute(ChangesState):
+    """Forward leaves something in a Python attribute, or in a buffer that was None, that a planned step would not.
+
+    Perhaps only its first run does.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class LeftBehind:
+    """What a run of forward left in a model.
+
+    - values: (table of attributes or buffers, key, value).
+    - contents: (container, a copy of what is in it).
+    """
+
+    values: list[tuple[MutableMapping[str, Any], str, Any]]
+    contents: list[tuple[Any, Any]]
+
+    def put(self) -> None:
+        """Put it into the model."""
+        for table, key, value in self.values:
+            table[key] = value
+        for container, content in self.contents:
+            _restore(container, content)
+
+    def put_once(self) -> None:
+        """Put it into the model now, and forget it, so that what forward leaves there later stays."""
+        self.put()
+        self.values.clear()
+        self.contents.clear()
+
+    def without(self, excluded: Callable[[torch.Tensor], bool]) -> LeftBehind:
+        """All but values and contents with such tensors in them."""
+
+        def fits(thing: Any) -> bool:
+            return not any(isinstance(t, torch.Tensor) and excluded(t) for t in leaves_of(thing, DEEPEST))
+
+        return LeftBehind([v for v in self.values if fits(v[2])], [c for c in self.contents if fits(c[1])])
+
+
+class AddedHook(NamedTuple):
+    """A hook that forward itself registers on a submodule."""
+
+    module: str
+    table: str
+    key: int
+    hook: Any
+
+
+class AttributesKept:
+    """Puts attributes, members and hooks back after a trace, and says which of them forward changed.
+
+    - added_hooks: hooks that forward added; set once the trace is over.
+    - set_anew: attributes that each run sets, to tensors of its own.
+    """
+
+    def __init__(
+        self, model: nn.Module, ignored: Collection[str] = (), run: Any = None, given: Sequence[Any] = ()
+    ) -> None:
+        """Note what is there. ignored, run, given: as for `attribute_owners`."""
+        self._tables = [(name, table, dict(table)) for name, table in attribute_tables(model, ignored, run, given)]
+        self._of_tensors = [(vars(p), dict(vars(p))) for p in model.parameters()]
+        kinds = {kind for module in model.modules() for kind in type(module).__mro__ if kind.__module__ != "builtins"}
+        self._classes = [(kind, dict(vars(kind))) for kind in kinds if not kind.__module__.startswith("torch.")]
+        self._unchecked = unchecked = (CHECKED_ELSEWHERE | frozenset(ignored)) - {"training"}
+        self._members = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in _MEMBERS
+        ]
+        self._hooks = [
+            (name, kind, getattr(m, kind), dict(getattr(m, kind)))
+            for name, m in model.named_modules()
+            for kind in ("_forward_hooks", "_forward_pre_hooks")
+        ]
+        self.added_hooks: tuple[AddedHook, ...] = ()
+        self.set_anew: tuple[SetValue, ...] = ()
+        self._counted: Callable[[], bool] = bool
+        self.counted_in_forward = False  # all that `counting` was told of, when forward ended
+        generators = {
+            id(leaf): (name, leaf, _drawn_from(leaf))
+            for name, _, before in self._tables
+            for value in before.values()
+            for leaf in leaves_of(value, DEEPEST)
+            if isinstance(leaf, GENERATORS)
+        }
+        self._generators = [*generators.values()]
+        self._containers = {
+            id(c): (path, c, _copied(c))
+            for name, table, _ in self._tables
+            for path, c in _containers(name, table, unchecked)
+        }
+
+    def __enter__(self) -> AttributesKept:
+        return self
+
+    def look(self, reads: AttributeReads) -> Sequence[SetValue]:
+        """Note as `set_anew` what forward has set to tensors, or containers of them. Other runs may not read it before.
+
+        Names that were read before they were set are among them where they had a tensor, or None, and got a tensor: one
+        that is only compared with None may be set anew all the same.
+
+        reads: what forward has asked for.
+        """
+
+        def may_be_set_anew(table: Table, key: str, old: Any) -> bool:
+            if key not in reads.set_first(table):
+                return isinstance(table[key], torch.Tensor) and (old is None or isinstance(old, torch.Tensor))
+            return not is_plain(table[key]) and _is_new(table, key)
+
+        self.counted_in_forward = self._counted()
+        self.set_anew = tuple(
+            SetValue(name, key, table[key])
+            for name, table, before in self._tables
+            if not isinstance(table, NamedTable)
+            for key in sorted((reads.of(table) or frozenset()) - self._unchecked)
+            if key in table and before.get(key, ABSENT) is not table[key]
+            if may_be_set_anew(table, key, before.get(key, ABSENT))
+        )
+        return self.set_anew
+
+    def spoil(self, thing: Any) -> None:
+        """Put a thing into attributes that each run sets anew. Another trace shows whether they are read."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in self.set_anew:
+            tables[found.owner][found.key] = thing  # type: ignore[index]
+
+    def pass_over(self, reads: AttributeReads, counters: Sequence[SetValue]) -> None:
+        """Let plans not depend on what the attributes in `set_anew`, and counters, hold before a run."""
+        tables = {name: table for name, table, _ in self._tables}
+        for found in (*self.set_anew, *counters):
+            reads.pass_over(tables[found.owner], found.key)
+
+    @contextlib.contextmanager
+    def counting(self, counters: Sequence[SetValue]) -> Iterator[Callable[[], bool]]:
+        """A context for a trace in which attributes can be added to, and not be read otherwise.
+
+        - counters: these attributes, and how much forward adds to each.
+
+        Gives a function that tells, once the trace is over, whether forward has added just that, and backward nothing.
+        """
+        tables: dict[str, Any] = {name: table for name, table, _ in self._tables}
+        numbers = [tables[owner][key] for owner, key, _ in counters]
+        reads = [list[str]() for _ in counters]
+        for (owner, key, _), heard in zip(counters, reads, strict=True):
+            tables[owner][key] = Counting(0, heard)
+
+        def as_told() -> bool:
+            return all(
+                type(number) is Counting and number.reads is heard and not heard and number.by == by
+                for (owner, key, by), heard in zip(counters, reads, strict=True)
+                for number in [tables[owner].get(key)]
+            )
+
+        self._counted = as_told
+        try:
+            yield lambda: self.counted_in_forward and as_told()
+        finally:
+            self._counted = bool
+            for (owner, key, _), number in zip(counters, numbers, strict=True):
+                tables[owner][key] = number
+
+    def counters(self, first: Sequence[SetValue], second: Sequence[SetValue]) -> tuple[SetValue, ...]:
+        """Attributes that look like counters, and how much forward adds to each; empty where other attributes differ.
+
+        first, second: `changes` after a run, and after two.
+        """
+        tables = {name: (table, before) for name, table, before in self._tables}
+        found = list[SetValue]()
+        if [c[:2] for c in first] != [c[:2] for c in second]:
+            return ()
+        for (owner, key, one), (_, _, two) in zip(first, second, strict=True):
+            table, before = tables[owner]
+            number = before.get(key)
+            if one == two and type(one) is type(two):
+                continue
+            is_counted = type(number) is type(one) is type(two) is int and two - one == one - number
+            if not is_counted or isinstance(table, (MappingProxyType, NamedTable)):
+                return ()
+            found.append(SetValue(owner, key, two - one))
+        return tuple(found)
+
+    def changed(self) -> bool:
+        """Whether anything is now another than it was."""
+        try:
+            return bool(self.changes())
+        except UnsupportedModel:
+            return True
+
+    def changes(self) -> tuple[SetValue, ...]:
+        """Attributes that now have another plain value.
+
+        Raises UnsupportedModel where anything else changed, because a planned step would not change it. It is a
+        SetsAttribute where a first run may have left it.
+        """
+        for name, kind, members, before in self._members:
+            for key in _exchanged(members, before):
+                change = "removes" if key not in members else "exchanges" if key in before else "adds"
+                filled = kind == "_buffers" and before.get(key) is None
+                raise (SetsAttribute if filled else UnsupportedModel)(
+                    f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
+                    "Where only the first forward does so, run it before memplan.apply"
+                )
+        for name, generator, state in self._generators:
+            if _drawn_from(generator) != state:
+                raise ChangesState(
+                    f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
+                    "number each time. Draw it outside of forward and pass it in, or use torch's generator",
+                    name,
+                )
+        for path, container, before in self._containers.values():
+            if not is_unchanged(before, container):
+                raise SetsAttribute(
+                    f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
+                    "forward, or keep such state in a buffer",
+                    path,
+                )
+        changed = []
+        anew = {(name, key): value for name, key, value in self.set_anew}
+        for name, table, before in self._tables:
+            for key, value in table.items():
+                old = before.get(key, ABSENT)
+                if key in self._unchecked or old is value or (old is not ABSENT and is_unchanged(old, value)):
+                    continue
+                if anew.get((name, key), ABSENT) is value:
+                    continue
+                if not is_plain(value) or isinstance(table, MappingProxyType):
+                    raise SetsAttribute(
+                        f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
+                        "not. Return it from forward, or keep such state in a buffer",
+                        name,
+                    )
+                changed.append(SetValue(name, key, value))
+        return tuple(changed)
+
+    def left(self) -> LeftBehind:
+        """What forward has left in attributes so far, and in buffers that were None."""
+        values = [
+            (table, key, value)
+            for _, table, before in self._tables
+            if isinstance(table, MutableMapping)
+            for key, value in table.items()
+            if key not in self._unchecked and before.get(key, ABSENT) is not value
+        ]
+        values += [
+            (members, key, value)
+            for _, kind, members, before in self._members
+            if kind == "_buffers"
+            for key, value in members.items()
+            if value is not None and before.get(key) is None
+        ]
+        return LeftBehind(
+            values, [(c, _copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
+        )
+
+    def __exit__(self, *error: object) -> None:
+        self.added_hooks = tuple(
+            AddedHook(name, kind, key, hook)
+            for name, kind, table, before in self._hooks
+            for key, hook in table.items()
+            if key not in before
+        )
+        for added in self.added_hooks:
+            next(table for name, kind, table, _ in self._hooks if (name, kind) == added[:2]).pop(added.key)
+        for _, _, members, before in self._members:
+            if _exchanged(members, before):
+                _restore(members, before)
+        for _, table, before in self._tables:
+            if isinstance(table, MutableMapping):
+                for key in [k for k in table if k not in before]:
+                    del table[key]
+                for key, value in before.items():
+                    if table.get(key, ABSENT) is not value:
+                        table[key] = value
+        for _, generator, state in self._generators:
+            _put_back(generator, state)
+        for table, before in self._of_tensors:
+            if table != before:
+                table.clear()
+                table.update(before)
+        for kind, before in self._classes:
+            for key in [k for k in vars(kind) if k not in before and not k.startswith(("__", "_abc_"))]:
+                delattr(kind, key)
+            for key, value in before.items():
+                if vars(kind).get(key, ABSENT) is not value and not key.startswith(("__", "_abc_")):
+                    setattr(kind, key, value)
+        for _, container, before in self._containers.values():
+            if not is_unchanged(before, container):
+                _restore(container, before)
+
+
+def _drawn_from(generator: Any) -> bytes:
+    """The state of a generator of Python's or NumPy's own."""
+    if isinstance(generator, random.Random):
+        return pickle.dumps(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _put_back(generator: Any, state: bytes) -> None:
+    """Set a generator's state, as `_drawn_from` gave it."""
+    if isinstance(generator, random.Random):
+        generator.setstate(pickle.loads(state))
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+def _references(value: Any) -> int:
+    return sys.getrefcount(value)
+
+
+_OF_ONE_PLACE = {"place": list[int]()}  # to compare with: calls hold more references where Dynamo looks at frames
+
+
+def _is_new(home: Any, key: Any) -> bool:
+    """Whether a value of a container is a tensor, plain, or a container of such values that nothing else refers to."""
+    if isinstance(home[key], torch.Tensor) or is_plain(home[key]):
+        return True
+    if type(home[key]) not in (dict, list, tuple) or _references(home[key]) > _references(_OF_ONE_PLACE["place"]):
+        return False
+    children = home[key] if isinstance(home[key], dict) else range(len(home[key]))
+    return all(_is_new(home[key], child) for child in children)
+
+
+def _exchanged(members: Table, before: Table) -> list[str]:
+    return [key for key in {**before, **members} if members.get(key, ABSENT) is not before.get(key, ABSENT)]
+
+
+def _restore(container: Any, before: Any) -> None:
+    if isinstance(container, np.ndarray):
+        container[...] = before
+    elif isinstance(container, (dict, set)):
+        container.clear()
+        container.update(before)
+    else:
+        container.clear()
+        container.extend(before)
+
+
+def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """(path, container) of containers among attributes that can change in place, and of those inside containers."""
+    pending = [(f"{name}.{k}", v) for k, v in table.items() if k not in unchecked]
+    seen: set[int] = set()
+    while pending:
+        path, value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, (dict, list, set, deque, np.ndarray)):
+            yield path, value
+        if isinstance(value, (dict, list, tuple, deque)):
+            children = value.items() if isinstance(value, dict) else enumerate(value)
+            pending.extend(
+                (f"{path}[{k!r}]", v) for k, v in children if type(v) not in OF_NO_PARTS and isinstance(v, CONTAINERS)
+            )
+
+
+def _copied(container: Any) -> Any:
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
+    return kind(container)

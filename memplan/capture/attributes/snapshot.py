@@ -1,0 +1,237 @@
+"""What attributes were when a plan was made, to be compared before each call.
+
+Plain values and containers are compared by value, everything else (functions, tensors, objects) by identity. A plan
+depends on those that its step reads (`attribute_reads`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import operator
+from collections import deque
+from collections.abc import Collection, Sequence
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from memplan.capture.attributes.attribute_reads import AttributeReads
+from memplan.capture.attributes.named_state import NamedTable
+from memplan.capture.attributes.tables import (
+    ABSENT,
+    CHECKED_ELSEWHERE,
+    CONTAINERS,
+    PLAIN,
+    Table,
+    is_plain,
+)
+
+_NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
+_MOST_COMPARED = 256  # values of a container that a global names
+
+
+class Snapshot:
+    """What the attributes in some tables were, except ignored ones and those that nothing reads."""
+
+    def __init__(
+        self,
+        tables: list[tuple[str, Table]],
+        model: nn.Module,
+        reads: AttributeReads,
+        ignored: Collection[str] = (),
+    ) -> None:
+        of_modules = {id(vars(module)) for module in model.modules()}
+        root, unchecked = vars(model), CHECKED_ELSEWHERE | frozenset(ignored)
+        self._entries = [
+            _Entry(
+                table,
+                # The model's own `forward` is what a plan replaces.
+                unchecked | ({"forward"} if table is root else set()) if id(table) in of_modules else frozenset(),
+                reads.of(table),
+            )
+            for _, table in tables
+        ]
+        self._titles = [title for title, _ in tables]
+        self._glance: _Glance | None = None
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Names of what code names and is not compared, or by identity alone: large containers."""
+        return [
+            f"{title}.{key}" for title, entry in zip(self._titles, self._entries) for key in sorted(entry.unchecked)
+        ]
+
+    @property
+    def names(self) -> set[str]:
+        """Names of all attributes that it compares."""
+        return {f"{title}.{key}" for title, e in zip(self._titles, self._entries) for key in (*e.simple, *e.containers)}
+
+    def difference(self, tables: list[tuple[str, Table]]) -> tuple[str, str] | None:
+        """(name, words) of the first attribute that has changed; None where none has.
+
+        tables: in the order of those that the snapshot was made of.
+        """
+        if self._glance is not None and self._glance.tables is tables and self._glance.sees_nothing_new():
+            return None
+        for (name, table), entry in zip(tables, self._entries, strict=True):
+            key = entry.changed_key(table)
+            if key is not None:
+                text = f"{name}.{key} is {_shown(table.get(key, ABSENT))}, planned for {_shown(entry.value(key))}"
+                return f"{name}.{key}", text
+        self._glance = _Glance(tables, self._entries)
+        return None
+
+    def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
+        """The snapshot for a copy of the model: with the copy's own objects, and plain values as they were."""
+        other = copy.copy(self)
+        other._glance = None
+        other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
+        return other
+
+
+class _Glance:
+    """A quick look at tables that were just as they should be: nothing in them may be another object since then."""
+
+    def __init__(self, tables: list[tuple[str, Table]], entries: Sequence[_Entry]) -> None:
+        self.tables = tables
+        of_entries = [(entry, table) for (_, table), entry in zip(tables, entries, strict=True)]
+        self._places = [(table.get, key) for entry, table in of_entries for key in entry.simple]
+        self._values = [get(key, ABSENT) for get, key in self._places]
+        self._absent = [(entry.absent, table) for entry, table in of_entries if entry.absent]
+        self._others = [(entry, table) for entry, table in of_entries if entry.containers or entry.absent is None]
+
+    def sees_nothing_new(self) -> bool:
+        """False where something may have changed: an equal value that is another object is new, too."""
+        return (
+            all(map(operator.is_, [get(key, ABSENT) for get, key in self._places], self._values))
+            and all(itertools.starmap(frozenset.isdisjoint, self._absent))
+            and all(entry.key_of_other_content(table) is None for entry, table in self._others)
+        )
+
+
+class _Entry:
+    """What one table was: single values, and containers with what was in them.
+
+    read: the names that matter, also where they are absent. None: all that are there, and any that is new.
+    """
+
+    def __init__(self, table: Table, ignored: frozenset[str], read: frozenset[str] | None) -> None:
+        self._ignored = ignored
+        self._of_class = isinstance(table, MappingProxyType)
+        kept = {k: v for k, v in table.items() if k not in ignored and (read is None or k in read)}
+        containers = {k: v for k, v in kept.items() if isinstance(v, CONTAINERS) and not is_plain(v)}
+        self.unchecked = set[str]()
+        if isinstance(table, NamedTable):  # a vocabulary would take longer to compare than the step takes
+            self.unchecked = {k for k, v in containers.items() if _count(v) > _MOST_COMPARED}
+            containers = {k: v for k, v in containers.items() if k not in self.unchecked}
+            self.unchecked |= table.unchecked
+        self.containers = {k: _frozen(v) for k, v in containers.items()}
+        self.simple = {k: v for k, v in kept.items() if k not in self.containers}
+        self.absent = None if read is None else frozenset(read - table.keys() - ignored)
+        self._keys = frozenset(table)
+
+    def adapted(self, table: Table) -> _Entry:
+        other = copy.copy(self)
+        other.simple = {k: _adapted(v, table.get(k, ABSENT)) for k, v in self.simple.items()}
+        other.containers = {k: _adapted(v, table.get(k)) for k, v in self.containers.items()}
+        return other
+
+    def changed_key(self, table: Table) -> str | None:
+        found = map(table.get, self.simple, itertools.repeat(ABSENT))
+        if not all(map(operator.is_, found, self.simple.values())):
+            for key, value in self.simple.items():
+                if key not in table or not is_unchanged(value, table[key]):
+                    return key
+        return self.key_of_other_content(table)
+
+    def key_of_other_content(self, table: Table) -> str | None:
+        """The first container that holds something else, or attribute that was not there and matters."""
+        for key, frozen in self.containers.items():
+            if key not in table or not is_unchanged(frozen, table[key]):
+                return key
+        if self.absent is not None:
+            return None if self.absent.isdisjoint(table) else next(key for key in table if key in self.absent)
+        if self._keys == table.keys():
+            return None
+        return next((key for key in table if key not in self._keys and self._matters(key)), None)
+
+    def _matters(self, key: str) -> bool:
+        """Whether a new attribute may matter. Classes gain some that do not, such as caches of abstract classes."""
+        return key not in self._ignored and not (self._of_class and key.startswith(("__", "_abc_")))
+
+    def value(self, key: str) -> Any:
+        return self.simple.get(key, self.containers.get(key, ABSENT))
+
+
+def _count(container: Any) -> int:
+    """How many values a container and the containers in it have, as far as that is less than too many."""
+    if isinstance(container, np.ndarray):
+        return container.size
+    count = len(container)
+    for value in container.values() if isinstance(container, dict) else container:
+        if count > _MOST_COMPARED:
+            break
+        count += _count(value) if isinstance(value, CONTAINERS) else 0
+    return count
+
+
+def _frozen(value: Any) -> Any:
+    """A copy of a container and of the containers in it."""
+    if isinstance(value, dict):
+        return {k: _frozen(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple, deque)):
+        return [_frozen(v) for v in value]
+    if isinstance(value, (set, frozenset)):
+        return set(value)
+    return value.copy() if isinstance(value, np.ndarray) else value
+
+
+def _adapted(frozen: Any, value: Any) -> Any:
+    """A frozen container, with the objects of a copy of the model."""
+    if isinstance(frozen, dict) and isinstance(value, dict):
+        return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
+    if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
+        return [_adapted(v, w) for v, w in zip(frozen, value, strict=True)]
+    if isinstance(frozen, torch.Tensor):
+        equal = isinstance(value, torch.Tensor) and value.shape == frozen.shape and value.dtype == frozen.dtype
+        return value if equal and torch.equal(value, frozen) else frozen
+    if is_plain(frozen) or isinstance(frozen, (dict, list, set, np.ndarray, Enum, *_NEVER_COPIED)):
+        return frozen
+    return value if type(value) is type(frozen) else frozen
+
+
+def is_unchanged(frozen: Any, value: Any) -> bool:
+    """Whether a value has not changed since it was frozen."""
+    if frozen is value:
+        return True
+    if isinstance(value, dict):
+        return (
+            isinstance(frozen, dict)
+            and frozen.keys() == value.keys()
+            and all(is_unchanged(v, value[k]) for k, v in frozen.items())
+        )
+    if isinstance(value, (list, tuple, deque)):
+        return (
+            isinstance(frozen, (list, tuple, deque))
+            and len(frozen) == len(value)
+            and all(map(is_unchanged, frozen, value))
+        )
+    if isinstance(value, (set, frozenset)):
+        return bool(frozen == value)
+    if isinstance(value, np.ndarray):
+        same_kind = isinstance(frozen, np.ndarray) and (frozen.dtype, frozen.shape) == (value.dtype, value.shape)
+        return same_kind and bool(frozen.tobytes() == value.tobytes())
+    if isinstance(value, (float, complex)):  # 0.0 and -0.0 are equal
+        return type(frozen) is type(value) and repr(frozen) == repr(value)
+    return isinstance(value, PLAIN) and type(frozen) is type(value) and bool(frozen == value)
+
+
+def _shown(value: Any) -> str:
+    if value is ABSENT:
+        return "absent"
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."
