@@ -10,12 +10,9 @@ from typing import Any
 import networkx as nx
 
 from memplan.errors import IllegalSchedule, InvalidPlanFile
-from memplan.plans.chrome_trace import chrome_trace_text
 from memplan.plans.figures import PlanFigures
-from memplan.plans.memory_viz import memory_viz_bytes
 from memplan.plans.plan_graph import step_graph
 from memplan.plans.plan_html import html_text
-from memplan.plans.plan_png import draw_png
 from memplan.plans.plan_text import report_text, summary
 from memplan.problem.data import Graph
 from memplan.problem.file import Reader, pack, problem_from_json, problem_to_json, unpack, unsound
@@ -79,29 +76,6 @@ class Plan(PlanFigures):
         smallest budget, this plan and the unplanned step. Raises OSError where the file can't be written.
         """
         Path(path).write_text(html_text(self, curve), encoding="utf-8")
-
-    def to_png(self, path: str | Path) -> None:
-        """Write memory over the step, without the plan and with it, as a PNG picture.
-
-        Raises ImportError where matplotlib is missing, which `pip install 'memplan[plot]'` installs.
-        """
-        draw_png(self, path)
-
-    def to_chrome_trace(self, path: str | Path) -> None:
-        """Write the predicted step as a trace, which ui.perfetto.dev and chrome://tracing show.
-
-        It has a row for ops, one for waiting and one for each direction of copies, bytes of each kind as counters, and
-        arrows from copies to the ops that read what comes.
-        """
-        Path(path).write_text(chrome_trace_text(self), encoding="utf-8")
-
-    def to_memory_viz(self, path: str | Path) -> None:
-        """Write the predicted step as a snapshot of memory, which pytorch.org/memory_viz shows.
-
-        It is a pickle in the format of `torch.cuda.memory._dump_snapshot`. Names of tensors are in the place of stack
-        frames; addresses are made up, with room between what is there.
-        """
-        Path(path).write_bytes(memory_viz_bytes(self))
 
     def graph(self) -> nx.DiGraph:
         """The step as a networkx graph with bytes, seconds and decisions on it, for looking at it.
