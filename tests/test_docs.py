@@ -107,7 +107,7 @@ def test_the_blocks_of_a_page(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for block in blocks_of(path):
         exec(compile(block.replace('device="cuda"', 'device="cpu"'), path.name, "exec"), names)
     if path.stem == "report":
-        assert {"report.html", "memory.png", "trace.json", "plan.pickle"} <= {p.name for p in tmp_path.iterdir()}
+        assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
