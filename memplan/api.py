@@ -202,7 +202,6 @@ def apply(
         refuse_without_forward(model)
         before = planned_forward(model)
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
-        planner = Planner(settings, decides=group is None and shards is None and in_flight == 1, looks=group is None)
         with _unplanned(model) as original:
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
@@ -213,19 +212,21 @@ def apply(
                 if settings.costs == "measure":
                     agreement.together(functools.partial(shards.measure, group))
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
-            planner.check_optimizer(model)
+            decides = group is None and shards is None and in_flight == 1
+            planner = Planner(model, original, settings, decides=decides, looks=group is None)
+            planner.check_optimizer()
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
             alone = shards is None
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
-            planner.limits.recall(model, planner.placement.device)
+            planner.limits.recall(planner.placement.device)
 
             def first_step(share: Share | None = None) -> PlannedStep:
                 assert sample is not None
                 with planner.looking():
                     if plan is not None:
-                        return planner.adopt(model, original, sample, plan)
+                        return planner.adopt(sample, plan)
                     try:
-                        return planner.step(model, original, sample, share=share)
+                        return planner.step(sample, share=share)
                     except BudgetInfeasible as error:
                         raise _with_floor_of_fewer_outputs(error, less_bytes) from None
 
@@ -296,10 +297,8 @@ def plan(model: nn.Module, sample: Sample, budget: BudgetLike | None = None, **s
     """
     _refuse_other_kinds(model)
     budget = _named(budget, model, settings.get("device"))
-    planner = Planner(_settings("plan", model, budget, settings, but=("dynamic",)))
-    with _to_look_at(model, planner.settings) as (model, original):
-        planner.check_optimizer(model)
-        return planner.plan(model, original, sample)
+    with _to_look_at(model, _settings("plan", model, budget, settings, but=("dynamic",))) as planner:
+        return planner.plan(sample)
 
 
 def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ...]:
@@ -310,25 +309,23 @@ def explore(model: nn.Module, sample: Sample, **settings: Any) -> tuple[Plan, ..
     """
     _refuse_other_kinds(model)
     without = ("update", "shards", "keep_frozen", "dynamic", "on_infeasible")
-    planner = Planner(_settings("explore", model, None, settings, without))
-    with _to_look_at(model, planner.settings) as (model, original):
-        planner.check_optimizer(model)
-        return planner.explore(model, original, sample)
+    with _to_look_at(model, _settings("explore", model, None, settings, without)) as planner:
+        return planner.explore(sample)
 
 
 @contextlib.contextmanager
-def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
-    """A context with the model beneath `torch.compile`, and its own forward. What is installed is set aside."""
+def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[Planner]:
+    """A context with a planner for the model beneath `torch.compile`. What is installed is set aside."""
     with (
         _compiled_aside(model, settings.kernels) as model,
         _unplanned(model) as original,
         checkpointing_off(model),
     ):
-        if not isinstance(settings.shards, ShardedModel):
-            yield model, original
-            return
-        with settings.shards.taking_over():
-            yield model, model.forward
+        sharded = settings.shards.taking_over() if isinstance(settings.shards, ShardedModel) else None
+        with sharded or contextlib.nullcontext():
+            planner = Planner(model, original if sharded is None else model.forward, settings)
+            planner.check_optimizer()
+            yield planner
 
 
 def _settings(

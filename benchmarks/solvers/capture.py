@@ -23,8 +23,8 @@ def main() -> int:
     parser.add_argument("names", nargs="*", default=list(MODELS))
     for name in parser.parse_args().names:
         net, sample = MODELS[name]()
-        planner = Planner(Settings())
-        problem = planner.problem(net, net.forward, sample)
+        planner = Planner(net, net.forward, Settings())
+        problem = planner.problem(sample)
         save_problem(problem, INSTANCES / f"{name}.json.gz")
         print(f"{name}: {len(problem.graph.ops)} ops, {problem.baseline_time_s:.3f} s")
     return 0

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 from collections import Counter
@@ -20,7 +19,7 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
-from memplan.capture.attributes.tables import Table, attribute_tables, is_plain
+from memplan.capture.attributes.tables import attribute_tables, is_plain
 from memplan.capture.guards import Guards
 from memplan.capture.ops.layout import storage_key, strided_parts
 from memplan.capture.ops.sizes import Sizes, Varying, varying_between
@@ -28,7 +27,6 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import AttributeRead, Autocast, RawTrace, line_of_place
 from memplan.capture.trace.stand_ins import ABSENT
-from memplan.errors import PlanMismatch
 
 
 def _stride(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -161,24 +159,12 @@ class ArgumentsKey:
         return tensors[0] == tensors[1] and sorted(map(repr, mine)) == sorted(map(repr, theirs))
 
 
-_OTHER_MODULES = "the copy's modules, or the parameters that they share, are others than the original's"
-
-
 class ModesKey:
     """Which submodules there are, which train, how many hooks each has, what parameters are like, and autocast."""
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
         self._model, self._device_type = model, device_type
-        self._structure, self._facts = _structure(model), self._now()
-
-    def rebound(self, model: nn.Module) -> ModesKey:
-        """This key for a copy of the model. Raises PlanMismatch where the copy has other modules."""
-        if _structure(model) != self._structure:
-            raise PlanMismatch(_OTHER_MODULES)
-        other = copy.copy(self)
-        other._model = model
-        other._facts = (other._now()[0], *self._facts[1:])
-        return other
+        self._facts = self._now()
 
     def _now(self) -> tuple[Any, ...]:
         modules = tuple(map(id, self._model.modules()))
@@ -220,21 +206,21 @@ class StepKey:
         self._shards, self._run = shards, run
         self._switches = kernel_switches()
         self._training = tuple(m.training for m in model.modules())
-        self._structure = _structure(model)
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._tensor_reads: Mapping[tuple[str, str], Any] = {}
-        self._bind(model)
+        self._model = model
+        self._bind()
         self._snapshots = [Snapshot(self.tables, model, reads, () if shards is None else shards.attributes)]
 
-    def _bind(self, model: nn.Module) -> None:
-        """Look up the live tables of a model, which are compared with the snapshots."""
-        self._model = model
+    def _bind(self) -> None:
+        """Look up the live tables of the model, which are compared with the snapshots."""
+        model, ignored = self._model, () if self._shards is None else self._shards.attributes
         self._modules = tuple(model.named_modules())
         self._children = tuple(tuple(m._modules.values()) for _, m in self._modules)
-        self.tables = self._tables_of(model)
+        self.tables = attribute_tables(model, ignored, self._run)
         self._attributes = dict(self.tables)
         self._homes = tuple((name, home, len(home)) for name, home in _homes(model))
         self._state = tuple(zip(_state(model), self._state_facts, strict=True))
@@ -243,25 +229,10 @@ class StepKey:
         self._hooks = tuple(zip(_hook_tables(model), self._hook_counts, strict=True))
         self._tables_of_hooks = [table for (_, table), _ in self._hooks]
 
-    def _tables_of(self, model: nn.Module) -> list[tuple[str, Table]]:
-        return attribute_tables(model, () if self._shards is None else self._shards.attributes, self._run)
-
-    def rebound(self, model: nn.Module) -> StepKey:
-        """This key for a copy of the model."""
-        if _structure(model) != self._structure:
-            raise PlanMismatch(_OTHER_MODULES)
-        tables = self._tables_of(model)
-        if [name for name, _ in tables] != [name for name, _ in self.tables]:
-            raise PlanMismatch("the copy's modules share other objects than the original's")
-        other = copy.copy(self)
-        other._snapshots = [snapshot.adapted(tables) for snapshot in self._snapshots]
-        other._bind(model)
-        return other
-
     def moved(self) -> None:
         """Note where parameters and buffers are now, after the plan has moved them."""
         self._state_facts = _facts_of(self._model, self._shards)
-        self._bind(self._model)
+        self._bind()
 
     def guard(self, traced: Traced, raw: RawTrace) -> None:
         """Attach what forward read from tensors, to be read again before each call."""
@@ -463,17 +434,6 @@ def _state(model: nn.Module) -> list[tuple[str, dict[str, Any], str, dict[str, A
                 origin = (home, leaf) if tensor is None else first.setdefault(id(tensor), (home, leaf))
                 found.append((f"{path}.{leaf}".lstrip("."), home, leaf, *origin))
     return found
-
-
-def _structure(model: nn.Module) -> tuple[Any, ...]:
-    """Types of modules by name, and for each parameter and buffer the first name of the same tensor."""
-    first: dict[int, str] = {}
-    shared = [
-        first.setdefault(id(tensor), name) if tensor is not None else ""
-        for name, home, leaf, _, _ in _state(model)
-        for tensor in (home[leaf],)
-    ]
-    return tuple((name, type(m)) for name, m in model.named_modules()), tuple(shared)
 
 
 def _homes(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
-import torch
 from torch import nn
 
 from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, UnsupportedModel
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
-from memplan.logs import log, show
+from memplan.installed.known_steps import Answers, KnownSteps
+from memplan.installed.voice import Voice
+from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
-from memplan.problem.data import Surroundings
 from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.trial.one_forward import errors_of_forward
@@ -26,9 +26,6 @@ from memplan.units import format_bytes
 
 OnMismatch = Literal["replan", "raise"]
 
-_MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
-_MOST_KEPT_BYTES = 1 << 30  # that all steps of a model take on the host; the same ones go
-_BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its trace, measured on a GPT-2
 _MANY_KINDS = 12  # as many are worth a warning
 _MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, or an attribute
 _AGAIN = (
@@ -41,7 +38,8 @@ _MOST_BRANCHES = 4  # plans for calls that differ by the branches that forward t
 class StepChoice:
     """The steps of one model, and which of them serves a call.
 
-    - steps: one for each kind of call, the last one used first.
+    - known: the steps that there are.
+    - voice: says what changes.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
     - aside: gives a context in which the model's own forward is in place.
@@ -63,19 +61,14 @@ class StepChoice:
         self.model, self.original, self.planner, self.reader = model, original, planner, reader
         self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
         self.agreement, self.alone = agreement, alone
-        self.steps: list[PlannedStep] = []
-        self.unfit: str | None = None  # why plans of the model that this is a copy of do not serve it
+        self.known = KnownSteps(self._no_room, self._counts_more)
+        self.voice = Voice(planner.settings.surroundings)
         self._aside, self._attend = aside, attend
         self._takes_any_size = planner.settings.takes_any_size
-        self._told: set[str] = set()  # of what there has been a word
-        engine = planner.settings.surroundings != Surroundings()  # which says by itself what it runs
-        ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._tells_of_plan = not engine and (not ranks or torch.distributed.get_rank() == 0)
         self._host: frozenset[str] | None = None  # parameters that live there as far as the steps know
         self._held = HeldGradients(model, ())
         self._shared = SharedBackward()
         self._moved: Counter[str] = Counter()  # values that have changed between two calls, and how often
-        self._declined: list[tuple[PlannedStep, str]] = []  # steps that this call has left by another branch, and where
 
     @property
     def is_fixed(self) -> bool:
@@ -92,25 +85,6 @@ class StepChoice:
         with self._aside(), self.planner.looking():
             yield
 
-    def let_go(self) -> None:
-        """Free copies that stay on the device between steps, because something else runs next and may need the room."""
-        for step in self.steps:
-            if isinstance(step, WholeStep):
-                step.runner.store.transfers.standing.free()
-
-    def forget(self) -> None:
-        """Drop all steps, because they are out of date."""
-        self.let_go()
-        self.steps.clear()
-
-    @contextlib.contextmanager
-    def one_call(self) -> Iterator[None]:
-        """A context for one call: steps that it declines may serve the next one."""
-        try:
-            yield
-        finally:
-            self._declined.clear()
-
     def begin(self, call: Call) -> PlannedStep:
         """The step that serves a new call."""
         self._look_for_gradients()
@@ -121,10 +95,6 @@ class StepChoice:
     def another(self, call: Call, before: PlannedStep) -> PlannedStep:
         """The step that goes on with this call in the place of `before`."""
         return self.in_place_of(before, self._at_hand(call) or self._planned(call))
-
-    def decline(self, step: PlannedStep, why: str) -> None:
-        """Note that this call takes another branch than the step."""
-        self._declined.append((step, why))
 
     def _step_for(self, call: Call) -> PlannedStep:
         if self.agreement is None:
@@ -138,72 +108,37 @@ class StepChoice:
             step = self._at_hand(call)
             return plan(share) if step is None else self._joined(call, step, share)
 
-        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self._serving(call)))
+        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self.known.serving(call)))
         assert step is not None
-        return self._use(step) if any(step is known for known in self.steps) else step
+        return self.known.use(step) if any(step is known for known in self.known.all) else step
 
     def _at_hand(self, call: Call) -> PlannedStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
-        serving = self._serving(call)
+        serving = self.known.serving(call)
         step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
-        return None if step is None else self._use(step)
+        return None if step is None else self.known.use(step)
 
-    def _serving(self, call: Call) -> Iterator[PlannedStep]:
-        """Steps that serve a call, the most suitable first.
-
-        Whole plans come first: they check the data that decides what runs, while others serve any data. Where no
-        gradients are held, steps that count them come last.
-        """
-
-        latest: dict[int, int] = {}  # steps of one capture, by which of all was used last
-        for place, step in enumerate(self.steps):
-            latest.setdefault(_kind(step), place)
-
-        def rank(step: PlannedStep) -> tuple[bool, bool, int, float]:
-            counts = not self._held.extra_bytes and self._held.are_counted_by(step)
-            sized = step.planned.overhead if isinstance(step, WholeStep) and step.sized is not None else 0.0
-            return not isinstance(step, WholeStep), counts, latest[_kind(step)], sized
-
-        known: dict[int, str | None] = {}
-        steps = sorted(self.steps, key=rank)
-        return (step for step in steps if not step.provisional and self._mismatch(step, call, known) is None)
-
-    def _mismatch(self, step: PlannedStep, call: Call, known: dict[int, str | None]) -> str | None:
-        """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
-        declined = next((why for other, why in self._declined if other is step), None)
-        return declined or self._other_kind(step, call, known) or self._no_room(step, call)
-
-    def _other_kind(self, step: PlannedStep, call: Call, known: dict[int, str | None]) -> str | None:
-        """Why a call is not of the kind that a step is for. known: answers so far, of all that share a key."""
-        if _kind(step) not in known:
-            known[_kind(step)] = step.mismatch(call)
-        return known[_kind(step)]
+    def _counts_more(self, step: PlannedStep) -> bool:
+        """Whether a step counts gradients of earlier steps, of which there are none now."""
+        return not self._held.extra_bytes and self._held.are_counted_by(step)
 
     def _no_room(self, step: PlannedStep, call: Call) -> str | None:
         """Why a call for which a step is made does not fit the budget."""
-        limit_bytes = self.planner.limits.budget_bytes
-        if not isinstance(step, WholeStep) or step.sized is None:
-            peak_bytes = None if step.plan is None else step.plan.peak_bytes
-        else:
-            peak_bytes = step.peak_bytes(call)
+        limit_bytes, peak_bytes = self.planner.limits.budget_bytes, step.peak_bytes(call)
+        if isinstance(step, WholeStep) and step.sized is not None and peak_bytes is not None:
             if limit_bytes is not None and peak_bytes > limit_bytes:
                 return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
             if step.sized.outgrows_host(step.numbers(call)):
                 return "its copies on the host have room for smaller calls only"
         return self._held.beyond(step, peak_bytes, limit_bytes)
 
-    def _use(self, step: PlannedStep) -> PlannedStep:
-        if self.steps[0] is not step:
-            self.steps[:] = [step, *(other for other in self.steps if other is not step)]
-        return step
-
     def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
         """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
         if not isinstance(step, WholeStep):
             return step
         with self.planning():
-            other = self.planner.join(self.model, step, self.steps, share)
-        whole = (s for s in self._serving(call) if isinstance(s, WholeStep))
+            other = self.planner.join(step, self.known.all, share)
+        whole = (s for s in self.known.serving(call) if isinstance(s, WholeStep))
         same = (s for s in whole if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
@@ -215,36 +150,36 @@ class StepChoice:
         """
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
-        kinds: dict[int, str | None] = {}
-        reasons = [] if counting else [self._mismatch(step, call, kinds) for step in self.steps]
+        answers: Answers = {}
+        reasons = [] if counting else [self.known.mismatch(step, call, answers) for step in self.known.all]
         known: Sequence[PlannedStep]
         if counting:  # plans that do not are none to begin with
             known, reason = [], "gradients of an earlier step are there"
         elif None in reasons:
-            self.steps[:] = [step for step, why in zip(self.steps, reasons, strict=True) if why is not None]
+            again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
+            self.known.keep(lambda step: id(step) not in again)
             known, reason = [], "such a call came again, and gets a plan of its own"
-        elif (reasons or self.unfit) and self.on_mismatch == "raise":
+        elif reasons and self.on_mismatch == "raise":
             raise PlanMismatch(
-                f"this call does not match the plan: {reasons[0] if reasons else self.unfit}. Plan it with "
+                f"this call does not match the plan: {reasons[0]}. Plan it with "
                 "memplan.apply on such a sample, or call memplan.remove(model)"
             )
         else:
-            known, reason = self.steps, f"{reasons[0] if reasons else self.unfit or 'this is the first call'}"
+            known, reason = self.known.all, f"{reasons[0] if reasons else 'this is the first call'}"
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
         self._tell_of_passing(call, known)
-        kinds_before = len(set(map(_kind, self.steps)))
-        if kinds_before == _MANY_KINDS:
+        if self.known.kinds == _MANY_KINDS:
             log.warning(
                 "the %dth plan for this model; the latest because %s. Each is made once and kept, but takes "
                 "a while. Pass numbers that change with the batch as tensors",
-                kinds_before + 1, reason,
+                _MANY_KINDS + 1, reason,
             )  # fmt: skip
         began_s = time.monotonic()
         with self.planning():
             try:
                 step = self._without(
-                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, kinds))
+                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, answers))
                 )
             except NothingToTrain as error:
                 if not self.alone:
@@ -252,7 +187,7 @@ class StepChoice:
                 log.info("such calls run unplanned, because %s", error)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             except BudgetInfeasible as error:
-                longest = self._longest(call, kinds)
+                longest = self._longest(call, answers)
                 if longest is None:
                     raise
                 raise error.saying(f". {longest}") from None
@@ -263,8 +198,7 @@ class StepChoice:
 
         Gives a value that has made several plans, so that no plan should depend on it any more.
         """
-        last = next((step for step in self.steps if isinstance(step, WholeStep)), None)
-        value = None if last is None else last.key.other_value(call)
+        value = None if self.known.last is None else self.known.last.key.other_value(call)
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
@@ -281,7 +215,7 @@ class StepChoice:
             self.planner.capturing.depend_again_on(unsteady)
             log.info("each value of %s gets a plan, because %s", unsteady, error)
             return plan()
-        self.steps[:] = [s for s in self.steps if not isinstance(s, WholeStep) or not s.key.depends_on({unsteady})]
+        self.known.keep(lambda known: not isinstance(known, WholeStep) or not known.key.depends_on({unsteady}))
         log.warning(
             "a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, unsteady
         )
@@ -289,10 +223,9 @@ class StepChoice:
 
     def _in_few_ways(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
         """A new step. Once a call has taken too many branches, it is one for all of them, if there is one."""
-        capturing, declined = self.planner.capturing, self._declined
-        if len(declined) < _MOST_BRANCHES or not capturing.decides or "ways" in self._told:
+        capturing, declined = self.planner.capturing, self.known.declined
+        if len(declined) < _MOST_BRANCHES or not capturing.decides or not self.voice.is_first("ways"):
             return plan()
-        self._told.add("ways")
         capturing.decide(False)
         try:
             step = plan()
@@ -300,37 +233,29 @@ class StepChoice:
             capturing.decide(True)
             log.info("each way of such calls gets a plan, because %s", error)
             return plan()
-        self.steps[:] = [known for known in self.steps if all(known is not other for other, _ in declined)]
+        self.known.keep(lambda known: all(known is not other for other, _ in declined))
         log.warning(
             "such calls have taken %d ways, so what branches runs unplanned: %s", _MOST_BRANCHES, declined[-1][1]
         )
         return step
 
-    def _new_step(
-        self, call: Call, known: Sequence[PlannedStep], share: Share | None, kinds: dict[int, str | None]
-    ) -> PlannedStep:
+    def _new_step(self, call: Call, known: Sequence[PlannedStep], share: Share | None, answers: Answers) -> PlannedStep:
         """A new step for a call, which serves such calls of other sizes where it can."""
-        same = self._of_same_kind(call, kinds)
+        same = next(self.known.of_same_kind(call, answers), None)
         if same is not None:
-            return self.planner.resized(self.model, same, call)
-        like, varying = self._of_other_size(call)
-        return self.planner.step(self.model, self.original, call, known, share, like, varying)
+            return self.planner.resized(same, call)
+        like, varying = self.known.of_other_size(call) if self._takes_any_size else (None, Varying())
+        return self.planner.step(call, known, share, like, varying)
 
-    def _of_same_kind(self, call: Call, known: dict[int, str | None]) -> WholeStep | None:
-        """A step for calls of any size, of which this is one, that has no room for it."""
-        sized = (step for step in self.steps if isinstance(step, WholeStep) and step.sized is not None)
-        return next((step for step in sized if self._other_kind(step, call, known) is None), None)
-
-    def _longest(self, call: Call, known: dict[int, str | None]) -> str | None:
+    def _longest(self, call: Call, answers: Answers) -> str | None:
         """A sentence that says which size of such a call fits the budget; None where that is not known."""
         limit_bytes, found = self.planner.limits.budget_bytes, None
-        for step in self.steps:
-            if not isinstance(step, WholeStep) or step.sized is None or limit_bytes is None:
-                continue
-            if self._other_kind(step, call, known) is None:
-                longest = step.sized.longest_within(step.numbers(call), limit_bytes)
-                found = max((n for n in (found, longest) if n is not None), default=None)
-                sizes = step.capture.traced.sizes
+        for step in () if limit_bytes is None else self.known.of_same_kind(call, answers):
+            assert step.sized is not None
+            assert limit_bytes is not None
+            longest = step.sized.longest_within(step.numbers(call), limit_bytes)
+            found = max((n for n in (found, longest) if n is not None), default=None)
+            sizes = step.capture.traced.sizes
         if found is None or sizes is None:
             return None
         shapes = [shape for shape, _ in sizes.layouts(found)]
@@ -348,12 +273,6 @@ class StepChoice:
         """All sizes of a call; empty where each size is planned by itself."""
         return all_sizes(call.tensors) if self._takes_any_size else Varying()
 
-    def _of_other_size(self, call: Call) -> tuple[WholeStep | None, Varying]:
-        """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
-        whole = (step for step in self.steps if isinstance(step, WholeStep))
-        found = ((step, self.varying(step, call)) for step in whole)
-        return next(((step, varying) for step, varying in found if varying), (None, Varying()))
-
     def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
 
@@ -368,25 +287,14 @@ class StepChoice:
         step.settle(self.model)
         host = self.planner.placement.host
         if self._host is not None and host != self._host:
-            self.forget()  # they were made for parameters that have moved since
+            self.known.forget()  # they were made for parameters that have moved since
         self._host = host
         self._held.belong_to(self.model, host or ())
-        others = step.others if isinstance(step, WholeStep) else ()
-        self.steps[:0] = [step, *others]
-        kept, kept_bytes = set[int](), 0
-        for known in self.steps:
-            if _kind(known) not in kept:
-                kept_bytes += _size_bytes(known)
-                if kept and (kept_bytes > _MOST_KEPT_BYTES or len(kept) == _MOST_KINDS):
-                    break
-                kept.add(_kind(known))
-        self.steps[:] = [s for s in self.steps if _kind(s) in kept]
-        for new in (step, *others):
+        self.known.add(step)
+        for new in (step, *step.others):
             self._attend(new)
-        if step.plan is not None and not step.provisional and "plan" not in self._told:
-            self._told.add("plan")
-            text = f"{step.plan.summary}; planned in {took_s:.1f} s"
-            (show if took_s and self._tells_of_plan else log.info)(text)
+        if step.plan is not None and not step.provisional:
+            self.voice.show_plan(step.plan, took_s)
         return step
 
     def prepare(self, sample: Sample) -> Plan | None:
@@ -394,7 +302,7 @@ class StepChoice:
         if not self.alone and self.agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)
-        self.steps[:] = [s for s in self.steps if not s.provisional or s.mismatch(call) is not None]
+        self.known.keep(lambda step: not step.provisional or step.mismatch(call) is not None)
 
         def planned(share: Share | None = None) -> PlannedStep:
             with self.planning():
@@ -413,7 +321,7 @@ class StepChoice:
         None where no backward has.
         """
         call = self.reader.read_sample(sample)
-        plans = [s.plan_for(call) for s in self.steps if isinstance(s, WholeStep) and s.mismatch(call) is None]
+        plans = [step.plan_for(call) for step in self.known.whole() if step.mismatch(call) is None]
         counts = [len(plan.problem.graph.tangents) for plan in plans]
         fewer = (plan.floor_bytes for plan, count in zip(plans, counts, strict=True) if count < max(counts))
         return min(fewer, default=None)
@@ -423,7 +331,7 @@ class StepChoice:
 
         They are in loops that zero them between forward and backward, or that add up those of several batches.
         """
-        uncounted = "gradients" not in self._told and self.planner.limits.may_hold_gradients
+        uncounted = not self.voice.has_said("gradients") and self.planner.limits.may_hold_gradients
         self._held.look(uncounted)
         if self.is_fixed:
             why = self._why_no_room()
@@ -436,7 +344,7 @@ class StepChoice:
         if not self._held.extra_bytes:
             return None
         limit_bytes = self.planner.limits.budget_bytes
-        peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.steps)
+        peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.known.all)
         return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)
 
     def _planned_with_gradients(self, call: Call) -> PlannedStep:
@@ -448,14 +356,14 @@ class StepChoice:
         except BudgetInfeasible as error:
             self._tell_of_gradients(why or str(error))
             return self._at_hand(call) or self._planned(call)
-        self._held.are_counted_from_now_by(step, self.steps)
+        self._held.are_counted_from_now_by(step, self.known.all)
         if why is not None:
-            self._tell({"planned with gradients": f"planned again, because {why}"})
+            self.voice.warn({"planned with gradients": f"planned again, because {why}"})
         return step
 
     def _tell_of_gradients(self, why: str) -> None:
         """Warn that no plan counts the gradients, and go on with the plans that there are."""
-        self._tell({"gradients": why})
+        self.voice.warn({"gradients": why})
         self._held.extra_bytes = 0
 
     def _tell_of_passing(self, call: Call, known: Sequence[PlannedStep]) -> None:
@@ -463,13 +371,15 @@ class StepChoice:
         if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
             now = ", ".join(call.paths)
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
-            self._tell({"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"})
+            self.voice.warn(
+                {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
+            )
 
     def _tell_of_flight(self, step: PlannedStep, call: Call) -> None:
         """Warn once where forwards wait for their backward while another begins."""
         if self.planner.settings.in_flight > 1 or not isinstance(step, WholeStep):
             return
-        self._tell(news_of_flight(step, step.peak_bytes(call), self.steps, self.planner.limits.budget_bytes))
+        self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, self.planner.limits.budget_bytes))
 
     def tell_of_backward(self, step: WholeStep, again: bool) -> None:
         """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
@@ -477,32 +387,12 @@ class StepChoice:
         again: it is a further backward through the same forward.
         """
         if again:
-            self._tell({"again": _AGAIN})
-        self._tell(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))
+            self.voice.warn({"again": _AGAIN})
+        self.voice.warn(self._shared.news(step, self._held.parameters if self._held.exist or again else ()))
 
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""
-        self._tell({subject: f"the model runs unplanned under {around}"})
-
-    def _tell(self, news: Mapping[str, str]) -> None:
-        """Warn of each subject once."""
-        for subject, text in news.items():
-            if subject not in self._told:
-                self._told.add(subject)
-                log.warning("%s", text)
-
-
-def _kind(step: PlannedStep) -> int:
-    """A number that is the same for all steps of one capture."""
-    return id(step.key.arguments if isinstance(step, WholeStep) else step)
-
-
-def _size_bytes(step: PlannedStep) -> int:
-    """About how much host memory a step takes, with constants of its trace."""
-    if not isinstance(step, WholeStep):
-        return 0
-    traced = step.capture.traced
-    return len(traced.fx_graph.nodes) * _BYTES_A_NODE + sum(constant.nbytes for constant in traced.constants.values())
+        self.voice.warn({subject: f"the model runs unplanned under {around}"})
 
 
 def _seconds(step: PlannedStep) -> float:

@@ -16,7 +16,6 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.errors import PlanMismatch
 from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.recovery import OnOutOfMemory, Recovery
 from memplan.installed.unused import UnusedPlan
@@ -67,7 +66,7 @@ class PlannedForward:
     @property
     def steps(self) -> list[PlannedStep]:
         """One step for each kind of call, the last one used first."""
-        return self.choice.steps
+        return self.choice.known.all
 
     @property
     def shards(self) -> Shards | None:
@@ -87,11 +86,11 @@ class PlannedForward:
     @private.uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_aside():
-            self.choice.let_go()
+            self.choice.known.let_go()
             with contextlib.nullcontext() if self._is_set_aside else self.fetching():
                 return self.original(*args, **kwargs)
         call = self.choice.reader.read(args, kwargs)
-        with contextlib.suppress(ForwardFails), self.choice.one_call():
+        with contextlib.suppress(ForwardFails), self.choice.known.one_call():
             return self._run_planned(call)
         with self.stepping_aside(), self.fetching():
             return self.original(*args, **kwargs)  # raises its error, having written what it then has
@@ -137,14 +136,14 @@ class PlannedForward:
 
     def fetching(self) -> contextlib.AbstractContextManager[object]:
         """A context in which the model's own forward, and parts of it, find parameters that live on the host."""
-        away, device = self._planner.placement.away(self.model), self._planner.placement.device
+        away, device = self._planner.placement.away(), self._planner.placement.device
         return FetchedWhereUsed(away, device, self.model) if away and device is not None else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def stepping_aside(self) -> Iterator[Forward]:
         """A context in which calls of the model run its own forward."""
         before, self._is_set_aside = self._is_set_aside, True
-        self.choice.let_go()
+        self.choice.known.let_go()
         try:
             yield self.original
         finally:
@@ -200,7 +199,7 @@ class PlannedForward:
 
     def uninstall(self) -> None:
         """Put the original forward back."""
-        self.choice.let_go()
+        self.choice.known.let_go()
         self._unused.end()
         if self._planner.placement.updates is not None:
             self._planner.placement.updates.remove()
@@ -219,68 +218,23 @@ class PlannedForward:
             )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model runs the same plans on its own parameters."""
+        """The forward of a copied model, which has no plan: what a plan knows is about the objects of this one."""
         model = memo.get(id(self.model))
         if model is None:
             return self
-        return _Unbound(self, model, copy.deepcopy(self.original, memo))
+        log.warning("a copy of a planned model has no plan; where it trains, call memplan.apply on it")
+        return copy.deepcopy(self.original, memo) if self._own_attribute else _class_forward(model)
 
     def __reduce__(self) -> Any:
         """Pickling a model leaves the plan out: what is loaded is the plain model."""
         return _class_forward, (self.model,)
-
-    def bound_to(self, model: nn.Module, original: Callable[..., Any]) -> PlannedForward:
-        """These plans for a copy of the model, which has this forward of its own.
-
-        Plans that do not serve the copy, because its modules were changed before it was first used, are left out.
-        """
-        planner, choice = self._planner.for_copy(), self.choice
-        other = PlannedForward(
-            model, original, planner, choice.reader, choice.on_mismatch, self.recovery.on_oom, choice.agreement,
-            choice.alone,
-        )  # fmt: skip
-        other._training, other._own_attribute = self._training, self._own_attribute
-        for step in reversed(self.steps) if planner is self._planner else ():
-            try:
-                bound = step.bound_to(model, original)
-            except PlanMismatch as error:
-                other.choice.unfit = str(error)
-                continue
-            if isinstance(bound, WholeStep):
-                planner.placement.share_arena(bound, model)
-            other.add(bound)
-        return other
 
 
 def _class_forward(model: nn.Module) -> Callable[..., Any]:
     return MethodType(type(model).forward, model)
 
 
-class _Unbound:
-    """The forward of a model that is being copied: binds the plan once the copy is complete."""
-
-    def __init__(self, planned: PlannedForward, model: nn.Module, original: Callable[..., Any]) -> None:
-        self._planned, self._model, self._original = planned, model, original
-        functools.update_wrapper(self, planned.original)
-
-    def bind(self) -> PlannedForward:
-        bound = self._planned.bound_to(self._model, self._original)
-        bound.install()
-        return bound
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.bind()(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self.bind().__deepcopy__(memo)
-
-    def __reduce__(self) -> Any:
-        return self.bind().__reduce__()
-
-
 def planned_forward(model: nn.Module) -> PlannedForward | None:
     """The planned forward of a model, or of the one that is compiled in it; None where it has none."""
     forward = vars(private.beneath_compiled(model)).get("forward")
-    if isinstance(forward, _Unbound):
-        forward = forward.bind()
     return forward if isinstance(forward, PlannedForward) else None

@@ -95,9 +95,7 @@ class Recovery:
         if backward is None or not step.runner.takes(tangents, None, call.tensors):
             return False
         with self._choice.planning():
-            same = self._choice.planner.is_same(
-                step, self._choice.model, self._choice.original, call, _layouts(tangents), backward
-            )
+            same = self._choice.planner.is_same(step, call, _layouts(tangents), backward)
         if same:
             step.runner.backwards.autocasts.add(backward)
         return same
@@ -121,8 +119,8 @@ class Recovery:
         backward: Autocast | None,
         problem: Exception,
     ) -> WholeStep:
-        for other in self._choice.steps:
-            if not isinstance(other, WholeStep) or other.mismatch(call) is not None:
+        for other in self._choice.known.whole():
+            if other.mismatch(call) is not None:
                 continue
             if not other.runner.takes(tangents, backward, call.tensors):
                 continue
@@ -159,9 +157,7 @@ class Recovery:
         for varying in dict.fromkeys((known or may_vary, Varying())):
             try:
                 with choice.planning():
-                    other = choice.planner.step_for(
-                        choice.model, choice.original, call, layouts, backward, seen, choice.steps, varying
-                    )  # fmt: skip
+                    other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)
             except OtherResults:  # what they are at other sizes nobody knows
                 if not varying:
                     raise
@@ -193,7 +189,7 @@ class Recovery:
         another branch. repeats: the step can run once more.
         """
         if isinstance(problem, OtherBranch) and not self._choice.is_fixed:
-            self._choice.decline(step, str(problem))
+            self._choice.known.declined.append((step, str(problem)))
             return
         if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
@@ -201,7 +197,7 @@ class Recovery:
         if isinstance(problem, OtherIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
             log.warning("planning again, because %s", problem)
             self._choice.planner.capturing.make_no_island_of(problem.called, str(problem))
-            self._choice.forget()
+            self._choice.known.forget()
             return
         sized = isinstance(step, WholeStep) and step.sized is not None
         fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
@@ -213,7 +209,7 @@ class Recovery:
             raise problem
         self._found = problem.found
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
-        self._choice.forget()
+        self._choice.known.forget()
 
     def _after_out_of_memory(self, step: PlannedStep, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or raise the error with advice.
@@ -240,7 +236,7 @@ class Recovery:
         less_bytes = min(plan.peak_bytes / (1 + max(_STEP, limits.margin)), plan.peak_bytes - pieces_bytes)
         limits.after_error = max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1)
         log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * limits.margin)
-        self._choice.forget()
+        self._choice.known.forget()
 
     def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
         """Keep a margin from now on where a step held more than predicted. One that was not needed is halved."""
@@ -250,11 +246,11 @@ class Recovery:
         margin = min(0.25, excess)
         if margin > max(0.001, limits.margin):
             log.warning("%.1f%% more than predicted; plans keep that much free from now on", 100 * margin)
-            limits.learn(self._choice.model, step.runner.device, margin)
+            limits.learn(step.runner.device, margin)
             if problem.budget_bytes is not None and measured_bytes > problem.budget_bytes:
-                self._choice.forget()
+                self._choice.known.forget()
         elif margin < limits.learnt / 2:
-            limits.learn(self._choice.model, step.runner.device, limits.learnt / 2)
+            limits.learn(step.runner.device, limits.learnt / 2)
 
 
 def _islands_repeat(step: PlannedStep) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from torch import nn
-
 from memplan.capture.capture import Capture
 from memplan.capture.trace.call import Call
 from memplan.errors import IllegalSchedule
@@ -42,12 +40,12 @@ class AtHand:
                 return step, dataclasses.replace(step.plan, problem=problem)
         return None
 
-    def hurried(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
+    def hurried(self, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
         """The fastest schedule in the budget among no plan at all, those of other calls, and the textbook methods'."""
         limit = self._limits.budget_bytes
         if limit is None or self._placement.host_budget is not None or self._placement.gathers is not None:
             return None
-        problem = self._problems.problem(model, captured, quick=True)
+        problem = self._problems.problem(captured, quick=True)
         found = list(textbook(problem))
         for step in known:
             if isinstance(step, WholeStep) and same_structure(step.plan.problem.graph, problem.graph):

@@ -57,7 +57,16 @@ class Capturing:
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
-    def __init__(self, settings: Settings, placement: Placement, decides: bool, looks: bool) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        settings: Settings,
+        placement: Placement,
+        decides: bool,
+        looks: bool,
+    ) -> None:
+        self._model, self._forward = model, forward
         self._settings, self._placement, self.decides = settings, placement, decides
         self.looks = looks and settings.shards is None
         self._refused = 0  # captures for all sizes that failed, one after the other
@@ -84,20 +93,20 @@ class Capturing:
         self._unfit[called] = why
         self._islands = NO_ISLANDS
 
-    def spare(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> bool:
+    def spare(self, sample: Sample | Call) -> bool:
         """Have islands checkpoint their layers, or themselves, from now on. Gives whether they can, and did not before.
 
         They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state.
         """
         paths = [called for called in self._islands.callables if isinstance(called, str)]
-        found = [layers for path in sorted(paths) for layers in _layers_of_island(model, path)]
+        found = [layers for path in sorted(paths) for layers in _layers_of_island(self._model, path)]
         if self._layers or not found or self._placement.host or self._is_compiled:
             return False
-        run, call = self._run(model, forward), self.call_of(model, forward, sample)
+        call = self.call_of(sample)
 
         def left(layers: Sequence[str]) -> tuple[Any, ...]:
-            step = functools.partial(checkpointing(model, layers, run), *call.variadic, **call.arguments)
-            return contextvars.copy_context().run(unplanned_peak, model, call, step).left
+            step = functools.partial(checkpointing(self._model, layers, self._run), *call.variadic, **call.arguments)
+            return contextvars.copy_context().run(unplanned_peak, self._model, call, step).left
 
         try:
             is_exact = left(found) == left(())
@@ -111,8 +120,6 @@ class Capturing:
     @private.without_saved_tensor_hooks()
     def capture(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         tangents: Mapping[int, GradientLayout] | None = None,
         backward: Autocast | None = None,
@@ -133,7 +140,7 @@ class Capturing:
         """
         if varying and self._refused < _MOST_TRIES:
             try:
-                captured = self._captured(model, forward, sample, tangents or like, backward, seen, dry, varying)
+                captured = self._captured(sample, tangents or like, backward, seen, dry, varying)
                 assert captured.traced.sizes is not None
                 self._refused = 0
                 for place in captured.traced.sizes.fixed:
@@ -144,12 +151,10 @@ class Capturing:
             except (UnsupportedModel, private.FixedSize) as error:
                 self._refused += 1
                 log.info("such calls are planned for each size, because %s", error)
-        return self._captured(model, forward, sample, tangents, backward, seen, dry, frozenset())
+        return self._captured(sample, tangents, backward, seen, dry, frozenset())
 
     def _captured(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         tangents: Mapping[int, GradientLayout] | None,
         backward: Autocast | None,
@@ -159,11 +164,11 @@ class Capturing:
     ) -> Capture:
         settings = self._settings
         trace = functools.partial(
-            capture, model, forward, sample, settings.loss_fn, self._placement.device, tangents, settings.shards,
-            backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
+            capture, self._model, self._forward, sample, settings.loss_fn, self._placement.device, tangents,
+            settings.shards, backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
             capability=settings.capability,
         )  # fmt: skip
-        is_real = not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+        is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
 
         def once(islands: Islands) -> Capture:
@@ -173,26 +178,24 @@ class Capturing:
                 except OpenBranch:
                     if not decides:
                         raise
-                    return trace(islands=islands, seen=self._one_forward(model, forward, sample, islands).answers)
+                    return trace(islands=islands, seen=self._one_forward(sample, islands).answers)
 
             try:
                 return traced()
             except SetsAttribute as error:
                 if not decides:
                     raise
-                found = self._one_forward(model, forward, sample, islands)
-                return _with_caches(model, self._run(model, forward), found, traced, error)
+                found = self._one_forward(sample, islands)
+                return _with_caches(self._model, self._run, found, traced, error)
 
-        captured = self._through_islands(once, model, forward, sample, looks)
+        captured = self._through_islands(once, sample, looks)
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
             captured = captured.changed(_as_cuda_allocates)
-        return captured if settings.update == "step" else self._with_updates(model, captured)
+        return captured if settings.update == "step" else self._with_updates(captured)
 
-    def _through_islands(
-        self, once: Callable[[Islands], Capture], model: nn.Module, forward: Forward, sample: Sample | Call, looks: bool
-    ) -> Capture:
+    def _through_islands(self, once: Callable[[Islands], Capture], sample: Sample | Call, looks: bool) -> Capture:
         """The capture of `once(islands)`, where calls that can't be captured are islands: the smallest that can be.
 
         looks: forward may run on the sample. Raises the refusal that islands do not help against.
@@ -213,23 +216,23 @@ class Capturing:
                 raise refusal
             before = islands.callables, len(unfit), len(given)
             unfit |= dict.fromkeys(refusal.unfit if isinstance(refusal, OpenIsland) else (), str(refusal))
-            chains = _chains(refusal, model, [f for f in applied if f not in islands.callables])
+            chains = _chains(refusal, self._model, [f for f in applied if f not in islands.callables])
             new, known = set[Any](), islands.callables - unfit.keys()
             for chain in chains:
                 if looked:
                     unfit |= {c: str(refusal) for c in chain[:1] if c in known}
-                fit = next((c for c in chain if c not in unfit and _is_callable(c, model)), None)
-                new |= set() if fit is None else _alike(fit, model, refusal) - unfit.keys()
+                fit = next((c for c in chain if c not in unfit and _is_callable(c, self._model)), None)
+                new |= set() if fit is None else _alike(fit, self._model, refusal) - unfit.keys()
             given |= refusal.given if isinstance(refusal, OpenIsland) else {}
             callables = (known | new) - unfit.keys()
             if (looked or not callables) and before == (callables, len(unfit), len(given)):
                 raise _refused(refusal, chains, unfit)
             reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
-            device = self._placement.device or model_device(model)
-            run, looked = IslandRuns(model, frozenset(callables), given, device, reasons, self._layers), True
+            device = self._placement.device or model_device(self._model)
+            run, looked = IslandRuns(self._model, frozenset(callables), given, device, reasons, self._layers), True
             try:
                 with run.watching():
-                    self._one_forward(model, forward, sample)
+                    self._one_forward(sample)
             except (UnsupportedModel, ForwardFails) as error:
                 log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
                 raise refusal from None
@@ -238,40 +241,39 @@ class Capturing:
             unfit |= run.unfit
             islands = run.islands
 
-    def _with_updates(self, model: nn.Module, captured: Capture) -> Capture:
+    def _with_updates(self, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""
         assert self._settings.optimizer is not None
         needs = update_needs(self._settings.optimizer, captured.traced.device)
         if self._placement.updates is not None:  # a later one of their plans
             needs = {p: needs.get(p, 0) for p in self._placement.updates.parameters}
-        update_bytes = {name: needs[p] for name, p in model.named_parameters() if p in needs}
+        update_bytes = {name: needs[p] for name, p in self._model.named_parameters() if p in needs}
         return captured.changed(lambda step: with_updates(step, update_bytes))
 
-    def _run(self, model: nn.Module, forward: Forward) -> Forward:
+    @property
+    def _run(self) -> Forward:
         """What a step runs: forward, or the loss function around it."""
         loss_fn = self._settings.loss_fn
-        return forward if loss_fn is None else functools.partial(loss_fn, model)
+        return self._forward if loss_fn is None else functools.partial(loss_fn, self._model)
 
-    def call_of(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Call:
+    def call_of(self, sample: Sample | Call) -> Call:
         """The call that a sample stands for."""
-        return sample if isinstance(sample, Call) else CallReader(self._run(model, forward)).read_sample(sample)
+        return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
 
-    def _one_forward(
-        self, model: nn.Module, forward: Forward, sample: Sample | Call, islands: Islands = NO_ISLANDS
-    ) -> OneForward:
+    def _one_forward(self, sample: Sample | Call, islands: Islands = NO_ISLANDS) -> OneForward:
         """Run forward where its parameters are, to see what it does beside islands. Raises ForwardFails."""
-        return contextvars.copy_context().run(self._forward_once, model, forward, sample, islands)
+        return contextvars.copy_context().run(self._forward_once, sample, islands)
 
-    def _forward_once(self, model: nn.Module, forward: Forward, sample: Sample | Call, islands: Islands) -> OneForward:
-        device, run = self._placement.device, self._run(model, forward)
-        call = self.call_of(model, forward, sample)
+    def _forward_once(self, sample: Sample | Call, islands: Islands) -> OneForward:
+        model, run, device = self._model, self._run, self._placement.device
+        call = self.call_of(sample)
         if device is None or not self._placement.host:
             with torch.enable_grad():
                 return one_forward(
                     model, run, call.detached(None if device is None else model_device(model)), None, islands
                 )
         with torch.no_grad():
-            fetched = FetchedWhereUsed(self._placement.away(model), device, model)
+            fetched = FetchedWhereUsed(self._placement.away(), device, model)
             return one_forward(model, run, call.detached(device), fetched, islands)
 
 

@@ -25,8 +25,8 @@ class Limits:
     - accumulate: plans count gradients of earlier backward passes.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model, self._settings = model, settings
         self.budget_bytes: int | None = None
         self.learnt = self.after_error = 0.0
         self.accumulate = settings.adds_up
@@ -80,17 +80,17 @@ class Limits:
         """What a plan may peak at, so that a step stays within the limit with the margin added."""
         return int(limit_bytes / (1 + self.margin))
 
-    def recall(self, model: nn.Module, device: torch.device | None) -> None:
+    def recall(self, device: torch.device | None) -> None:
         """Take the margin that earlier processes have learnt for such a model on a device.
 
         The device is the one to plan for, else the one that the model is on.
         """
-        self.learnt = known_margin(model, device)
+        self.learnt = known_margin(self._model, device)
 
-    def learn(self, model: nn.Module, device: torch.device, margin: float) -> None:
+    def learn(self, device: torch.device, margin: float) -> None:
         """Use this margin for the model from now on, in later processes too."""
         self.learnt = margin
-        remember_margin(model, device, margin)
+        remember_margin(self._model, device, margin)
 
     @property
     def may_hold_gradients(self) -> bool:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-
 import torch
 from torch import nn
 
@@ -38,24 +35,18 @@ class Placement:
     - updates: what updates parameters in the middle of backward.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        self._model, self._settings = model, settings
         self.host_budget = settings.most_on_host
         stay = self.host_budget is not None and settings.surroundings.keeps_parameters
         self.host: frozenset[str] | None = frozenset() if stay else None
         self.device = settings.target_device
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
-        self._counted: dict[str, nn.Parameter] | None = None  # a copy of the model has others
+        self._counted: dict[str, nn.Parameter] | None = None
         self.known_link = settings.link
         self._transfers: Transfers | None = None  # of all steps, which share host memory
-        self._arenas: weakref.WeakKeyDictionary[nn.Module, StepArena] = weakref.WeakKeyDictionary()  # of all steps
-
-    def for_copy(self, settings: Settings) -> Placement:
-        """The placement of a copy of the model. Updates in backward stay with the original."""
-        other = copy.copy(self)
-        other._settings, other.updates, other._arenas = settings, None, weakref.WeakKeyDictionary()
-        return other
+        self._arena: StepArena | None = None  # of all steps
 
     @property
     def is_to_be_decided(self) -> bool:
@@ -87,52 +78,52 @@ class Placement:
 
     # -- which parameters -------------------------------------------------------------------------------------------
 
-    def movable(self, model: nn.Module, traced: Traced) -> tuple[Movable, ...]:
+    def movable(self, traced: Traced) -> tuple[Movable, ...]:
         """Parameters that may live on the host."""
         if not self.is_to_be_decided:
             return ()
-        odd = {name for name, p in model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
+        odd = {name for name, p in self._model.named_parameters() if not private.is_ordinary(p)}  # packed weights, say
         return tuple(m for m in movables(traced) if odd.isdisjoint(m.names))
 
-    def counted(self, model: nn.Module) -> dict[str, nn.Parameter]:
+    def counted(self) -> dict[str, nn.Parameter]:
         """Parameters that the optimizer knows, by name: those that the model had when this was first called."""
-        self._counted = self._counted or dict(model.named_parameters())
+        self._counted = self._counted or dict(self._model.named_parameters())
         return self._counted
 
-    def lasting(self, model: nn.Module) -> frozenset[str]:
+    def lasting(self) -> frozenset[str]:
         """Names of frozen parameters whose copies may stay on the device between steps.
 
         They share no memory with parameters that are trained. Empty without keep_frozen.
         """
         if not self._settings.keep_frozen:
             return frozenset()
-        parameters = dict(model.named_parameters(remove_duplicate=False))
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         trained = {storage_key(p) for p in parameters.values() if p.requires_grad}
         return frozenset(n for n, p in parameters.items() if not p.requires_grad and storage_key(p) not in trained)
 
-    def sharded(self, model: nn.Module) -> dict[str, Shard]:
+    def sharded(self) -> dict[str, Shard]:
         """The shard of each sharded parameter, by its name."""
         shards = self._settings.shards
         if shards is None:
             return {}
-        return {n: shard for n, p in model.named_parameters() if (shard := shards.shard(p)) is not None}
+        return {n: shard for n, p in self._model.named_parameters() if (shard := shards.shard(p)) is not None}
 
-    def away(self, model: nn.Module) -> list[torch.Tensor]:
+    def away(self) -> list[torch.Tensor]:
         """Tensors that the model's own forward needs, and that are not on the device.
 
         These are parameters that live on the host. Before a plan has decided that, they are all parameters and buffers
         that are elsewhere.
         """
         if self.host is None and self.device is not None and self.is_to_be_decided:
-            everything = (*model.parameters(), *model.buffers())
+            everything = (*self._model.parameters(), *self._model.buffers())
             return [t for t in everything if t.device.type != self.device.type]
-        return [p for name, p in model.named_parameters() if name in (self.host or ())]
+        return [p for name, p in self._model.named_parameters() if name in (self.host or ())]
 
-    def homed(self, captured: Capture, model: nn.Module) -> Capture:
+    def homed(self, captured: Capture) -> Capture:
         """The capture, with each parameter's home in its graph."""
         if not self.host and self._settings.shards is None:
             return captured
-        sharded, lasting = self.sharded(model), self.lasting(model)
+        sharded, lasting = self.sharded(), self.lasting()
 
         def homed(traced: Traced) -> Traced:
             if self._settings.shards is not None:
@@ -143,41 +134,36 @@ class Placement:
 
     # -- moving them ------------------------------------------------------------------------------------------------
 
-    def move(self, model: nn.Module, captured: Capture) -> None:
+    def move(self, captured: Capture) -> None:
         """Move all parameters to their homes, and make those that are on the meta device."""
         settings = self._settings
-        if any(t.is_meta for t in (*model.parameters(), *model.buffers())):
+        if any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers())):
             if settings.init is None:
                 raise UnsupportedModel(
                     "the model is on the meta device; give init=, a function of each name and tensor that fills it, or "
                     "materialise the model first"
                 )
-            materialise(model, settings.init, self.host or (), captured.traced.device, settings.optimizer)
+            materialise(self._model, settings.init, self.host or (), captured.traced.device, settings.optimizer)
             self._counted = None
             captured.key.moved()
         if settings.update == "backward" and self.updates is None:
             assert settings.optimizer is not None
-            self.updates = UpdatesInBackward(model, settings.optimizer)
+            self.updates = UpdatesInBackward(self._model, settings.optimizer)
         if self.host is not None:
             self.device = captured.traced.device
-            place(model, self.host, self.device, settings.optimizer)
+            place(self._model, self.host, self.device, settings.optimizer)
             captured.key.moved()
 
-    def serve(self, step: WholeStep, model: nn.Module) -> None:
+    def serve(self, step: WholeStep) -> None:
         """Let a new step share copies and updates with the earlier ones."""
         transfers = self._transfers or step.runner.store.transfers
         if self.updates is not None:
-            self.updates.host = {p for name, p in model.named_parameters() if name in (self.host or ())}
+            self.updates.host = {p for name, p in self._model.named_parameters() if name in (self.host or ())}
             self.updates.reads_done, self.updates.arrived = transfers.reads_done, transfers.arrived
         if step.plan.problem.link is not None:
             self._transfers = transfers
         copies = None if step.plan.problem.link is None else transfers
         step.runner.store.share(copies, self.updates)
-        self.share_arena(step, model)
-
-    def share_arena(self, step: WholeStep, model: nn.Module) -> None:
-        """Let a step have the arena of the other steps of its model, which may be a copy."""
-        store = step.runner.store
-        arena = self._arenas.setdefault(model, store.arena)
-        if arena.device == store.arena.device:
-            store.arena = arena
+        self._arena = self._arena or step.runner.store.arena
+        if self._arena.device == step.runner.store.arena.device:
+            step.runner.store.arena = self._arena

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -51,27 +50,29 @@ class Planner:
 
     def __init__(
         self,
+        model: nn.Module,
+        forward: Forward,
         settings: Settings,
         *,
         decides: bool = False,
         looks: bool = True,
-        limits: Limits | None = None,
-        placement: Placement | None = None,
     ) -> None:
-        self.settings = settings
-        self.limits = limits or Limits(settings)
-        self.placement = placement or Placement(settings)
-        self.capturing = Capturing(settings, self.placement, decides, looks)
-        self._problems = Problems(settings, self.limits, self.placement)
+        self.model, self.forward, self.settings = model, forward, settings
+        self.limits = Limits(model, settings)
+        self.placement = Placement(model, settings)
+        self.capturing = Capturing(model, forward, settings, self.placement, decides, looks)
+        self._problems = Problems(model, settings, self.limits, self.placement)
         self._plans = WholePlans(settings, self.limits, self.placement, self._problems)
         self._at_hand = AtHand(self.limits, self.placement, self._problems)
         self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._at_hand)
-        self._unplanned = UnplannedSteps(settings, self.limits, self.placement, self._problems.optimizer_needs)
+        self._unplanned = UnplannedSteps(
+            model, forward, settings, self.limits, self.placement, self._problems.optimizer_needs
+        )
         self._given: Plan | None = None  # by the user, with a schedule that serves other sizes too
 
-    def check_optimizer(self, model: nn.Module) -> None:
+    def check_optimizer(self) -> None:
         """Warn where the optimizer has none of the model's parameters. With update="backward", raise ValueError."""
-        optimizer, parameters = self.settings.optimizer, {id(p) for p in model.parameters()}
+        optimizer, parameters = self.settings.optimizer, {id(p) for p in self.model.parameters()}
         groups = [] if optimizer is None else optimizer.param_groups
         if optimizer is None or any(id(p) in parameters for group in groups for p in group["params"]):
             return
@@ -83,51 +84,47 @@ class Planner:
 
     # -- plans ------------------------------------------------------------------------------------------------------
 
-    def problem(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Problem:
+    def problem(self, sample: Sample | Call) -> Problem:
         """The captured step with its costs, for work on solvers."""
-        return self._problems.problem(model, self.capturing.capture(model, forward, sample))
+        return self._problems.problem(self.capturing.capture(sample))
 
     @once_more_where_results_differ
-    def plan(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Plan:
+    def plan(self, sample: Sample | Call) -> Plan:
         """A plan, from the best schedule that fits the budget."""
-        with self._advice(model, forward, sample):
-            look = functools.partial(self._to_look_at, model, forward, sample)
-            captured, plan = self._planned(model, forward, sample, look(), look)
+        with self._advice(sample):
+            look = functools.partial(self._to_look_at, sample)
+            captured, plan = self._planned(sample, look(), look)
             return self._saying_more(plan, captured)
 
     @once_more_where_results_differ
-    def explore(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> tuple[Plan, ...]:
+    def explore(self, sample: Sample | Call) -> tuple[Plan, ...]:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        return self._plans.curve(model, self._to_look_at(model, forward, sample))
+        return self._plans.curve(self._to_look_at(sample))
 
-    def _to_look_at(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Capture:
+    def _to_look_at(self, sample: Sample | Call) -> Capture:
         """A captured step. Where its costs are only estimated nothing is compiled either."""
-        return self.capturing.capture(model, forward, sample, dry=self.settings.costs != "measure")
+        return self.capturing.capture(sample, dry=self.settings.costs != "measure")
 
-    def _planned(
-        self, model: nn.Module, forward: Forward, sample: Sample | Call, captured: Capture, again: Callable[[], Capture]
-    ) -> tuple[Capture, Plan]:
+    def _planned(self, sample: Sample | Call, captured: Capture, again: Callable[[], Capture]) -> tuple[Capture, Plan]:
         """A captured step and its plan. Where no plan fits the budget, islands are captured with layers checkpointed.
 
         again: captures the step once more. Raises BudgetInfeasible.
         """
-        spare = functools.partial(self.capturing.spare, model, forward, sample)
+        spare = functools.partial(self.capturing.spare, sample)
         if captured.islands and self.settings.budget == "min" and spare():
             captured = again()
         try:
-            return captured, self._plans.plan(model, captured)
+            return captured, self._plans.plan(captured)
         except BudgetInfeasible:
             if not captured.islands or not spare():
                 raise
         captured = again()
-        return captured, self._plans.plan(model, captured)
+        return captured, self._plans.plan(captured)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def step(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         known: Sequence[PlannedStep] = (),
         share: Share | None = None,
@@ -144,25 +141,25 @@ class Planner:
         """
         together = share is not None and self.settings.shards is not None
         if not known and not varying and not together:
-            varying = self._declared(self.capturing.call_of(model, forward, sample))
+            varying = self._declared(self.capturing.call_of(sample))
         alone = not known and share is None  # other ranks would wait for advice
-        with self._advice(model, forward, sample) if alone else contextlib.nullcontext():
+        with self._advice(sample) if alone else contextlib.nullcontext():
             if varying and not together:  # the gradients of all schedules of a capture arrive in one order
                 try:
-                    return self._step(model, forward, sample, known, None, like, varying)
+                    return self._step(sample, known, None, like, varying)
                 except OtherResults as error:  # what they are at other sizes nobody knows
                     log.info("such calls are planned for each size, because %s", error)
                     error.note()
             if share is not None:  # others would not go along with a second try
-                return self._step(model, forward, sample, known, share)
+                return self._step(sample, known, share)
             try:
-                return once_more_where_results_differ(self._step)(model, forward, sample, known, None)
+                return once_more_where_results_differ(self._step)(sample, known, None)
             except OtherResults as error:
                 refusal = error.with_traceback(None)  # or its frames would keep the capture
-            return self._unplanned.step(model, forward, sample, known, refusal)
+            return self._unplanned.step(sample, known, refusal)
 
     @contextlib.contextmanager
-    def _advice(self, model: nn.Module, forward: Forward, sample: Sample | Call) -> Iterator[None]:
+    def _advice(self, sample: Sample | Call) -> Iterator[None]:
         """A context for a first plan. Where nothing fits the budget, the error says what would make it fit."""
         try:
             yield
@@ -170,14 +167,16 @@ class Planner:
             limit_bytes = self.limits.budget_bytes
             if self.settings.on_infeasible != "advise" or limit_bytes is None:
                 raise
-            call = self.capturing.call_of(model, forward, sample)
+            call = self.capturing.call_of(sample)
 
             def plan_with(settings: Settings, call: Call | Sample) -> Plan:
-                other = Planner(settings, decides=self.capturing.decides, looks=self.capturing.looks)
+                other = Planner(
+                    self.model, self.forward, settings, decides=self.capturing.decides, looks=self.capturing.looks
+                )
                 other.limits.learnt = self.limits.margin
-                return other.plan(model, forward, call)
+                return other.plan(call)
 
-            raise Remedies(self.settings, model, call, error, limit_bytes, plan_with).error() from None
+            raise Remedies(self.settings, self.model, call, error, limit_bytes, plan_with).error() from None
 
     def _declared(self, call: Call) -> Varying:
         """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
@@ -217,23 +216,21 @@ class Planner:
         ]
         return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
-    def resized(self, model: nn.Module, step: WholeStep, call: Call) -> WholeStep:
+    def resized(self, step: WholeStep, call: Call) -> WholeStep:
         """Another step for calls of any size, from a search at the size of this one."""
         traced = at_sizes(step.capture.traced, step.numbers(call))
-        return self._sized(model, dataclasses.replace(step.capture, traced=traced, call=call))
+        return self._sized(dataclasses.replace(step.capture, traced=traced, call=call))
 
-    def _sized(self, model: nn.Module, captured: Capture) -> WholeStep:
+    def _sized(self, captured: Capture) -> WholeStep:
         """A step for calls of any size, with others beside it that suit longer and shorter calls."""
         plans: tuple[Plan, ...] = ()
         if self._given is not None:
-            plans = self._at_hand.at_other_sizes(self._problems.problem(model, captured), self._given)
-        first, *others = [self._whole(model, captured, p) for p in plans or self._plans.ladder(model, captured)]
+            plans = self._at_hand.at_other_sizes(self._problems.problem(captured), self._given)
+        first, *others = [self._whole(captured, p) for p in plans or self._plans.ladder(captured)]
         return dataclasses.replace(first, others=tuple(others))
 
     def _step(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         known: Sequence[PlannedStep],
         share: Share | None,
@@ -246,35 +243,33 @@ class Planner:
             try:
                 arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
                 capture = functools.partial(
-                    self.capturing.capture, model, forward, sample, backward=backward, varying=varying, like=arrived
+                    self.capturing.capture, sample, backward=backward, varying=varying, like=arrived
                 )
                 captured = capture()
             except UnsupportedModel as error:
                 refusal = error
             else:
                 sized = captured.traced.sizes is not None
-                found = None if sized else self._unsearched(model, captured, known, share is not None)
+                found = None if sized else self._unsearched(captured, known, share is not None)
         if refusal is not None:
-            return self._unplanned.step(model, forward, sample, known, refusal)
+            return self._unplanned.step(sample, known, refusal)
         if share is None and self.capturing.looks:
             _refuse_collectives(captured)
         if found is not None:
             return found
         if sized:
-            return self._sized(model, self._at_most(captured))
+            return self._sized(self._at_most(captured))
         if share is None and captured.islands:
-            return self._with_islands(model, forward, sample, known, captured, capture)
+            return self._with_islands(sample, known, captured, capture)
         if share is None:
-            return self._whole(model, captured, self._plans.plan(model, captured))
+            return self._whole(captured, self._plans.plan(captured))
         if self.settings.shards is not None:
-            return self._whole(model, captured, self._for_all(model, captured, known, share))
-        soon = functools.partial(self._soon, model, captured, known)
-        return self._whole(model, captured, *self._group.shared(captured, bool(known), share, soon))
+            return self._whole(captured, self._for_all(captured, known, share))
+        soon = functools.partial(self._soon, captured, known)
+        return self._whole(captured, *self._group.shared(captured, bool(known), share, soon))
 
     def _with_islands(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         known: Sequence[PlannedStep],
         captured: Capture,
@@ -286,15 +281,15 @@ class Planner:
         may if layers differ from step to step: an island of all layers saves what they save at one time.
         """
         refusal = UnsupportedModel("; ".join(captured.islands))
-        unplanned = functools.partial(self._unplanned.step, model, forward, sample, known, refusal)
+        unplanned = functools.partial(self._unplanned.step, sample, known, refusal)
         try:
-            captured, plan = self._planned(model, forward, sample, captured, capture)
+            captured, plan = self._planned(sample, captured, capture)
         except BudgetInfeasible:
             with contextlib.suppress(UnsupportedModel, BudgetInfeasible):
                 return unplanned()
             raise
         calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
-        branching = [i for i in calls if i.varies and i.module and layers_of(model.get_submodule(i.module))]
+        branching = [i for i in calls if i.varies and i.module and layers_of(self.model.get_submodule(i.module))]
         if branching and self.settings.budget == "min":
             limit_bytes = self.limits.budget_bytes
             try:
@@ -302,45 +297,41 @@ class Planner:
                 return unplanned()
             except (UnsupportedModel, BudgetInfeasible):
                 self.limits.reset(limit_bytes)
-        return self._whole(model, captured, plan)
+        return self._whole(captured, plan)
 
-    def _unsearched(
-        self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], in_group: bool
-    ) -> WholeStep | None:
+    def _unsearched(self, captured: Capture, known: Sequence[PlannedStep], in_group: bool) -> WholeStep | None:
         """A step whose plan needs no search; None where there is none."""
         in_one_order = in_group and self.settings.shards is not None  # others may have another schedule at hand
-        same = None if in_one_order else self._equal_step(model, captured, known)
+        same = None if in_one_order else self._equal_step(captured, known)
         if same is not None:  # what changed is of no concern to the step
             return same
-        plan = self._at_hand.hurried(model, captured, known) if known and not in_group else None
-        return None if plan is None else self._whole(model, captured, plan, plan.overhead > 0)
+        plan = self._at_hand.hurried(captured, known) if known and not in_group else None
+        return None if plan is None else self._whole(captured, plan, plan.overhead > 0)
 
-    def _equal_step(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> WholeStep | None:
+    def _equal_step(self, captured: Capture, known: Sequence[PlannedStep]) -> WholeStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._at_hand.equal_step(self.placement.homed(captured, model), known)
-        return None if found is None else self._whole(model, captured, found[1], found[0].provisional)
+        found = self._at_hand.equal_step(self.placement.homed(captured), known)
+        return None if found is None else self._whole(captured, found[1], found[0].provisional)
 
-    def _soon(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep]) -> tuple[Plan, bool]:
+    def _soon(self, captured: Capture, known: Sequence[PlannedStep]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""
-        plan = self._at_hand.hurried(model, captured, known) if known else None
-        return plan or self._plans.plan(model, captured), plan is not None and plan.overhead > 0
+        plan = self._at_hand.hurried(captured, known) if known else None
+        return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
 
-    def join(self, model: nn.Module, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
+    def join(self, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
         """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
-        homed = self.placement.homed(step.capture, model)
+        homed = self.placement.homed(step.capture)
         plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
-        return self._whole(model, step.capture, plan)
+        return self._whole(step.capture, plan)
 
-    def _for_all(self, model: nn.Module, captured: Capture, known: Sequence[PlannedStep], share: Share) -> Plan:
+    def _for_all(self, captured: Capture, known: Sequence[PlannedStep], share: Share) -> Plan:
         """A plan with the schedule that all ranks run."""
-        homed = self.placement.homed(captured, model)
-        return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(model, homed))
+        homed = self.placement.homed(captured)
+        return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(homed))
 
     @once_more_where_results_differ
     def step_for(
         self,
-        model: nn.Module,
-        forward: Forward,
         call: Call,
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
@@ -356,33 +347,29 @@ class Planner:
         - known: steps of other calls.
         - varying: sizes that vary from call to call.
         """
-        capture = functools.partial(
-            self.capturing.capture, model, forward, call, tangents, backward, seen, varying=varying
-        )
+        capture = functools.partial(self.capturing.capture, call, tangents, backward, seen, varying=varying)
         captured = capture()
         if captured.traced.sizes is not None:
-            return self._sized(model, captured)
-        same = None if self.settings.shards is not None else self._equal_step(model, captured, known)
-        return same or self._whole(model, *self._planned(model, forward, call, captured, capture))
+            return self._sized(captured)
+        same = None if self.settings.shards is not None else self._equal_step(captured, known)
+        return same or self._whole(*self._planned(call, captured, capture))
 
     def is_same(
         self,
         step: WholeStep,
-        model: nn.Module,
-        forward: Forward,
         call: Call,
         tangents: dict[int, TangentLayout],
         backward: Autocast,
     ) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
-        captured = self.capturing.capture(model, forward, call, tangents, backward, seen)
-        captured = self.placement.homed(captured, model)
+        captured = self.capturing.capture(call, tangents, backward, seen)
+        captured = self.placement.homed(captured)
         same = first_difference(step.plan.problem.graph, captured.traced.graph) is None
         return same and step.key.heed(captured.key)
 
     @once_more_where_results_differ
-    def adopt(self, model: nn.Module, forward: Forward, sample: Sample, plan: Plan) -> WholeStep:
+    def adopt(self, sample: Sample, plan: Plan) -> WholeStep:
         """A step that runs a given plan, at the sizes of the sample.
 
         Raises PlanMismatch where the plan is for another step, or peaks beyond its budget at these sizes.
@@ -390,30 +377,30 @@ class Planner:
         if self.settings.shards is None:
             self.placement.decide(frozenset())
         self._group.take_over(plan)
-        captured = self.placement.homed(self.capturing.capture(model, forward, sample), model)
+        captured = self.placement.homed(self.capturing.capture(sample))
         if not self.settings.keep_frozen and any(v.lasting for v in plan.problem.graph.values):
             raise PlanMismatch(
                 "the plan was made with keep_frozen=True. Say so here too, if nothing writes to frozen parameters "
                 "through .data, or make a plan without it"
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
-        if difference is not None and captured.islands and self.capturing.spare(model, forward, sample):
-            captured = self.placement.homed(self.capturing.capture(model, forward, sample), model)
+        if difference is not None and captured.islands and self.capturing.spare(sample):
+            captured = self.placement.homed(self.capturing.capture(sample))
             difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:
             self._given = plan
             if difference is not None:
-                plans = self._at_hand.at_other_sizes(self._problems.problem(model, captured), plan)
+                plans = self._at_hand.at_other_sizes(self._problems.problem(captured), plan)
                 plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
             if plan.problem.costs.source != "estimated":  # the plan may know of results that nobody has seen here yet
                 with contextlib.suppress(ValueError):  # ops of a model on the meta device can't run
-                    self._problems.costs(model, captured, quick=True)
+                    self._problems.costs(captured, quick=True)
             advice = "Make a plan for this one"
             if plan.exact == "program" and plan.problem.costs.source == "estimated":
                 advice += ' with costs="measure": a dry run takes fused groups to write over all that they may'
             raise PlanMismatch(f"the plan was made for another training step: {difference}. {advice}")
-        step = self._whole(model, captured, plan)
+        step = self._whole(captured, plan)
         step.runner.check_first_runs()  # where its ops were timed, other kernels may have run
         return step
 
@@ -422,27 +409,17 @@ class Planner:
         shards = self.settings.shards
         return contextlib.nullcontext() if shards is None else shards.tracing()
 
-    def for_copy(self) -> Planner:
-        """The planner of a copy of the model. Updates in backward stay with the original."""
-        if self.settings.update == "step":
-            return self
-        settings = dataclasses.replace(self.settings, update="step", optimizer=None)
-        limits, placement = copy.copy(self.limits), self.placement.for_copy(settings)
-        return Planner(
-            settings, decides=self.capturing.decides, looks=self.capturing.looks, limits=limits, placement=placement
-        )
-
-    def _whole(self, model: nn.Module, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
+    def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
-        captured = self.placement.homed(captured, model)
+        captured = self.placement.homed(captured)
         plan = self._saying_more(plan, captured)
-        self.placement.move(model, captured)
+        self.placement.move(captured)
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
         programs = _programs(captured, plan, self.settings.grads)
         sized = self._problems.sized(captured, plan)
-        step = WholeStep.of(model, captured, programs, plan, provisional, self.placement.gathers, sized)
-        self.placement.serve(step, model)
+        step = WholeStep.of(self.model, captured, programs, plan, provisional, self.placement.gathers, sized)
+        self.placement.serve(step)
         return step
 
     def _saying_more(self, plan: Plan, captured: Capture) -> Plan:

@@ -33,10 +33,11 @@ from memplan.runtime.program.sized_plan import SizedPlan
 class Problems:
     """Makes the problems of one model's steps."""
 
-    def __init__(self, settings: Settings, limits: Limits, placement: Placement) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, limits: Limits, placement: Placement) -> None:
+        self._model = model
         self._settings, self._limits, self._placement = settings, limits, placement
 
-    def problem(self, model: nn.Module, captured: Capture, quick: bool = False) -> Problem:
+    def problem(self, captured: Capture, quick: bool = False) -> Problem:
         """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
 
         quick: as for `costs`.
@@ -45,7 +46,7 @@ class Problems:
         needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless they are sharded
         if self._placement.host_budget is None or settings.shards is not None:
             needs = self._optimizer(self._device(traced))
-        costs = self.costs(model, captured, quick)
+        costs = self.costs(captured, quick)
         held, later = self._around(traced)
         problem = Problem(
             traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
@@ -60,9 +61,9 @@ class Problems:
             )
         return problem
 
-    def with_shards(self, model: nn.Module, captured: Capture) -> Problem:
+    def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters. captured: with its parameters where they live."""
-        shards, problem = self._settings.shards, self.problem(model, captured)
+        shards, problem = self._settings.shards, self.problem(captured)
         assert shards is not None
         offloads = self._placement.host_budget is not None
         return dataclasses.replace(
@@ -72,20 +73,20 @@ class Problems:
         )  # fmt: skip
 
     def by_homes(
-        self, model: nn.Module, captured: Capture, problem: Problem
+        self, captured: Capture, problem: Problem
     ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
         """Parameters that may live on the host, and a function from names of those that do to the step's problem."""
         settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
         problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
-        parts = placement.movable(model, captured.traced)
+        parts = placement.movable(captured.traced)
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
             raise UnsupportedModel(
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
-        counted = placement.counted(model)
-        lasting = placement.lasting(model)
+        counted = placement.counted()
+        lasting = placement.lasting()
         update_s = 0.0
         if settings.optimizer is not None and not accumulate and settings.in_flight == 1:  # else steps share one update
             update_s = host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
@@ -154,7 +155,7 @@ class Problems:
 
         return SizedPlan(plan, traced.sizes, problem_at)
 
-    def costs(self, model: nn.Module, captured: Capture, quick: bool) -> Costs:
+    def costs(self, captured: Capture, quick: bool) -> Costs:
         """Costs of the ops of a captured step.
 
         quick: costs that are not known yet are estimated, or measured only once.
@@ -163,11 +164,11 @@ class Problems:
         speed = None if shards is None else shards.speed
         if source != "measure":
             return estimate(captured.traced, None if source == "estimate" else source, speed)
-        with AttributesKept(model):
+        with AttributesKept(self._model):
             if captured.left is not None:  # buffers that were none
                 captured.left.put()
-            tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        sharded = self._placement.sharded(model)
+            tensors = dict([*self._model.named_parameters(), *self._model.named_buffers()])
+        sharded = self._placement.sharded()
         if init is None and any(t.is_meta for t in tensors.values()):
             raise ValueError(
                 "ops of a model on the meta device can't be timed: say costs=memplan.Roofline(...) for a device of "
@@ -184,7 +185,7 @@ class Problems:
                 init(name, tensor)
             return private.plain(private.part_here(tensor)).to(captured.traced.device)
 
-        away = all_names(self._placement.movable(model, captured.traced))  # an op is timed with those that it reads
+        away = all_names(self._placement.movable(captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
         return measure(timed, resident, self._limits.known_bytes, quick=quick, gather=speed)
 

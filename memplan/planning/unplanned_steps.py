@@ -34,18 +34,19 @@ class UnplannedSteps:
 
     def __init__(
         self,
+        model: nn.Module,
+        forward: Forward,
         settings: Settings,
         limits: Limits,
         placement: Placement,
         optimizer_needs: Callable[[torch.device], tuple[int, int]],
     ) -> None:
+        self._model, self._forward = model, forward
         self._settings, self._limits, self._placement = settings, limits, placement
         self._optimizer_needs = optimizer_needs
 
     def step(
         self,
-        model: nn.Module,
-        forward: Forward,
         sample: Sample | Call,
         known: Sequence[PlannedStep],
         error: UnsupportedModel,
@@ -57,24 +58,24 @@ class UnplannedSteps:
 
         Raises BudgetInfeasible if it does not fit.
         """
-        self._refuse(model, error)
-        device = self._device(model, error)
-        call = sample if isinstance(sample, Call) else CallReader(forward).read_sample(sample)
+        self._refuse(error)
+        device = self._device(error)
+        call = sample if isinstance(sample, Call) else CallReader(self._forward).read_sample(sample)
         call = call.detached(device)
         peak_bytes, limit_bytes = unplanned_bytes(call, known), self._limits.budget_bytes
         layers: tuple[str, ...] = ()
         if peak_bytes is None or limit_bytes is None or peak_bytes > limit_bytes:
-            peak_bytes, limit_bytes, layers = self._measured(model, forward, call, device, error)
+            peak_bytes, limit_bytes, layers = self._measured(call, device, error)
         within = f"{format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}"
         how = f"with {len(layers)} layers checkpointed by PyTorch, " if layers else ""
         log.warning("such calls run unplanned, %sat %s: %s", how, within, str(error).partition("\n")[0])
-        return EagerStep.of(model, forward, call, device.type, layers)
+        return EagerStep.of(self._model, self._forward, call, device.type, layers)
 
-    def _refuse(self, model: nn.Module, error: UnsupportedModel) -> None:
+    def _refuse(self, error: UnsupportedModel) -> None:
         """Raise the error for settings and calls with which no step can run unplanned."""
         settings, never = self._settings, (NothingToTrain, CompiledCode, EscapedTensors, UnplannableArgument)
-        refuse_wrappers(model)
-        if isinstance(error, never) or not any(p.requires_grad for p in model.parameters()):
+        refuse_wrappers(self._model)
+        if isinstance(error, never) or not any(p.requires_grad for p in self._model.parameters()):
             raise error
         options = {
             "loss_fn=": settings.loss_fn is not None,
@@ -90,21 +91,19 @@ class UnplannedSteps:
                 "Mend that, or leave the parameters whole (ZeRO stage 2 or less)"
             ) from error
 
-    def _device(self, model: nn.Module, error: UnsupportedModel) -> torch.device:
+    def _device(self, error: UnsupportedModel) -> torch.device:
         """Where the model runs. Raises the error where it can't run there."""
         if self._placement.host:
             raise UnsupportedModel(f"{error}. With parameters on the host it can't run unplanned either") from error
         device = self._placement.device
-        if device is not None and any(t.device != device for t in (*model.parameters(), *model.buffers())):
+        if device is not None and any(t.device != device for t in (*self._model.parameters(), *self._model.buffers())):
             raise UnsupportedModel(
                 f"{error}. Such a step can run unplanned once the model is on the device: call "
                 f"model.to({str(device)!r}) before"
             ) from error
-        return device or model_device(model)
+        return device or model_device(self._model)
 
-    def _measured(
-        self, model: nn.Module, forward: Forward, call: Call, device: torch.device, error: UnsupportedModel
-    ) -> tuple[int, int, tuple[str, ...]]:
+    def _measured(self, call: Call, device: torch.device, error: UnsupportedModel) -> tuple[int, int, tuple[str, ...]]:
         """What a run of the step on the sample holds, with what is held beside it; the budget; layers to checkpoint.
 
         Layers are checkpointed where the step does not fit the budget without, and has the same bits with it.
@@ -113,11 +112,11 @@ class UnplannedSteps:
         around = self._settings.surroundings
         held_bytes = state_bytes + around.held_bytes + most_library_bytes(device)
         if self._limits.accumulate:
-            held_bytes += sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+            held_bytes += sum(p.numel() * p.element_size() for p in self._model.parameters() if p.requires_grad)
 
         def measured(layers: tuple[str, ...]) -> tuple[int, UnplannedPeak]:
-            run = functools.partial(checkpointing(model, layers, forward), *call.variadic, **call.arguments)
-            found = contextvars.copy_context().run(unplanned_peak, model, call, run)
+            run = functools.partial(checkpointing(self._model, layers, self._forward), *call.variadic, **call.arguments)
+            found = contextvars.copy_context().run(unplanned_peak, self._model, call, run)
             after_bytes = found.end_bytes + update_bytes + around.after_bytes
             return held_bytes + max(found.peak_bytes, after_bytes), found
 
@@ -131,7 +130,7 @@ class UnplannedSteps:
             ) from failure
         ways: dict[tuple[str, ...], int] = {(): plain_bytes}
         wanted_bytes = self._limits.known_bytes
-        for layers in dict.fromkeys((layers_of(model), layers_of(model, 2))):
+        for layers in dict.fromkeys((layers_of(self._model), layers_of(self._model, 2))):
             if layers and (wanted_bytes is None or min(ways.values()) > wanted_bytes):
                 with contextlib.suppress(Exception):  # of layers that can't be checkpointed
                     peak_bytes, found = measured(layers)

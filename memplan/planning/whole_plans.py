@@ -6,8 +6,6 @@ import dataclasses
 import functools
 import sys
 
-from torch import nn
-
 from memplan.capture.capture import Capture
 from memplan.costs.optimizer import fused_host_update_s_per_byte
 from memplan.logs import log
@@ -43,23 +41,23 @@ class WholePlans:
     def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._settings, self._limits, self._placement, self._problems = settings, limits, placement, problems
 
-    def plan(self, model: nn.Module, captured: Capture) -> Plan:
+    def plan(self, captured: Capture) -> Plan:
         """The fastest known schedule within the budget. Raises BudgetInfeasible."""
         if self._settings.shards is not None:
-            return self.with_gathers(self._problems.with_shards(model, self._placement.homed(captured, model)))
-        problem = self._problems.problem(model, captured)
+            return self.with_gathers(self._problems.with_shards(self._placement.homed(captured)))
+        problem = self._problems.problem(captured)
         if self._placement.host_budget is not None:
-            return self._with_host(model, captured, problem)
+            return self._with_host(captured, problem)
         return self._within(problem, self._front(problem))
 
-    def ladder(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
+    def ladder(self, captured: Capture) -> tuple[Plan, ...]:
         """Plans for a step of any size. The first is for the captured call, the others suit longer and shorter ones.
 
         Raises BudgetInfeasible where none fits that call.
         """
         if self._placement.host_budget is not None:
-            return (self.plan(model, captured),)
-        problem = self._problems.problem(model, captured)
+            return (self.plan(captured),)
+        problem = self._problems.problem(captured)
         front = self._front(problem)
         chosen = self._within(problem, front)
         others = (
@@ -87,11 +85,11 @@ class WholePlans:
             )  # fmt: skip
         return plan
 
-    def curve(self, model: nn.Module, captured: Capture) -> tuple[Plan, ...]:
+    def curve(self, captured: Capture) -> tuple[Plan, ...]:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
-        problem = self._problems.problem(model, captured)
+        problem = self._problems.problem(captured)
         if self._placement.host_budget is not None:
-            return self._curve_with_host(model, captured, problem)
+            return self._curve_with_host(captured, problem)
         front = self._front(problem)
         chosen = front.spread(self._settings.search.points)
         return tuple(plan_of_front(problem, front, point, point.peak_bytes) for point in chosen)
@@ -110,9 +108,9 @@ class WholePlans:
             raise no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)
         return plan_with_gathers(chosen, front, limit, least)
 
-    def _with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> Plan:
+    def _with_host(self, captured: Capture, problem: Problem) -> Plan:
         """A plan that may offload values, and may have parameters live on the host."""
-        parts, problem_of = self._problems.by_homes(model, captured, problem)
+        parts, problem_of = self._problems.by_homes(captured, problem)
         plain, placement = problem_of(frozenset()), self._placement
         limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
         within = self._limits.less_margin(limit)
@@ -154,9 +152,9 @@ class WholePlans:
                 time_s, slow_s, type(optimizer).__name__, fused_s,
             )  # fmt: skip
 
-    def _curve_with_host(self, model: nn.Module, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
+    def _curve_with_host(self, captured: Capture, problem: Problem) -> tuple[Plan, ...]:
         """Plans from the smallest peak that copies reach within the host budget to the unplanned step."""
-        parts, problem_of = self._problems.by_homes(model, captured, problem)
+        parts, problem_of = self._problems.by_homes(captured, problem)
         alone = self._front(problem_of(frozenset()))
         front = self._front(problem_of(all_names(parts))) if parts else alone
         least, most = least_peak_bytes(all_names(parts), front, problem_of), alone.keep_all.peak_bytes

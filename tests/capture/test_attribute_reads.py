@@ -346,19 +346,6 @@ def test_nothing_is_planned_again_while_a_framework_counts() -> None:
     assert len(steps_of(net)) == 1
 
 
-def test_a_copy_of_a_planned_model_goes_by_what_its_own_objects_say() -> None:
-    net, x = Net(number(lambda net: net.settings.scale)).train(), torch.randn(16, 8)
-    net.proxied = net.wrapping = None  # these can't be copied
-    memplan.apply(net, x, 1.0, costs="estimate")
-    before = outcome(net, x)
-    other = copy.deepcopy(net)
-    net.settings.scale = 3.0
-    other.progress = 5
-    assert_same_bits(outcome(other, x), before)
-    other.settings.scale = 3.0
-    assert_same_bits(outcome(other, x), outcome(net, x))
-
-
 class Breaking(Net):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         super().forward(x)

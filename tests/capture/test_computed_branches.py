@@ -353,16 +353,14 @@ def test_a_loss_function_that_looks_at_its_loss() -> None:
         assert_same_bits(*({n: copied(p.grad) for n, p in m.named_parameters()} for m in (plain, net)))
 
 
-def test_a_saved_plan_and_a_copy_of_the_model_check_their_branches(tmp_path: Any) -> None:
+def test_a_saved_plan_checks_its_branches(tmp_path: Any) -> None:
     net, plain = twins(Guarded)
     applied(net, batch())
     memplan.plan_of(net).save(tmp_path / "plan.json")
     loaded = memplan.Plan.load(tmp_path / "plan.json")
     other = memplan.apply(copy.deepcopy(plain), batch(), plan=loaded)
-    for model in (other, copy.deepcopy(net)):
-        fresh = copy.deepcopy(plain)
-        for scale in (1.0, 1000.0):
-            assert_same_bits(run_steps(fresh, batch(scale), 2), run_steps(model, batch(scale), 2))
+    for scale in (1.0, 1000.0):
+        assert_same_bits(run_steps(plain, batch(scale), 2), run_steps(other, batch(scale), 2))
 
 
 def test_plans_alone_run_nothing_and_refuse() -> None:

@@ -286,13 +286,6 @@ def test_fused_kernels_around_islands(habit: Any) -> None:
     assert_same(*steps)
 
 
-def test_half_way_in_a_copy() -> None:
-    model, x = net(several)
-    planned = copy.deepcopy(model)
-    memplan.apply(planned, x, 0.8, costs="estimate")
-    assert_same(two_steps(model, x), two_steps(copy.deepcopy(planned), x))
-
-
 class Recurrent(nn.Module):
     """Runs through oneDNN where that has a kernel for it, whose workspace no trace knows."""
 
@@ -592,26 +585,3 @@ def test_what_saves_as_much_as_data_say() -> None:
     memplan.apply(planned, x, "1GiB", costs="estimate")
     assert_same(two_steps(model, x), two_steps(planned, x))
     assert isinstance(memplan.plan_of(planned), memplan.Plan)
-
-
-def test_what_belongs_to_the_model_is_not_given_to_a_copy() -> None:
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor, layer: nn.Linear) -> torch.Tensor:
-            ctx.layer = layer
-            return x * float(layer.weight.detach().numpy()[0, 0])
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-            return grad * float(ctx.layer.weight.detach().numpy()[0, 0]), None
-
-    def reads(block: Block, x: torch.Tensor) -> torch.Tensor:
-        return Reads.apply(x, block.down)  # type: ignore[no-any-return,no-untyped-call]
-
-    model, x = net(reads)
-    planned = copy.deepcopy(model)
-    memplan.apply(planned, x, "1GiB", costs="estimate")
-    copied = copy.deepcopy(planned)
-    plain = two_steps(model, x)
-    assert_same(plain, two_steps(planned, x))
-    assert_same(plain, two_steps(copied, x))

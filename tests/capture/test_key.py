@@ -568,34 +568,11 @@ HARMLESS: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-@pytest.mark.parametrize("copies", [False, True], ids=["itself", "deepcopy"])
-def test_harmless_changes_keep_the_plan(keyed: tuple[nn.Module, torch.Tensor], name: str, copies: bool) -> None:
-    net, sample = keyed
-    plain = memplan.remove(copy.deepcopy(net))
-    planned = copy.deepcopy(net) if copies else net
+def test_harmless_changes_keep_the_plan(keyed: tuple[nn.Module, torch.Tensor], name: str) -> None:
+    planned, sample = keyed
+    plain = copy.deepcopy(planned)
     for each in (plain, planned):
         HARMLESS[name](each)
     expected = outcome(plain, lambda: plain(sample))
     assert_same_bits(expected, outcome(planned, lambda: planned(sample)))
     assert memplan.plan_of(planned) is not None
-
-
-COPY_CHANGES: dict[str, Callable[[Any], Any]] = {
-    "other-kind-of-module": lambda net: setattr(net, "drop", nn.Identity()),
-    "untied": lambda net: setattr(net.tied, "weight", nn.Parameter(net.tied.weight.detach().clone())),
-    "tensor-attribute": lambda net: setattr(net, "held", torch.ones(8) * 2),
-    "callable": lambda net: setattr(net, "activation", F.relu),
-    "number": lambda net: setattr(net, "bare", 2.0),
-}
-
-
-@pytest.mark.parametrize("name", COPY_CHANGES)
-def test_a_copy_that_is_changed_before_its_first_call_is_noticed(
-    keyed: tuple[nn.Module, torch.Tensor], name: str
-) -> None:
-    net, sample = keyed
-    twin = copy.deepcopy(net)
-    COPY_CHANGES[name](twin)
-    with pytest.raises(memplan.PlanMismatch):
-        twin(sample)
-    net(sample).backward()

@@ -105,16 +105,6 @@ def test_other_scales_are_another_step() -> None:
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
 
 
-def test_a_copy_with_packed_weights_trains_on_its_own() -> None:
-    (plain, sample), (net, _) = packed(), packed()
-    memplan.apply(net, sample, 0.8, costs="estimate")
-    copied = copy.deepcopy(net)
-    expected = run_steps(plain, sample)
-    assert_same_bits(expected, run_steps(copied, sample))
-    assert isinstance(memplan.plan_of(copied), memplan.Plan)
-    assert_same_bits(expected, run_steps(net, sample))
-
-
 def test_packed_weights_stay_on_the_device() -> None:
     (plain, sample), (net, _) = packed(), packed()
     low = memplan.plan(net, sample, 1.0, costs="estimate").floor_bytes

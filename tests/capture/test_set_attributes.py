@@ -249,21 +249,6 @@ def test_what_forward_leaves_is_what_eager_leaves(way: Way) -> None:
     assert not way.whole or len(captures) <= 4  # two shapes, and another loss than was thought for each
 
 
-@pytest.mark.parametrize("way", [Way(on_an_object), Way(in_a_tree), Way(on_a_module, term=found)], ids=str)
-def test_copies_do_so_too(way: Way) -> None:
-    torch.manual_seed(0)
-    plain, (x, *_) = Net(way.write), samples()
-    net, term = copy.deepcopy(plain), way.term
-    expected = [step(plain, x, term, i) for i in range(2)]
-    memplan.apply(net, x, memplan.Budget(activations=0.8), costs="estimate")
-    other = copy.deepcopy(net)
-    for i, want in enumerate(expected):
-        assert_same_bits(want, step(other, x, term, i), f"step {i} of the copy")
-    assert vars(other).get("found") is None or vars(net).get("found") is None
-    for i, want in enumerate(expected):
-        assert_same_bits(want, step(net, x, term, i), f"step {i}")
-
-
 def test_the_loss_inside_may_read_what_forward_has_left() -> None:
     def loss_of(net: Net, x: torch.Tensor) -> torch.Tensor:
         return net(x).pow(2).mean() + net.found + torch.stack(net.losses).sum()

@@ -15,7 +15,7 @@ from torch import nn
 
 import memplan
 from memplan.costs.margin import known_margin, remember_margin
-from memplan.installed import choice
+from memplan.installed import known_steps
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import whole_plans
 from memplan.runtime.program.step import EagerStep, WholeStep
@@ -256,7 +256,7 @@ def test_plans_that_are_kept_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatc
     net, sample = Keyed().train(), torch.randn(64, 8)
     planned = planned_twin(net, sample, 1.0)
     (step,) = planned_forward(planned).steps  # type: ignore[union-attr]
-    monkeypatch.setattr(choice, "_MOST_KEPT_BYTES", 3 * choice._size_bytes(step))
+    monkeypatch.setattr(known_steps, "_MOST_KEPT_BYTES", 3 * step.kept_bytes)
     for number in range(2, 8):
         for one in (net, planned):
             one.zero_grad()
@@ -439,9 +439,10 @@ class NoMemory(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 def ops_of_a_step(net: nn.Module, sample: Sample) -> int:
-    counter = NoMemory(0)
+    counter, before = NoMemory(0), copy.deepcopy(net.state_dict())
     with counter:
         run_steps(net, sample, 1)
+    net.load_state_dict(before)
     return -counter.left
 
 
@@ -468,7 +469,7 @@ def test_out_of_memory_is_planned_around_and_nothing_is_lost(name: str, grads: s
     planned = planned_twin(net, sample, 0.9, on_oom="replan", grads=grads)
     peak_bytes = memplan.plan_of(planned).peak_bytes
     assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1), "the first step, which is checked")
-    count = ops_of_a_step(copy.deepcopy(planned), sample)
+    count = ops_of_a_step(planned, sample)
     assert count > 30
     expected = run_steps(net, sample, 2)
     with NoMemory(int(count * part), further) as fault:
@@ -493,7 +494,7 @@ def test_out_of_memory_is_planned_around_until_no_plan_is_smaller(part: float) -
     planned = planned_twin(net, sample, 0.9, on_oom="replan")
     assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1), "the first step, which is checked")
     plan = memplan.plan_of(planned)
-    count = ops_of_a_step(copy.deepcopy(planned), sample)
+    count = ops_of_a_step(planned, sample)
     with pytest.raises(torch.OutOfMemoryError, match="the least"), NoMemory(int(count * part), 99):
         run_steps(planned, sample, 1)
     if part > 0.5:
@@ -523,7 +524,7 @@ def test_out_of_memory_comes_with_advice(part: float) -> None:
     net, sample = MODELS["gpt2"](0)
     planned = planned_twin(net, sample, 0.8)
     assert_same_bits(run_steps(net, sample, 1), run_steps(planned, sample, 1), "the first step, which is checked")
-    count = ops_of_a_step(copy.deepcopy(planned), sample)
+    count = ops_of_a_step(planned, sample)
     advice = r"tried to allocate(.|\n)*predicted peak(.|\n)*on_oom"
     with pytest.raises(torch.OutOfMemoryError, match=advice), NoMemory(int(count * part)):
         run_steps(planned, sample, 1)

@@ -493,7 +493,7 @@ def test_a_parameter_that_is_trained_or_shares_memory_with_one_does_not_stay() -
     assert lasting and not any("frozen.0" in name for name in lasting)
     tied = copy.deepcopy(plain)
     tied.frozen[1].weight = nn.Parameter(tied.frozen[0].weight.data, requires_grad=False)  # type: ignore[arg-type]
-    lasting = Placement(Settings(1 << 20, keep_frozen=True)).lasting(tied)
+    lasting = Placement(tied, Settings(1 << 20, keep_frozen=True)).lasting()
     assert "frozen.1.weight" not in lasting and "frozen.2.weight" in lasting
 
 

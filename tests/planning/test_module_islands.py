@@ -778,18 +778,6 @@ def test_an_input_that_requires_grad_gets_its_gradient() -> None:
         assert_same_bits(gradients[0], gradients[1])
 
 
-def test_a_copy_of_a_model_that_runs_unplanned_runs_its_own_parameters() -> None:
-    net, plain = twins(Branching)
-    sample = rows(64, 32)
-    memplan.apply(net, sample, 1.0)
-    other = copy.deepcopy(net)
-    other(sample).backward()
-    plain(sample).backward()
-    gradients = [{n: p.grad for n, p in m.named_parameters()} for m in (plain, other)]
-    assert_same_bits(gradients[0], gradients[1])
-    assert all(p.grad is None for p in net.parameters())
-
-
 class SkipConnection(nn.Module):
     """The gradient of what is skipped to the end is a slice of one that another op reads too."""
 

@@ -772,20 +772,6 @@ def test_no_more_lives_on_the_host_than_pays(monkeypatch: pytest.MonkeyPatch) ->
     assert 0 < finer.problem.graph.host_resident_bytes < coarse.problem.graph.host_resident_bytes
 
 
-def test_a_copy_counts_the_state_of_its_own_parameters() -> None:
-    net, sample = MODELS["handmade"](0)
-    assert isinstance(sample, torch.Tensor)
-    optimizer = torch.optim.AdamW(net.parameters())
-    low = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer).floor_bytes
-    memplan.apply(net, sample, int(0.7 * low), costs="estimate", optimizer=optimizer, host_budget="1GiB", link=PCIE)
-    twin = copy.deepcopy(net)
-    for model in (net, twin):
-        loss_of(call(model, sample[:24])).backward()
-    plans = [memplan.plan_of(model) for model in (net, twin)]
-    assert plans[0] is not None and plans[1] is not None
-    assert plans[0].problem == plans[1].problem
-
-
 class Loop(torch.nn.Module):
     """Branches on a number that it computes, between layers."""
 

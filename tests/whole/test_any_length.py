@@ -555,18 +555,6 @@ def test_activations_are_offloaded_at_every_size() -> None:
         assert plan.peak_bytes <= floor
 
 
-def test_a_copy_of_the_model_takes_the_fastest_schedule_too() -> None:
-    net, sample = MODELS["gpt2"](0)
-    samples = [with_size(sample, 1, 64, n) for n in (30, 40, 64, 12)]
-    memplan.apply(net, samples[0], memplan.explore(net, samples[2])[0].peak_bytes * 11 // 10, config="rockmate")
-    for n in (1, 2):
-        step(net, samples[n])
-    copied = copy.deepcopy(net)
-    for n in (2, 3):
-        assert_same_bits(step(copied, samples[n]), step(net, samples[n]))
-    assert memplan.plan_of(copied).overhead == 0  # type: ignore[union-attr]
-
-
 def test_the_first_steps_are_compared_at_their_own_sizes(caplog: pytest.LogCaptureFixture) -> None:
     net, sample = MODELS["gpt2"](0)
     caplog.set_level(logging.INFO, "memplan")

@@ -6,17 +6,14 @@ depends on those that its step reads (`attribute_reads`).
 
 from __future__ import annotations
 
-import copy
 import itertools
 import operator
 from collections import deque
 from collections.abc import Collection, Sequence
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
@@ -30,7 +27,6 @@ from memplan.capture.attributes.tables import (
     is_plain,
 )
 
-_NEVER_COPIED = (type, FunctionType, BuiltinFunctionType, ModuleType)  # by copy.deepcopy
 _MOST_COMPARED = 256  # values of a container that a global names
 
 
@@ -85,13 +81,6 @@ class Snapshot:
         self._glance = _Glance(tables, self._entries)
         return None
 
-    def adapted(self, tables: list[tuple[str, Table]]) -> Snapshot:
-        """The snapshot for a copy of the model: with the copy's own objects, and plain values as they were."""
-        other = copy.copy(self)
-        other._glance = None
-        other._entries = [entry.adapted(table) for (_, table), entry in zip(tables, self._entries, strict=True)]
-        return other
-
 
 class _Glance:
     """A quick look at tables that were just as they should be: nothing in them may be another object since then."""
@@ -133,12 +122,6 @@ class _Entry:
         self.simple = {k: v for k, v in kept.items() if k not in self.containers}
         self.absent = None if read is None else frozenset(read - table.keys() - ignored)
         self._keys = frozenset(table)
-
-    def adapted(self, table: Table) -> _Entry:
-        other = copy.copy(self)
-        other.simple = {k: _adapted(v, table.get(k, ABSENT)) for k, v in self.simple.items()}
-        other.containers = {k: _adapted(v, table.get(k)) for k, v in self.containers.items()}
-        return other
 
     def changed_key(self, table: Table) -> str | None:
         found = map(table.get, self.simple, itertools.repeat(ABSENT))
@@ -188,20 +171,6 @@ def _frozen(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return set(value)
     return value.copy() if isinstance(value, np.ndarray) else value
-
-
-def _adapted(frozen: Any, value: Any) -> Any:
-    """A frozen container, with the objects of a copy of the model."""
-    if isinstance(frozen, dict) and isinstance(value, dict):
-        return {k: _adapted(v, value.get(k)) for k, v in frozen.items()}
-    if isinstance(frozen, list) and isinstance(value, (list, tuple, deque)) and len(frozen) == len(value):
-        return [_adapted(v, w) for v, w in zip(frozen, value, strict=True)]
-    if isinstance(frozen, torch.Tensor):
-        equal = isinstance(value, torch.Tensor) and value.shape == frozen.shape and value.dtype == frozen.dtype
-        return value if equal and torch.equal(value, frozen) else frozen
-    if is_plain(frozen) or isinstance(frozen, (dict, list, set, np.ndarray, Enum, *_NEVER_COPIED)):
-        return frozen
-    return value if type(value) is type(frozen) else frozen
 
 
 def is_unchanged(frozen: Any, value: Any) -> bool:

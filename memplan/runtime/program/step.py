@@ -30,6 +30,7 @@ from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.sized_plan import SizedPlan
 from memplan.runtime.program.tangents import Backwards, PlannedTangent
 
+_BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its trace, measured on a GPT-2
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
 
@@ -42,10 +43,31 @@ class PlannedStep(Protocol):
     def provisional(self) -> bool: ...
     @property
     def collectives(self) -> Collectives: ...
+    @property
+    def sized(self) -> SizedPlan | None: ...
+    @property
+    def others(self) -> tuple[WholeStep, ...]: ...
+    @property
+    def kind(self) -> int:
+        """A number that is the same for all steps of one capture."""
+        ...
+
+    @property
+    def kept_bytes(self) -> int:
+        """About how much host memory the step takes."""
+        ...
+
+    def peak_bytes(self, call: Call) -> int | None:
+        """The peak in a call that the step serves. None where nobody knows it."""
+        ...
+
+    def let_go(self) -> None:
+        """Free what the step has left on the device for the next one."""
+        ...
+
     def mismatch(self, call: Call) -> str | None: ...
     def settle(self, model: nn.Module) -> None: ...
     def run(self, call: Call) -> Any: ...
-    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> PlannedStep: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +125,19 @@ class WholeStep:
         """The gradients with which backward starts, by output, as far as one has run; None where none has."""
         return self.runner.arrived or self.capture.tangents
 
+    @property
+    def kind(self) -> int:
+        return id(self.key.arguments)
+
+    @property
+    def kept_bytes(self) -> int:
+        traced = self.capture.traced
+        return len(traced.fx_graph.nodes) * _BYTES_A_NODE + sum(c.nbytes for c in traced.constants.values())
+
+    def let_go(self) -> None:
+        """Free copies that stay on the device between steps, because something else may need the room."""
+        self.runner.store.transfers.standing.free()
+
     def numbers(self, call: Call) -> Numbers:
         """The values of what varies from call to call."""
         sizes = self.capture.traced.sizes
@@ -116,13 +151,6 @@ class WholeStep:
         """A signature of the forward pass of a call that the step serves."""
         traced = self.capture.traced
         return (traced if self.sized is None else at_sizes(traced, self.numbers(call))).forward_ops
-
-    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> WholeStep:
-        """This step for a copy of the model, which has this forward of its own."""
-        capture = dataclasses.replace(self.capture, key=self.key.rebound(model), left=None)
-        runner = _runner(model, capture, self.programs, self.planned)
-        runner.unchecked = set(self.runner.unchecked)
-        return dataclasses.replace(self, capture=capture, key=capture.key, runner=runner, others=())
 
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
@@ -181,6 +209,9 @@ class EagerStep:
     checkpointed: tuple[str, ...] = ()
     plan: None = None
     provisional: bool = False
+    sized: None = None
+    others: tuple[WholeStep, ...] = ()
+    kept_bytes: int = 0
     collectives: Collectives = _UNPLANNED
 
     @staticmethod
@@ -195,14 +226,19 @@ class EagerStep:
         forward = checkpointing(model, checkpointed, forward)
         return EagerStep(forward, ArgumentsKey(call, None, traced=False), ModesKey(model, device_type), checkpointed)
 
-    def bound_to(self, model: nn.Module, forward: Callable[..., Any]) -> EagerStep:
-        """This step for a copy of the model, which has this forward of its own."""
-        forward = checkpointing(model, self.checkpointed, forward)
-        return EagerStep(forward, self.arguments, self.modes.rebound(model), self.checkpointed)
-
     def mismatch(self, call: Call) -> str | None:
         """What keeps this step from serving a call, in words."""
         return self.arguments.mismatch(call) or self.modes.mismatch()
+
+    @property
+    def kind(self) -> int:
+        return id(self)
+
+    def peak_bytes(self, call: Call) -> None:
+        """Nobody knows it."""
+
+    def let_go(self) -> None:
+        """Does nothing: nothing is left."""
 
     def settle(self, model: nn.Module) -> None:
         """Does nothing: an eager forward sets all by itself."""

@@ -1,0 +1,124 @@
+"""The steps of one model: which of them serve a call, and which go when there are too many."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from memplan.capture.ops.sizes import Varying
+from memplan.capture.trace.call import Call
+from memplan.runtime.program.step import PlannedStep, WholeStep
+
+_MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
+_MOST_KEPT_BYTES = 1 << 30  # that all steps of a model take on the host; the same ones go
+
+Answers = dict[int, str | None]  # by kind of step: what keeps it from serving one call
+
+
+class KnownSteps:
+    """The steps of one model, one for each kind of call, the last one used first.
+
+    - no_room: why a call for which a step is made does not fit beside what is there; None where it does.
+    - counts_more: a step counts something that is not there now, so that another one would do with less.
+    - declined: steps that the present call has left by another branch, and where.
+    """
+
+    def __init__(
+        self, no_room: Callable[[PlannedStep, Call], str | None], counts_more: Callable[[PlannedStep], bool]
+    ) -> None:
+        self.all: list[PlannedStep] = []
+        self.declined: list[tuple[PlannedStep, str]] = []
+        self._no_room, self._counts_more = no_room, counts_more
+
+    @property
+    def kinds(self) -> int:
+        """How many captures the steps are of."""
+        return len({step.kind for step in self.all})
+
+    @property
+    def last(self) -> WholeStep | None:
+        """The planned step that was used last."""
+        return next(self.whole(), None)
+
+    def whole(self) -> Iterator[WholeStep]:
+        """The steps that have a plan."""
+        return (step for step in self.all if isinstance(step, WholeStep))
+
+    @contextlib.contextmanager
+    def one_call(self) -> Iterator[None]:
+        """A context for one call: steps that it declines may serve the next one."""
+        try:
+            yield
+        finally:
+            self.declined.clear()
+
+    def serving(self, call: Call) -> Iterator[PlannedStep]:
+        """Steps that serve a call, the most suitable first.
+
+        Whole plans come first: they check the data that decides what runs, while others serve any data. Steps that
+        count more than there is come last.
+        """
+        latest: dict[int, int] = {}  # steps of one capture, by which of all was used last
+        for place, step in enumerate(self.all):
+            latest.setdefault(step.kind, place)
+
+        def rank(step: PlannedStep) -> tuple[bool, bool, int, float]:
+            overhead = 0.0 if step.sized is None else step.sized.planned.overhead
+            return not isinstance(step, WholeStep), self._counts_more(step), latest[step.kind], overhead
+
+        answers: Answers = {}
+        steps = sorted(self.all, key=rank)
+        return (step for step in steps if not step.provisional and self.mismatch(step, call, answers) is None)
+
+    def mismatch(self, step: PlannedStep, call: Call, answers: Answers) -> str | None:
+        """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
+        declined = next((why for other, why in self.declined if other is step), None)
+        return declined or self._other_kind(step, call, answers) or self._no_room(step, call)
+
+    def _other_kind(self, step: PlannedStep, call: Call, answers: Answers) -> str | None:
+        """Why a call is not of the kind that a step is for. answers: so far, of all that share a key."""
+        if step.kind not in answers:
+            answers[step.kind] = step.mismatch(call)
+        return answers[step.kind]
+
+    def of_same_kind(self, call: Call, answers: Answers) -> Iterator[WholeStep]:
+        """Steps for calls of any size, of which this is one."""
+        sized = (step for step in self.whole() if step.sized is not None)
+        return (step for step in sized if self._other_kind(step, call, answers) is None)
+
+    def of_other_size(self, call: Call) -> tuple[WholeStep | None, Varying]:
+        """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
+        found = ((step, step.key.varying(call)) for step in self.whole())
+        return next(((step, varying) for step, varying in found if varying), (None, Varying()))
+
+    def use(self, step: PlannedStep) -> PlannedStep:
+        """Note that a step is used now."""
+        if self.all[0] is not step:
+            self.all[:] = [step, *(other for other in self.all if other is not step)]
+        return step
+
+    def add(self, step: PlannedStep) -> None:
+        """Take in a step and those beside it, as the ones that were used last. The oldest ones may go for them."""
+        self.all[:0] = [step, *step.others]
+        kept, kept_bytes = set[int](), 0
+        for known in self.all:
+            if known.kind not in kept:
+                kept_bytes += known.kept_bytes
+                if kept and (kept_bytes > _MOST_KEPT_BYTES or len(kept) == _MOST_KINDS):
+                    break
+                kept.add(known.kind)
+        self.keep(lambda known: known.kind in kept)
+
+    def keep(self, wanted: Callable[[PlannedStep], bool]) -> None:
+        """Let all other steps go."""
+        self.all[:] = [step for step in self.all if wanted(step)]
+
+    def let_go(self) -> None:
+        """Free copies that stay on the device between steps, because something else runs next and may need the room."""
+        for step in self.all:
+            step.let_go()
+
+    def forget(self) -> None:
+        """Drop all steps, because they are out of date."""
+        self.let_go()
+        self.all.clear()
