@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.capture import model_device
@@ -39,6 +38,7 @@ from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
+from memplan.torch_private import pytree
 from memplan.units import format_bytes
 
 

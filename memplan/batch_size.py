@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan.api import plan
 from memplan.capture.capture import model_device
@@ -18,6 +17,7 @@ from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_env
 from memplan.planning.largest import largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
+from memplan.torch_private import pytree
 from memplan.units import format_bytes, format_seconds
 
 MakeSample = Callable[[int], Sample]

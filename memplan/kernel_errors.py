@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.api import apply, remove
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.planning.settings import LossFunction
+from memplan.torch_private import pytree
 
 _NO_LIMIT = 1 << 60
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -53,7 +54,7 @@ ARROWS = {
     "torch_private units",
     "installed": "capture costs errors logs planning plans problem runtime torch_private units",
     "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
-    "batch_size": "api capture errors planning plans problem units",
+    "batch_size": "api capture errors planning plans problem torch_private units",
     "kernel_errors": "api capture planning torch_private",
     "command_line": "api batch_size cache capture costs errors logs planning plans problem solvers/numeric "
     "torch_private units",
@@ -250,6 +251,14 @@ def test_the_check_of_integrations_itself(
     path.parent.mkdir(parents=True)
     path.write_text(line)
     assert private_names(path) == bad
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_private_names_of_pytorch_are_in_their_folder(path: Path) -> None:
+    used = [ast.unparse(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+    names = {name for name in used if re.match(r"torch(\.\w+)*\._(?!_)", name) and not name.startswith("torch.ops.")}
+    names |= {name for name, _ in imported_names(path) if re.match(r"torch(\.\w+)*\._(?!_)", name)}
+    assert not names or place_of(path) == "torch_private", sorted(names)
 
 
 def run_python(source: str) -> str:

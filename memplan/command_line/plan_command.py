@@ -74,7 +74,8 @@ def _plan(given: argparse.Namespace) -> Outcome:
 def _largest_batch(given: argparse.Namespace, asked: AskedStep) -> SizedChoice:
     """The micro-batch that is fastest. Samples of other sizes repeat the first row. Raises Mistake."""
     import torch
-    from torch.utils import _pytree as pytree
+
+    from memplan.torch_private import pytree
 
     rows = given.batch or 1
 

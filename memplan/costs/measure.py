@@ -27,7 +27,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import flop_registry
 
 from memplan import torch_private as private
@@ -40,6 +39,7 @@ from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
 from memplan.logs import log, show_count
 from memplan.problem.data import Blocks, Costs, GatherSpeed, Roofline
+from memplan.torch_private import pytree
 from memplan.units import format_bytes
 
 _ENOUGH_S = 0.03  # an op is run again until this much time is spent on it and runs agree, or it has run often enough
@@ -390,7 +390,7 @@ class _Bench:
             f"{op.kind} in {op.layer or 'the model'} gives {_shown(real)} (dtype, shape, strides, bytes), where the "
             f"trace has {_shown(traced)}: PyTorch's fake kernel for it is wrong, and a plan would be too"
         )
-        own_op = not isinstance(kernel.node.target, torch._ops.OpOverload) or kernel.target is not kernel.node.target
+        own_op = not isinstance(kernel.node.target, private.OpOverload) or kernel.target is not kernel.node.target
         if own_op or any(in_place) or not can_be_noted(traced, real):
             raise OtherResults(message, {})
         self._other[call_of(kernel.node)] = real

@@ -305,4 +305,4 @@ class _AllocationMeter(private.TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
+    return [t for t in private.pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]

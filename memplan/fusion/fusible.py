@@ -37,7 +37,7 @@ def _is_fusible(traced: Traced, index: int) -> bool:
     if op.random or op.effects or not op.recomputable or kernel.args is not kernel.repeat_args:
         return False
     target, in_place = functional_target(kernel)
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, private.OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     if target not in _COMPOSITE and torch.Tag.pointwise not in target.tags and not private.keeps_to_seed(target):
         return False

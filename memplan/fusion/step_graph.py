@@ -264,7 +264,7 @@ def functional_target(kernel: Kernel) -> tuple[Any, bool]:
     The op is None where there is none.
     """
     target = kernel.node.target if is_sum_in_place(kernel) else kernel.target
-    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+    if not isinstance(target, private.OpOverload) or not target._schema.is_mutable:
         return target, False
     name = target._schema.name.removeprefix("aten::")
     packet = getattr(aten, name[:-1], None) if name.endswith("_") else None

@@ -96,13 +96,16 @@ from memplan.torch_private.symbols import meta_memory as meta_memory
 from memplan.torch_private.symbols import named_anew as named_anew
 from memplan.torch_private.symbols import text_of_node as text_of_node
 from memplan.torch_private.symbols import varies as varies
+from memplan.torch_private.tensors import OpOverload as OpOverload
 from memplan.torch_private.tensors import alike as alike
 from memplan.torch_private.tensors import changes_ops as changes_ops
 from memplan.torch_private.tensors import is_allocated as is_allocated
 from memplan.torch_private.tensors import is_ordinary as is_ordinary
 from memplan.torch_private.tensors import is_transformed as is_transformed
 from memplan.torch_private.tensors import known_storage as known_storage
+from memplan.torch_private.tensors import nn_functions as nn_functions
 from memplan.torch_private.tensors import plain as plain
+from memplan.torch_private.tensors import pytree as pytree
 from memplan.torch_private.tensors import suggest_memory_format as suggest_memory_format
 from memplan.torch_private.tracing import DATA_DEPENDENT_ERRORS as DATA_DEPENDENT_ERRORS
 from memplan.torch_private.tracing import READ_DEVICE as READ_DEVICE

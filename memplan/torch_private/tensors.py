@@ -6,8 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch._ops import OpOverload as OpOverload
 from torch._prims_common import suggest_memory_format as suggest_memory_format
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree
+
+pytree = _pytree
+nn_functions = torch._C._nn  # compiled functions of torch.nn.functional
 
 
 def is_transformed(tensor: torch.Tensor) -> bool:

@@ -33,13 +33,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
+from memplan.torch_private import pytree
 
 Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from memplan.torch_private import OpOverload
+
 aten = torch.ops.aten
 
 # Ops that write to arguments though their schema does not say so: op -> (argument indices, index of `training`).
@@ -80,12 +82,12 @@ SAME_TENSOR = frozenset({aten.detach.default, aten.alias.default, aten.lift_fres
 
 def is_of_pytorch(target: Any) -> bool:
     """Whether an op is PyTorch's own, or one of memplan's. What other ops do is not known."""
-    return not isinstance(target, torch._ops.OpOverload) or target.namespace in _KNOWN
+    return not isinstance(target, OpOverload) or target.namespace in _KNOWN
 
 
 def is_view(target: Any) -> bool:
     """Whether the results of an op lie in the memory of an argument, by its schema."""
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, OpOverload):
         return False
     infos = [result.alias_info for result in target._schema.returns]
     return target in VIEWS or (bool(infos) and all(info is not None and not info.is_write for info in infos))
@@ -110,7 +112,7 @@ def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
     With `torch.use_deterministic_algorithms(True)` PyTorch takes other kernels, or raises.
     """
-    if not isinstance(target, torch._ops.OpOverload) or target._schema.name not in _ADDS_IN_ANY_ORDER:
+    if not isinstance(target, OpOverload) or target._schema.name not in _ADDS_IN_ANY_ORDER:
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -121,7 +123,7 @@ def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return name is None or bool(_argument(target, name, args, kwargs))
 
 
-def _argument(target: torch._ops.OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _argument(target: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives for an argument of its schema, or the default."""
     position, argument = next((i, a) for i, a in enumerate(target._schema.arguments) if a.name == name)
     return kwargs.get(name, args[position] if position < len(args) else argument.default_value)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from memplan.torch_private import OpOverload
+
 
 def op_kind(target: Any) -> str:
     """The name of an aten overload ("aten.mm.default"), or of one of memplan's own functions."""
-    return str(target) if isinstance(target, torch._ops.OpOverload) else f"memplan.{target.__name__}"
+    return str(target) if isinstance(target, OpOverload) else f"memplan.{target.__name__}"
 
 
 def signature(target: Any, args: Any, kwargs: Any, results: Any = None) -> str:

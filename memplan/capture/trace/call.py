@@ -13,7 +13,8 @@ from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, Me
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+
+from memplan.torch_private import pytree
 
 Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
 Forward = Callable[..., Any]  # of a model: its own, or one that stands in for it

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attribute_reads import AttributeReads
@@ -31,6 +30,7 @@ from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
 from memplan.errors import UnsupportedModel
+from memplan.torch_private import pytree
 
 Calls = tuple[Any, ...]  # autograd functions, paths of modules, classes of modules: a call, and those around it
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.kept_memory import KeptMemory, written_by
@@ -27,6 +26,7 @@ from memplan.capture.trace.source_lines import caller_line, in_python_backward, 
 from memplan.capture.trace.sums import is_odd
 from memplan.capture.trace.trace_notes import OTHER_READS, TraceNotes
 from memplan.errors import UnsupportedModel
+from memplan.torch_private import pytree
 
 aten = torch.ops.aten
 

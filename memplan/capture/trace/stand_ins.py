@@ -20,12 +20,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.tables import is_plain
 from memplan.capture.ops.layout import storage_key
 from memplan.errors import UnsupportedModel
+from memplan.torch_private import pytree
 
 
 class StartsToRequireGrad(UnsupportedModel):

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan.capture.attributes.kept_memory import written_by
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.trace.branches import as_without_modes
-from memplan.torch_private import RealOps
+from memplan.torch_private import RealOps, pytree
 
 aten = torch.ops.aten
 

@@ -41,12 +41,12 @@ def binding(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Calla
 
 def _function(target: Any) -> Callable[..., Any] | None:
     """The compiled function or method of an op's name."""
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, private.OpOverload) or target.namespace != "aten":
         return None
     name = target._schema.name.removeprefix("aten::")
     for home, kind in (
         (torch, types.BuiltinFunctionType),
-        (torch._C._nn, types.BuiltinFunctionType),
+        (private.nn_functions, types.BuiltinFunctionType),
         (torch.Tensor, types.MethodDescriptorType),
     ):
         function = getattr(home, name, None)

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
@@ -48,6 +47,7 @@ from memplan.runtime.program.checkpointed import layers_checkpointed
 from memplan.runtime.program.rng import held_rng, restore_held_rng
 from memplan.runtime.trial.unplanned_peak import KnownGenerators
 from memplan.runtime.watch.meter import LiveMeter
+from memplan.torch_private import pytree
 
 _RUNS = 12  # of a call that draws random numbers, to see how much it saves
 _MARGIN = 1.125  # more room than such runs needed

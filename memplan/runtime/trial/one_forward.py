@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memplan import torch_private as private
@@ -24,6 +23,7 @@ from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
 from memplan.errors import UnsupportedModel
 from memplan.runtime.trial.nothing_kept import nothing_kept
+from memplan.torch_private import pytree
 
 
 @dataclass(frozen=True, slots=True)

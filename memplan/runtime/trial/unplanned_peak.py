@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehind
@@ -24,6 +23,7 @@ from memplan.errors import UnsupportedModel
 from memplan.runtime.program.rng import held_rng
 from memplan.runtime.trial.nothing_kept import nothing_kept
 from memplan.runtime.watch.meter import LiveMeter
+from memplan.torch_private import pytree
 
 
 class UnplannedPeak(NamedTuple):

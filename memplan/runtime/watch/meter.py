@@ -7,10 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from memplan.capture.ops.layout import allocated_bytes, strided_parts
-from memplan.torch_private import RealOps, is_allocated
+from memplan.torch_private import RealOps, is_allocated, pytree
 
 LeavesOut = Callable[[torch.UntypedStorage], bool]
 
