@@ -15,18 +15,15 @@ from memplan.problem.simulate import simulate
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.chain.expand import last_reads, outside_of
 from memplan.solvers.chain.hierarchy import Hierarchy, hierarchy_orders
-from memplan.solvers.chain.hierarchy_detours import detours
 from memplan.solvers.chain.hierarchy_options import best_options, plain_forward
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise, measured
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.front.methods import MethodTask, blocks
 from memplan.solvers.orders.flat import flatten
-from memplan.solvers.orders.replay import prune
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
 from tests.support.configs import with_figures
 from tests.support.parameters import examples
 from tests.support.random_graphs import (
-    StepBuilder,
     encoder_decoder_like,
     llama_like,
     random_problems,
@@ -162,54 +159,3 @@ def test_a_block_goes_forward_once_in_turn() -> None:
     wild = np.array([0, *range(stand_in), 0, BOUNDARY, *range(stand_in, block.flat.op_count)])
     plain = plain_forward(block.flat.arrays, wild)
     assert plain.tolist() == [*range(stand_in), BOUNDARY, *range(stand_in, block.flat.op_count)]
-
-
-@pytest.mark.parametrize("depth", [3, 5, 7])
-def test_a_detour_is_the_same_step(depth: int) -> None:
-    task = task_of(unet_like(depth), SMALL)
-    flat = task.flat
-    several = list(detours(flat))
-    assert several
-    for detour in several:
-        a = detour.flat.arrays
-        assert [detour.ops[i] for i in range(a.boundary, len(detour.ops))] == list(
-            range(flat.arrays.boundary, flat.op_count)
-        )
-        order = detour.order(keep_all(detour.flat))
-        whole = sketch_of(flat, "", order)
-        assert whole.peak_bytes >= 0 and set(order.tolist()) == set(keep_all(flat).tolist())
-        copies = [op for op in set(detour.ops) if detour.ops.count(op) > 1]
-        assert copies and all(flat.arrays.rerunnable[op] for op in copies)
-        assert sketch_of(detour.flat, "", keep_all(detour.flat)).time_s == pytest.approx(whole.time_s)
-        assert sketch_of(flat, "", prune(flat.arrays, order)).peak_bytes >= 0
-
-
-def test_backward_parts_behind_the_copies_read_those() -> None:
-    b = StepBuilder()
-    skip = b.forward("wide", (b.value(8, "input"),), (800,), save_outputs=True)[0]
-    x = skip
-    for _ in range(8):
-        x = b.forward("narrow", (x,), (8,), saved=(x,))[0]
-    both = b.forward("mul", (x, skip), (8,), saved=(x, skip))[0]
-    flat = flatten(b.finish(b.forward("loss", (both,), (8,), saved=(both,))[0]))
-    (detour,) = detours(flat)
-    own, a = len(flat.arrays.size_bytes), detour.flat.arrays
-    for op in range(a.boundary, len(detour.ops)):
-        kind, reads = detour.ops[op], detour.flat.reads[op]
-        assert any(v >= own for v in reads) == (skip in flat.reads[kind] and skip not in reads)
-    readers = [op for op in range(a.boundary, len(detour.ops)) if skip in flat.reads[detour.ops[op]]]
-    assert [skip in detour.flat.reads[op] for op in readers] == sorted(skip in detour.flat.reads[op] for op in readers)
-    assert skip in detour.flat.reads[readers[-1]] and skip not in detour.flat.reads[readers[0]]
-
-
-@CALM
-@given(random_problems())
-def test_detours_of_random_steps_run(problem: Problem) -> None:
-    flat = flatten(problem)
-    for detour in detours(flat):
-        assert sketch_of(detour.flat, "", keep_all(detour.flat)).peak_bytes >= 0
-        assert set(detour.ops) == set(range(flat.op_count))
-
-
-def test_a_chain_of_layers_has_no_detours() -> None:
-    assert not list(detours(flatten(resnet_like((2, 2)))))

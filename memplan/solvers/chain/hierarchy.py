@@ -10,9 +10,8 @@ What is not a chain needs no rule of its own. A block with branches inside has c
 local search works on its ops. Branches are a chain, too, for ops have an order. (Cuts where branches begin and end find
 nothing more: docs/research.md.)
 
-What nests (a U-Net) is a chain of three, the middle of which is solved by itself. Values that span the middle are kept,
-or made again (`hierarchy_detours`). What repeats is solved once: options are remembered by a block's signature, across
-places, levels and granularities.
+What nests (a U-Net) is a chain of three, the middle of which is solved by itself. What repeats is solved once: options
+are remembered by a block's signature, across places, levels and granularities.
 
 Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and pairs
 of layers as one block can drop the value between them. Several are tried at the top; all of them share children.
@@ -20,6 +19,7 @@ of layers as one block can drop the value between them. Several are tried at the
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -27,13 +27,12 @@ import numpy as np
 from memplan.config import SearchFigures
 from memplan.solvers.chain.baselines import keep_all
 from memplan.solvers.chain.expand import SolvedChain, chain_table, expand, last_reads, outside_of
-from memplan.solvers.chain.hierarchy_detours import detours
 from memplan.solvers.chain.hierarchy_options import best_options, searched, whole_peak_bytes
 from memplan.solvers.chain.options import BlockOptions, LocalBlock, cut_orders, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, layer_cuts, make_chain
 from memplan.solvers.chain.rotor import distinct_slots, solve_chain
 from memplan.solvers.orders.flat import Arrays, Flat, Ints
-from memplan.solvers.orders.replay import fill, prune, replay
+from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down
 from memplan.solvers.orders.sketch import Sketch, pareto, sketch_of
 
@@ -48,7 +47,6 @@ _FILL_WORK = 160_000  # cap on these peaks for long steps, times ops
 _LONG_OPS, _STRIDE = 2_000, 4  # ops from which a step is tried at fewer granularities, each so many times coarser
 _LOWERED, _PARTS = 6, (64, 16, 4)  # lowest orders that are brought down, and by which parts
 _LOWER_ROUNDS = 100
-_DETOUR_CUTS = 12  # most cuts at the top of a step with detours
 _FILL_ROUNDS = 8
 
 Cuts = tuple[int, ...]
@@ -57,7 +55,7 @@ Partition = tuple[Cuts, bool]
 
 
 def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures) -> Iterator[Ints]:
-    """Legal orders of ops, from the hierarchy of the step and of its detours; the first keeps everything.
+    """Legal orders of ops, from the hierarchy of the step; the first keeps everything.
 
     - keys: of the ops, equal for equal kernels.
     - most_bytes: the peak of keeping everything, with no microbatch waiting; more is never needed.
@@ -65,7 +63,8 @@ def hierarchy_orders(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFig
     """
     a = flat.arrays
     found: list[Sketch] = []
-    for order in _from_trees(flat, keys, most_bytes, figures):
+    trees = Hierarchy(figures).orders(flat, keys, most_bytes, _granularities(flat, figures))
+    for order in itertools.chain([keep_all(flat)], trees):
         found.append(sketch_of(flat, "", order))
         yield order
     # The root is a node, too: its lowest orders are brought down, as inside a block.
@@ -87,19 +86,6 @@ def _targets(front: Sequence[Sketch], most_bytes: int, count: int) -> list[int]:
     """Peaks between the lowest and that of keeping everything."""
     low = front[0].peak_bytes
     return [low + (most_bytes - low) * step // count for step in range(1, count)]
-
-
-def _from_trees(flat: Flat, keys: Keys, most_bytes: int, figures: SearchFigures) -> Iterator[Ints]:
-    yield keep_all(flat)
-    tree = Hierarchy(figures)
-    yield from tree.orders(flat, keys, most_bytes, _granularities(flat, figures))
-    for detour in detours(flat):
-        copied = tuple(keys[op] for op in detour.ops)
-        cuts = [(cuts, leaves) for cuts, leaves in _granularities(detour.flat, figures) if len(cuts) <= _DETOUR_CUTS]
-        for order in tree.orders(detour.flat, copied, most_bytes, cuts):
-            found = _filled(flat.arrays, prune(flat.arrays, detour.order(order)))
-            if found is not None:
-                yield found
 
 
 def _granularities(flat: Flat, figures: SearchFigures) -> list[Partition]:
