@@ -21,8 +21,10 @@ from memplan.capture.ops.island import Island
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Numbers, Sizes
 from memplan.capture.trace.raw_trace import Autocast
+from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
 from memplan.runtime.program.check import run_checked
+from memplan.runtime.program.cuda_graphs import refuse_capture
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
 from memplan.runtime.program.lower import Program
@@ -54,6 +56,7 @@ class Runner:
         checked: Callable[[], Program] | None = None,
         steering: Steering | None = None,
         islands: Sequence[Island] = (),
+        schedule: Schedule = (),
     ) -> None:
         """Prepare to run a program.
 
@@ -66,11 +69,12 @@ class Runner:
         - checked: gives the program with checks of its results, for the first run at each size.
         - steering: leads the step through the model's arena, at the planned sizes.
         - islands: of forward.
+        - schedule: what the program does.
         """
         self.program = program
         self._once = [island for island in islands if island.once]
         self.unlike = [island.title for island in islands if not island.alike]
-        self._sizes, self._checked, self._steering = sizes, checked, steering
+        self._sizes, self._checked, self._steering, self._schedule = sizes, checked, steering, schedule
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
         self.store = store
@@ -144,6 +148,7 @@ class Runner:
         return tuple(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        refuse_capture(self._schedule, self.store)
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         numbers = self._numbers(inputs)
@@ -264,7 +269,8 @@ class Runner:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
-        return ForwardStart(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
+        draws = self._draws and not private.is_captured()
+        return ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
 
     def _go_back(self, start: ForwardStart) -> None:
         """Put the generator and the buffers back to their state when a forward began."""
@@ -275,36 +281,27 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.surfacing or self.unlike or self._loses_what_it_reads(state.start):
-            return False
-        return self._changed_since(state.start) is None
+        return not state.surfacing and self._keeps_from_repeating(state.start) is None
 
-    @staticmethod
-    def _changed_since(start: ForwardStart) -> str | None:
-        """The name of a tensor that forward has read, and that is another by now, or was written to."""
-        for watched in start.read:
-            if (name := watched.exchanged()) is not None:
-                return name
-            if (found := watched.modified()) is not None:
-                return found[0]
-        return None
-
-    def _loses_what_it_reads(self, start: ForwardStart) -> bool:
-        return self.written.for_good or (self.written.matters and not start.buffers)
+    def _keeps_from_repeating(self, start: ForwardStart) -> str | None:
+        """What keeps a forward from running once more with the same results, in words; None for nothing."""
+        if self.unlike:
+            return f"{self.unlike[0]} would give, or leave, something else"
+        if self._draws and start.generator is None:
+            return "it is in a CUDA graph and draws random numbers"
+        if self.written.for_good:
+            return "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
+        if self.written.matters and not start.buffers:
+            return f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
+        changed = (watched.exchanged() or (watched.modified() or ("",))[0] for watched in start.read)
+        name = next(filter(None, changed), None)
+        return name and f"{name} has been modified by an inplace operation, or exchanged, since then"
 
     def _check_repeats(self, state: InFlight) -> None:
         """Raise RuntimeError, with the reason, where the forward of `state` can't run again for a further backward."""
         if self.repeats(state):
             return
-        if self.unlike:
-            why = f"{self.unlike[0]} would give, or leave, something else"
-        elif self.written.for_good:
-            why = "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
-        elif self._loses_what_it_reads(state.start):
-            why = f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
-        else:
-            changed = self._changed_since(state.start) or "what it read"
-            why = f"{changed} has been modified by an inplace operation, or exchanged, since then"
+        why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
         raise RuntimeError(
             "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs the "
             f"forward again for that, but this one can't, because {why}. Add losses up and call backward once, or "
