@@ -20,9 +20,9 @@ from memplan.errors import MemplanError
 _STANDARD_ERROR = threading.Lock()  # held while it goes elsewhere
 
 
-def is_captured() -> bool:
-    """Whether what the current stream is given becomes part of a CUDA graph, and does not run now."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+def is_captured(device: torch.device) -> bool:
+    """Whether what the device's current stream is given becomes part of a CUDA graph, and does not run now."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class MemoryRecord:

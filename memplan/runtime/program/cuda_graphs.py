@@ -6,14 +6,16 @@ no Python: no check of the key, no hook.
 
 from __future__ import annotations
 
+import torch
+
 from memplan import torch_private as private
 from memplan.problem.schedule import Offload, Prefetch, SaveRng, Schedule, Stay
 from memplan.runtime.program.parameters import ParameterStore
 
 
-def refuse_capture(schedule: Schedule, store: ParameterStore) -> None:
+def refuse_capture(schedule: Schedule, store: ParameterStore, device: torch.device) -> None:
     """Raise RuntimeError where a CUDA graph is captured that can't take a step, or would replay something else."""
-    if not private.is_captured():
+    if not private.is_captured(device):
         return
     kinds = {type(step) for step in schedule}
     if store.gathers is not None:

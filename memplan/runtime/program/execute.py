@@ -148,7 +148,7 @@ class Runner:
         return tuple(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
-        refuse_capture(self._schedule, self.store)
+        refuse_capture(self._schedule, self.store, self.device)
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         numbers = self._numbers(inputs)
@@ -269,7 +269,7 @@ class Runner:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
-        draws = self._draws and not private.is_captured()
+        draws = self._draws and not private.is_captured(self.device)
         return ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
 
     def _go_back(self, start: ForwardStart) -> None:
