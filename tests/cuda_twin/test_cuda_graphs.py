@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,13 @@ from tests.cuda_twin import twin
 pytestmark = [pytest.mark.twin, pytest.mark.skipif(twin.missing() is not None, reason=str(twin.missing()))]
 
 WORK = ("kernel", "copy", "set")
+
+
+@pytest.fixture(autouse=True)
+def own_workspaces() -> Iterator[None]:
+    """cuBLAS's workspaces for the streams of graphs go when a test ends."""
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 class Net(nn.Module):
