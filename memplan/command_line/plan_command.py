@@ -101,16 +101,11 @@ def _figures(plan: Plan, rate: float, unit: str) -> list[str]:
     """What a plan comes to, in lines."""
     offload = f"; {format_bytes(plan.offloaded_bytes)} go to the host" if plan.offloaded_bytes else ""
     host = [f"host     {format_bytes(plan.host_bytes)} of its memory"] if plan.host_bytes else []
-    reserved = []
-    if plan.problem.requests is not None:
-        reserved = [
-            f"reserved {format_bytes(plan.reserved_bytes)} by PyTorch's allocator, with expandable_segments:True"
-        ]
     floor_time = f", at {format_seconds(plan.floor_time_s)} a step" if plan.knows_floor_time else ""
     return [
         f"fits     peak {format_bytes(plan.peak_bytes)} of {format_bytes(plan.problem.budget_bytes or 0)} "
         f"(unplanned {format_bytes(plan.baseline_peak_bytes)})",
-        *reserved,
+        *([f"reserved {plan.reserved_text}"] if plan.problem.requests is not None else []),
         f"time     {format_seconds(plan.time_s)} a step, {plan.overhead:+.1%} over no plan; "
         f"{_rounded(rate)} {unit} a second",
         f"best     at most {plan.gap:.1%} faster is possible in this budget",

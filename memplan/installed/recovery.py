@@ -59,7 +59,6 @@ class Recovery:
         self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
-        assert state.start is not None
         call, again = step.capture.call.filled(state.start.inputs), False
         while True:
             with step.key.autocast.context(), torch.enable_grad():

@@ -14,7 +14,6 @@ from memplan.units import format_bytes, format_seconds
 _MOST_AT_PEAK, _MOST_CHOICES, _MOST_MODULES = 6, 8, 6
 _MOST_IN_SHORT = 3
 _MOST_LETTERS = 60
-_MUCH = 0.01  # of what is reserved, that another setting may save
 
 
 def report_text(plan: PlanFigures) -> str:
@@ -33,6 +32,8 @@ def summary(plan: PlanFigures) -> str:
     if plan.offloaded_bytes:
         how.append(f"{format_bytes(plan.offloaded_bytes)} go to the host")
     text = ", ".join(how) or "nothing is recomputed"
+    if plan.better_setting:
+        text += f"; PyTorch's allocator reserves {format_bytes(plan.reserved_bytes)}, {plan.better_setting}"
     return f"peak {format_bytes(plan.peak_bytes)}{within} (unplanned {most}), {plan.overhead:+.1%} time: {text}"
 
 
@@ -57,7 +58,7 @@ def _headline(plan: PlanFigures) -> list[str]:
             else []
         ),
         f"peak              {format_bytes(plan.peak_bytes)}  (unplanned {format_bytes(plan.baseline_peak_bytes)})",
-        *_reserved(plan),
+        *([f"reserved          {plan.reserved_text}"] if problem.requests is not None else []),
         *_without_optimizer(plan),
         f"  resident        {format_bytes(problem.resident_bytes)}"
         "  parameters, buffers, inputs, declared optimizer state",
@@ -75,21 +76,6 @@ def _headline(plan: PlanFigures) -> list[str]:
         *([f"updated there     {updated}"] if problem.host_update_s else []),
         *([f"stays             {stays}"] if plan.staying_bytes else []),
     ]
-
-
-def _reserved(plan: PlanFigures) -> list[str]:
-    """What PyTorch's CUDA allocator reserves, and what its other setting would save."""
-    requests = plan.problem.requests
-    if requests is None:
-        return []
-    if plan.steering is not None:
-        arena = f"{format_bytes(plan.steering.arena_bytes)} of it in an arena"
-        return [f"reserved          {format_bytes(plan.reserved_bytes)}  by PyTorch's allocator, {arena}"]
-    other = not requests.expandable
-    other_bytes = plan.reserved_with(other)
-    hint = f"; {format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:{other}"
-    helps = other_bytes < (1 - _MUCH) * plan.reserved_bytes
-    return [f"reserved          {format_bytes(plan.reserved_bytes)}  by PyTorch's allocator{hint if helps else ''}"]
 
 
 def _peak(memory: StepMemory) -> list[str]:

@@ -21,6 +21,7 @@ from memplan.torch_private.devices import blas_workspace_bytes as blas_workspace
 from memplan.torch_private.devices import can_expand_segments as can_expand_segments
 from memplan.torch_private.devices import expand_segments as expand_segments
 from memplan.torch_private.devices import float32_precisions as float32_precisions
+from memplan.torch_private.devices import is_captured as is_captured
 from memplan.torch_private.devices import is_out_of_memory as is_out_of_memory
 from memplan.torch_private.devices import keep_busy as keep_busy
 from memplan.torch_private.devices import pytorch_allocates as pytorch_allocates

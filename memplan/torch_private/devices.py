@@ -20,6 +20,11 @@ from memplan.errors import MemplanError
 _STANDARD_ERROR = threading.Lock()  # held while it goes elsewhere
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what the device's current stream is given becomes part of a CUDA graph, and does not run now."""
+    return device.type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
 class MemoryRecord:
     """A context in which PyTorch's profiler records what this thread runs, and each allocation on a CPU.
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 FOLDER = Path(sys.prefix) / "lib/cuda_twin"
 KINDS = (
     "malloc", "free", "kernel", "copy", "set", "record", "wait", "event_sync", "event_query", "stream_sync",
-    "stream_query", "device_sync", "host_alloc", "host_free", "map", "unmap",
+    "stream_query", "device_sync", "host_alloc", "host_free", "map", "unmap", "graph",
     "alloc", "free_requested", "free_completed", "op", "read", "write",
 )  # fmt: skip
 
@@ -27,7 +27,7 @@ class Call(NamedTuple):
     - a, b: copy: addresses of target and source. record, wait, event_sync, event_query: a is the event. Queries: b is 1
       for work that has ended. stream_sync: a is 1 for a copy that itself waits. kernel, op: a is the number of its
       name. read, write: a is the address, b is 1 on the device. Others: a is the address.
-    - n: bytes.
+    - n: bytes. graph: how many calls the graph has that is launched.
     """
 
     kind: str

@@ -16,6 +16,7 @@ from memplan.planning.choosing import fastest_reserved
 from memplan.problem.data import Requests
 from memplan.problem.reserved import reserved_bytes, runs_within
 from memplan.solvers import solve_front
+from memplan.units import format_bytes
 from tests.support.random_graphs import unet_like
 
 MIB = 1 << 20
@@ -60,6 +61,20 @@ class _Wide(nn.Module):
             x = torch.tanh(layer(x))
             x = torch.cat((x, x[: len(x) // (index + 2)]))
         return x.square().mean()
+
+
+def test_what_the_other_setting_saves_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = []
+    for expandable in (False, True):
+        requests = Requests(expandable, arena=False)
+        monkeypatch.setattr(problems.Problems, "_requests", lambda problems, traced, optimizer, r=requests: r)
+        plans.append(memplan.plan(_Wide(), torch.rand(30_000, 64), "min", costs="estimate"))
+    other_bytes = plans[0].reserved_with(expandable=True)
+    assert other_bytes <= 0.98 * plans[0].reserved_bytes
+    told = f"; {format_bytes(other_bytes)} with PYTORCH_ALLOC_CONF=expandable_segments:True"
+    assert told in plans[0].report() and told[2:] in plans[0].summary
+    here = f"{format_bytes(plans[1].reserved_bytes)} by PyTorch's allocator with expandable_segments:True"
+    assert f"{here}\n" in plans[1].report() and "PyTorch's allocator" not in plans[1].summary
 
 
 def test_plans_for_budgets_in_bytes_fit_what_is_reserved(

@@ -138,3 +138,27 @@ def test_a_function_that_somebody_exchanges_runs_once(monkeypatch: pytest.Monkey
     monkeypatch.setattr(torch, "mm", lambda a, b: original(a, b) * 2)
     net = at_floor(copy.deepcopy(plain), sample)
     assert_same_bits(run_steps(plain, sample), run_steps(net, sample))
+
+
+class Sharing(nn.Module):
+    """Two layers read one activation, of which each makes the same view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(x.view(2, 4, 4))
+        return sum(torch.sin(layer(x)) for layer in self.layers).mean()  # type: ignore[union-attr]
+
+
+def test_views_are_made_once() -> None:
+    plain, sample = Sharing(), torch.randn(8, 4)
+    net = memplan.apply(copy.deepcopy(plain), sample, 1.0, costs="estimate")
+    program = net.forward.program
+    for side in (program.forward, program.backward):
+        views = [n for n in side.graph.nodes if n.target in (torch.as_strided, torch.t)]
+        assert len({(n.target, str(n.args)) for n in views}) == len(views)
+        assert all(n.args[0].target is not n.target for n in views), "w.t().t() is w"
+    assert torch.t in [n.target for n in program.forward.graph.nodes]
+    assert_same_bits(run_steps(plain, sample), run_steps(net, sample))

@@ -205,3 +205,30 @@ def test_workspaces_are_as_large_as_counted() -> None:
     square.grad = None
     del square
     assert torch.cuda.memory_allocated(device) - before_bytes == most_library_bytes(device)
+
+
+@pytest.mark.skipif(hasattr(torch.cuda, "stand_in"), reason="the stand-in for a CUDA device has no graphs")
+def test_a_planned_step_in_a_cuda_graph_has_the_bits_of_plain_steps() -> None:
+    layers = (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64), nn.LayerNorm(64)) for _ in range(4))
+    net = nn.Sequential(*layers).cuda()
+    plain, x, side = copy.deepcopy(net), torch.randn(512, 64, device="cuda"), torch.cuda.Stream()
+    memplan.apply(net, x, "min", loss_fn=lambda net, x: net(x).square().mean())
+    for stream in (torch.cuda.current_stream(), side):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            net(x).backward()
+            net.zero_grad()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = net(x)
+        loss.backward()
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        expected = plain(x).square().mean()
+        expected.backward()
+        assert torch.equal(loss, expected)
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            assert parameter.grad is not None and other.grad is not None and torch.equal(parameter.grad, other.grad)
+        plain.zero_grad()

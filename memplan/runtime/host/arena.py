@@ -167,7 +167,7 @@ class StepArena:
     def _open(self, size_bytes: int, empty: bool) -> bool:
         """Have an arena of this size. Gives False where that can't be: there is no room, or something is in it."""
         self._unplug()
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if private.is_captured(self.device):
             return False
         if self._pool is not None and (not self._pool.is_of_this_stream or self._open_bytes == size_bytes):
             return self._pool.is_of_this_stream

@@ -21,8 +21,10 @@ from memplan.capture.ops.island import Island
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Numbers, Sizes
 from memplan.capture.trace.raw_trace import Autocast
+from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
 from memplan.runtime.program.check import run_checked
+from memplan.runtime.program.cuda_graphs import refuse_capture
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.in_flight import ForwardStart, InFlight, Watched, Written
 from memplan.runtime.program.lower import Program
@@ -54,6 +56,7 @@ class Runner:
         checked: Callable[[], Program] | None = None,
         steering: Steering | None = None,
         islands: Sequence[Island] = (),
+        schedule: Schedule = (),
     ) -> None:
         """Prepare to run a program.
 
@@ -66,11 +69,12 @@ class Runner:
         - checked: gives the program with checks of its results, for the first run at each size.
         - steering: leads the step through the model's arena, at the planned sizes.
         - islands: of forward.
+        - schedule: what the program does.
         """
         self.program = program
         self._once = [island for island in islands if island.once]
         self.unlike = [island.title for island in islands if not island.alike]
-        self._sizes, self._checked, self._steering = sizes, checked, steering
+        self._sizes, self._checked, self._steering, self._schedule = sizes, checked, steering, schedule
         self._numbers_of: dict[int, Callable[[Numbers], tuple[Any, ...]]] = {}
         self._known_sizes = set() if sizes is None else {sizes.here}  # at which results are as traced
         self.store = store
@@ -88,6 +92,7 @@ class Runner:
         self.backwards = backwards
         self._constants = _constants(backwards.programs)
         self._all_constants = self._constants | _constants([program.forward])
+        self._in_backward = frozenset(program.backward_state)
         self._outputs = outputs
         self._decisions = decisions
 
@@ -143,6 +148,7 @@ class Runner:
         return tuple(outputs)
 
     def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+        refuse_capture(self._schedule, self.store, self.device)
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
         numbers = self._numbers(inputs)
@@ -165,21 +171,15 @@ class Runner:
         saved = results[program.output_count :]
         # A view among the outputs must not look like one, or the caller could not edit it in place.
         outputs = [t if i in program.input_outputs else t.detach() for i, t in enumerate(outputs)]
-        watched = [Watched.of(f"input {i}", inputs[i]) for i in program.backward_inputs]
         # Detached, for an output that holds itself through its graph would outlive its last user.
-        watched += [
-            Watched.of(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs
-        ]
-        watched += [Watched.of(f"constant {name}", tensor) for name, tensor in self._constants.items()]
-        read = [] if start is None else [name for name in self.store if name not in self.written.buffers]
-        named = {name: Watched.named(name, self.store) for name in {*program.backward_state, *read}}
-        if start is not None:
-            start.read.extend(Watched.of(f"input {i}", tensor) for i, tensor in enumerate(inputs))
-            start.read.extend(named[name] for name in read)
-            start.read.extend(Watched.of(f"constant {name}", tensor) for name, tensor in self._all_constants.items())
-        state = [named[name] for name in program.backward_state]
+        watched = [(f"input {i}", inputs[i]) for i in program.backward_inputs]
+        watched += [(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
+        read = [(f"input {i}", tensor) for i, tensor in enumerate(inputs)]
+        state = Watched.named(program.backward_state, self.store)
+        others = [n for n in self.store if n not in self._in_backward and n not in self.written.buffers]
+        start.read.extend([Watched.of(read, self._all_constants), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
-        waiting = InFlight(saved, watched, state, start, program, numbers, decided)
+        waiting = InFlight(saved, Watched.of(watched, self._constants), state, start, program, numbers, decided)
         self.waiting.add(waiting)
         self.store.arena.led(waiting)
         return outputs, waiting
@@ -250,11 +250,13 @@ class Runner:
         return {key: gradient for key, gradient in found if key not in self.store.absent}
 
     def _surface(self, state: InFlight, names: tuple[str, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-        pairs = [(n, g) for n, g in zip(names, gradients, strict=True) if n not in state.surfaced]
-        if pairs:
+        if not state.surfaced.isdisjoint(names):
+            gradients = tuple(g for n, g in zip(names, gradients, strict=True) if n not in state.surfaced)
+            names = tuple(n for n in names if n not in state.surfaced)
+        if names:
             state.surfacing = True
             with self.store.arena.outside():
-                self.store.surface(*zip(*pairs, strict=True))
+                self.store.surface(names, gradients)
             state.surfacing = False
             state.surfaced.update(names)
 
@@ -267,7 +269,8 @@ class Runner:
             kept = {n: _apart(self.store[n]) for n in self.written.buffers}
         elif self._keeps_buffers:
             kept = {n: self.store[n].detach().clone() for n in self.written.buffers}
-        return ForwardStart(tuple(inputs), held_rng(self.device) if self._draws else None, kept)
+        draws = self._draws and not private.is_captured(self.device)
+        return ForwardStart(tuple(inputs), held_rng(self.device) if draws else None, kept)
 
     def _go_back(self, start: ForwardStart) -> None:
         """Put the generator and the buffers back to their state when a forward began."""
@@ -278,28 +281,27 @@ class Runner:
 
     def repeats(self, state: InFlight) -> bool:
         """Whether the forward of `state` can run once more with the same results."""
-        if state.start is None or state.surfacing or self.unlike or self._loses_what_it_reads(state.start):
-            return False
-        return all(watched.is_same(self.store) for watched in state.start.read)
+        return not state.surfacing and self._keeps_from_repeating(state.start) is None
 
-    def _loses_what_it_reads(self, start: ForwardStart) -> bool:
-        return self.written.for_good or (self.written.matters and not start.buffers)
+    def _keeps_from_repeating(self, start: ForwardStart) -> str | None:
+        """What keeps a forward from running once more with the same results, in words; None for nothing."""
+        if self.unlike:
+            return f"{self.unlike[0]} would give, or leave, something else"
+        if self._draws and start.generator is None:
+            return "it is in a CUDA graph and draws random numbers"
+        if self.written.for_good:
+            return "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
+        if self.written.matters and not start.buffers:
+            return f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
+        changed = (watched.exchanged() or (watched.modified() or ("",))[0] for watched in start.read)
+        name = next(filter(None, changed), None)
+        return name and f"{name} has been modified by an inplace operation, or exchanged, since then"
 
     def _check_repeats(self, state: InFlight) -> None:
         """Raise RuntimeError, with the reason, where the forward of `state` can't run again for a further backward."""
         if self.repeats(state):
             return
-        if state.start is None:
-            why = "its parameters are there only around its own passes"
-        elif self.unlike:
-            why = f"{self.unlike[0]} would give, or leave, something else"
-        elif self.written.for_good:
-            why = "it writes to its inputs, to a constant, or puts other tensors in the place of buffers"
-        elif self._loses_what_it_reads(state.start):
-            why = f"it reads what it writes to ({', '.join(self.written.buffers[:3])}). on_oom='replan' keeps copies"
-        else:
-            changed = (watched.what for watched in state.start.read if not watched.is_same(self.store))
-            why = f"{next(changed, 'what it read')} has been modified by an inplace operation, or exchanged, since then"
+        why = self._keeps_from_repeating(state.start) or "its backward is handing gradients over"
         raise RuntimeError(
             "memplan: trying to backward through a planned forward whose saved tensors are freed. A plan runs the "
             f"forward again for that, but this one can't, because {why}. Add losses up and call backward once, or "
@@ -311,7 +313,6 @@ class Runner:
 
         Buffers and the generator are left as they are. Gradients that were handed over are not handed over again.
         """
-        assert state.start is not None
         buffers = {name: self.store[name] for name in self.written.buffers}
         present = ForwardStart((), held_rng(self.device), {n: b.detach().clone() for n, b in buffers.items()})
         with private.versions_kept(buffers.values()):  # other forwards that wait may have read them
@@ -349,14 +350,13 @@ class Runner:
 
     def check_unchanged(self, state: InFlight) -> None:
         """Raise as autograd does where something that backward reads has been written to since forward."""
-        for watched in state.parameters:
-            if self.store[watched.what] is not watched.tensor:
-                raise RuntimeError(
-                    f"memplan: {watched.what} is another tensor than it was in forward; run forward again, and "
-                    "keep the parameters with which it ran until backward is over (torch.func.functional_call does not)"
-                )
-        for watched in (*state.watched, *state.parameters):
-            watched.check()
+        if (name := state.parameters.exchanged()) is not None:
+            raise RuntimeError(
+                f"memplan: {name} is another tensor than it was in forward; run forward again, and keep the "
+                "parameters with which it ran until backward is over (torch.func.functional_call does not)"
+            )
+        state.watched.check()
+        state.parameters.check()
 
     @property
     def requires_grad(self) -> tuple[bool, ...]:

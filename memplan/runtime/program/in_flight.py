@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -69,46 +69,66 @@ def _versions(successors: Mapping[int | None, Sequence[int]], value: int) -> Ite
         yield from _versions(successors, later)
 
 
-class Watched(NamedTuple):
-    """A tensor that backward reads, as it was when forward ended.
+class Watched:
+    """Tensors as they are when forward ends. A step has hundreds of them, so all are looked at together.
 
-    - what: its name, for messages.
-    - storage, offset: where its contents lie.
+    store: where they are looked up by name; None for inputs, outputs and constants.
     """
 
-    what: str
-    tensor: torch.Tensor
-    version: int
-    storage: Any  # None for a sharded parameter, which comes and goes
-    offset: int
+    def __init__(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], store: ParameterStore | None = None
+    ) -> None:
+        self._names, self._tensors, self._store = names, tensors, store
+        # Of sharded parameters, whose memory comes and goes, only the version counts.
+        self._sharded = store is not None and store.gathers is not None and [*map(store.is_sharded, names)]
+        known = private.known_storage if store is None else store.known_storage
+        self._storages = [*map(known, tensors)]  # while they are held, no other storage has one of their keys
+        self._then = self._look()
 
     @staticmethod
-    def of(what: str, tensor: torch.Tensor) -> Watched:
-        return Watched(what, tensor, tensor._version, private.known_storage(tensor), int(tensor.storage_offset()))
+    def of(tensors: Sequence[tuple[str, torch.Tensor]], constants: Mapping[str, torch.Tensor]) -> Watched:
+        """Inputs and outputs, and constants by name."""
+        tensors = [*tensors, *((f"constant {name}", tensor) for name, tensor in constants.items())]
+        return Watched([name for name, _ in tensors], [tensor for _, tensor in tensors])
 
     @staticmethod
-    def named(name: str, store: ParameterStore) -> Watched:
-        """A parameter or buffer."""
-        tensor = store[name]
-        watched = Watched.of(name, tensor)
-        return watched._replace(storage=None) if store.is_sharded(name) else watched
+    def named(names: Sequence[str], store: ParameterStore) -> Watched:
+        """Parameters and buffers."""
+        return Watched(names, store.tensors(names), store)
 
-    def is_same(self, store: ParameterStore) -> bool:
-        """Whether the tensor is the one that it was, with the contents that it had."""
-        return store.get(self.what, self.tensor) is self.tensor and self._is_untouched()
+    @property
+    def storage_keys(self) -> set[int]:
+        """Keys of their storages when forward ended."""
+        return {key for _, key, _ in self._then}
 
-    def _is_untouched(self) -> bool:
-        tensor = self.tensor
-        return tensor._version == self.version and (self.storage is None or self._is_in_place())
+    def _look(self) -> list[tuple[int, int, int]]:
+        """Version, storage and offset of each tensor."""
+        found = [(t._version, int(t.untyped_storage()._cdata), int(t.storage_offset())) for t in self._tensors]
+        if self._sharded:
+            return [(now[0], 0, 0) if gone else now for now, gone in zip(found, self._sharded, strict=True)]
+        return found
 
-    def _is_in_place(self) -> bool:
-        return storage_key(self.tensor) == self.storage.cdata and self.tensor.storage_offset() == self.offset
+    def exchanged(self) -> str | None:
+        """The name of a tensor in whose place there is another."""
+        if self._store is None:
+            return None
+        now = zip(self._names, self._store.tensors(self._names), self._tensors, strict=True)
+        return next((name for name, tensor, then in now if tensor is not then), None)
+
+    def modified(self) -> tuple[str, int, int] | None:
+        """(name, version, version when forward ended) of a tensor that was written to, or lies elsewhere."""
+        now = self._look()
+        if now == self._then:
+            return None
+        columns = zip(self._names, now, self._then, strict=True)
+        return next((name, looks[0], then[0]) for name, looks, then in columns if looks != then)
 
     def check(self) -> None:
-        if not self._is_untouched():
+        """Raise RuntimeError where one was written to, as autograd does."""
+        if (found := self.modified()) is not None:
             raise RuntimeError(
-                f"{self.what}, which backward needs, has been modified by an inplace operation between forward and "
-                f"backward: it is at version {self.tensor._version}, expected version {self.version}"
+                f"{found[0]}, which backward needs, has been modified by an inplace operation between forward and "
+                f"backward: it is at version {found[1]}, expected version {found[2]}"
             )
 
 
@@ -117,9 +137,9 @@ class InFlight:
     """One forward that waits for its backward.
 
     - saved: what the forward program hands to the backward program.
-    - watched: inputs and outputs, as they were when forward ended.
-    - parameters: parameters and buffers, as they were when forward ended.
-    - start: what it takes to run this forward once more; None where that is not kept.
+    - watched: inputs, outputs and constants, as they were when forward ended.
+    - parameters: parameters and buffers that backward reads, as they were when forward ended.
+    - start: what it takes to run this forward once more.
     - program: which ran it.
     - numbers: of its sizes, where they vary.
     - decided: booleans that forward has branched on.
@@ -131,9 +151,9 @@ class InFlight:
     """
 
     saved: list[Any]
-    watched: list[Watched]
-    parameters: list[Watched]
-    start: ForwardStart | None
+    watched: Watched
+    parameters: Watched
+    start: ForwardStart
     program: Program
     numbers: Numbers = ()
     decided: list[torch.Tensor] = field(default_factory=list)
@@ -152,7 +172,7 @@ class InFlight:
     def saved_bytes(self) -> int:
         """Bytes that it holds for backward, beside its inputs and outputs. 0 once backward has begun."""
         held = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(self.saved)}
-        return sum(held.values()) - sum(held.get(storage_key(watched.tensor), 0) for watched in self.watched)
+        return sum(size_bytes for key, size_bytes in held.items() if key not in self.watched.storage_keys)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,10 +64,9 @@ Grads = Literal["surface", "edges"]
 Instance = dict[fx.Node, fx.Node]  # node of the trace -> node of the program, for one live value
 
 
-def get_param(store: Any, name: str) -> torch.Tensor:
-    """The parameter or buffer called `name`, looked up when the program runs."""
-    tensor: torch.Tensor = store[name]
-    return tensor if private.is_ordinary(tensor) else private.plain(tensor)
+def get_state(store: Any, names: tuple[str, ...]) -> list[torch.Tensor]:
+    """The parameters and buffers of these names, looked up when the program begins."""
+    return [tensor if private.is_ordinary(tensor) else private.plain(tensor) for tensor in store.tensors(names)]
 
 
 def made_meta(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -152,7 +151,9 @@ class _Side:
         self.state_names: list[str] = []
         self.residents: Instance = {}
         self.numbers: dict[Expression, fx.Node] = {}
+        self.views: dict[Any, fx.Node] = {}  # by what they are views of, and their layout
         self._last_placeholder: fx.Node | None = None
+        self._state: fx.Node | None = None
         self.store = self.placeholder("store")
 
     def placeholder(self, name: str) -> fx.Node:
@@ -172,10 +173,15 @@ class _Side:
         return self.graph.get_attr(name)
 
     def state(self, name: str) -> fx.Node:
+        if self._state is None:
+            with self.graph.inserting_after(self._last_placeholder):
+                self._state = self.call(get_state, (self.store, ()))
         self.state_names.append(name)
-        return self.call(get_param, (self.store, name))
+        return self.call(operator.getitem, (self._state, len(self.state_names) - 1), name=name)
 
     def module(self, results: Sequence[fx.Node], name: str) -> fx.GraphModule:
+        if self._state is not None:
+            self._state.args = (self.store, tuple(self.state_names))
         self.graph.output(list(results))
         private.boxed(self.graph)
         root = torch.nn.Module()
@@ -279,7 +285,9 @@ class _Lowering:
             instance[node] = self._resident(node)
             return instance[node]
         parent = self.traced.parents[node]
-        if node.target in op_facts.SAME_TENSOR or written_nodes(node):
+        if (alike := self._seen_alike(node)) is not None:
+            found = self._look(alike, instance, value)
+        elif node.target in op_facts.SAME_TENSOR or written_nodes(node):
             found = self._look(parent, instance, value)
         elif (shortcut := self._strided(node, parent, instance, value)) is not None:
             found = shortcut
@@ -289,9 +297,22 @@ class _Lowering:
             if sizes is not None and node.name in sizes.nodes:
                 call = put((sizes.nodes[node.name].args, sizes.nodes[node.name].kwargs), self._number)
             args, kwargs = fx.map_arg(call, lambda n: n if n.graph is self.side.graph else base)
-            found = self.side.call(node.target, args, kwargs)
+            found = self.side.call(binding(node.target, node.args, node.kwargs), args, kwargs)
         instance[node] = found
         return found
+
+    def _seen_alike(self, node: fx.Node) -> fx.Node | None:
+        """The tensor that a view is a view of, if it has the same layout as the view: `w` for `w.t().t()`.
+
+        With dimensions of one element, whose strides vary from call to call, the view is made.
+        """
+        seen, sizes = node.meta["val"], self.traced.sizes
+        if not isinstance(seen, torch.Tensor) or 1 in seen.shape or seen.is_complex() or sizes is not None:
+            return None
+        above = self.traced.parents.get(node)
+        while above is not None and not (_is_seen_as(above, seen.dtype) and self._layout(above) == self._layout(node)):
+            above = self.traced.parents.get(above)
+        return above
 
     def _strided(self, node: fx.Node, parent: fx.Node, instance: Instance, value: int) -> fx.Node | None:
         """A view of an op's result, or a chain of them, in one step, by the call that takes Python the least time."""
@@ -305,8 +326,11 @@ class _Lowering:
             return None
         while nearest is not root and (nearest not in instance or not _is_seen_as(nearest, made.dtype)):
             nearest = self.traced.parents[nearest]
-        base = self._look(nearest, instance, value)
-        return self.side.call(torch.as_strided, (base, *self._layout(node)))
+        base, (shape, stride, offset) = self._look(nearest, instance, value), self._layout(node)
+        key = (base, *shape, *stride, offset)
+        if key not in self.side.views:
+            self.side.views[key] = self.side.call(torch.as_strided, (base, shape, stride, offset))
+        return self.side.views[key]
 
     def _layout(self, node: fx.Node) -> tuple[list[Any], list[Any], Any]:
         """(shape, stride, offset) of a tensor of the trace, in numbers of the program."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.ops.layout import storage_key
 from memplan.runtime.host.arena import StepArena
 from memplan.runtime.host.transfers import Transfers
 from memplan.runtime.host.updates import UpdatesInBackward
@@ -42,6 +43,7 @@ class ParameterStore:
         self.absent: set[str] = set()  # parameters that get no gradient in this backward
         self._homes: dict[str, tuple[dict[str, Any], str]] = {}
         self._direct: dict[str, torch.Tensor] = {}  # parameters whose gradients need no engine in this backward
+        self._storages: dict[int, Any] = {}  # weak references by key
         for name in names:
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
@@ -61,6 +63,20 @@ class ParameterStore:
         """The parameter or buffer called `name` as the model has it: a DTensor where ranks have parts of it."""
         home, leaf = self._homes[name]
         return home.get(leaf)  # type: ignore[return-value]  # not home[leaf], for which others gather a parameter
+
+    def tensors(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """The parameters and buffers of these names, each as `self[name]` is."""
+        found: list[Any] = [home.get(leaf) for home, leaf in map(self._homes.__getitem__, names)]
+        return [tensor if type(tensor) is nn.Parameter else private.part_here(tensor) for tensor in found]
+
+    def known_storage(self, tensor: torch.Tensor) -> Any:
+        """A weak reference to the storage of a parameter, most often that of an earlier step."""
+        key = storage_key(tensor)
+        if key not in self._storages:
+            if len(self._storages) > len(self._homes):  # parameters got other memory
+                self._storages.clear()
+            self._storages[key] = private.known_storage(tensor)
+        return self._storages[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._homes)
@@ -91,8 +107,8 @@ class ParameterStore:
         together = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.gathers is not None or together:  # all ranks have to hand gradients over in one order
             return
-        found = {name: self[name] for name in self._homes}
-        empty = {n: p for n, p in found.items() if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
+        found = [(name, home.get(leaf)) for name, (home, leaf) in self._homes.items()]
+        empty = {n: p for n, p in found if type(p) is nn.Parameter and p.requires_grad and p.grad is None}
         if empty:
             alone = private.without_accumulators([*empty.values()])
             self._direct = {n: p for (n, p), is_alone in zip(empty.items(), alone, strict=True) if is_alone}

@@ -277,5 +277,6 @@ def _runner(
         sizes=traced.sizes,
         checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),
         steering=plan.steering,
+        schedule=plan.schedule,
         islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
     )

@@ -10,6 +10,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <pthread.h>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -17,6 +18,7 @@
 namespace {
 constexpr size_t PAGE = 2u << 20;
 constexpr int OUT_OF_MEMORY = 2, INVALID = 1, NOT_READY = 600;
+constexpr int UNSUPPORTED = 900, INVALIDATED = 901, UNJOINED = 904, ISOLATION = 905, CAPTURED = 907;  // of captures
 constexpr double KERNEL_S = 5e-6, MEMORY_RATE = 2.4e12, LINK_RATE = 50e9, FLOPS_HALF = 600e12, FLOPS = 45e12;
 
 using Clock = std::vector<uint64_t>;  // by stream: how much of its work is meant
@@ -29,8 +31,12 @@ bool covers(const Clock& done, const Clock& wanted) {
     if (wanted[i] > (i < done.size() ? done[i] : 0)) return false;
   return true;
 }
-struct Stream { uint32_t id; int priority; Clock clock; double free_at; };
-struct Event { uint64_t id; bool recorded; Clock clock; double at; };
+struct Node { TwinKind kind; double seconds; void* to; const void* from; int value; size_t bytes; };
+struct Graph { std::vector<Node> nodes; };
+struct Stream;
+struct Capture { uint64_t id; int mode; pthread_t thread; Stream* origin; bool is_broken; Graph* graph; };
+struct Stream { uint32_t id; int priority; Clock clock; double free_at; Capture* capture; bool has_left; };
+struct Event { uint64_t id; bool recorded; Clock clock; double at; Capture* capture; Stream* stream; };
 double number(const char* name, double otherwise) {
   const char* text = getenv(name);
   return text && *text ? atof(text) : otherwise;
@@ -47,7 +53,8 @@ struct Device {
   std::map<uintptr_t, std::pair<size_t, uint64_t>> mapped;            // bytes and handle
   std::unordered_map<uint64_t, std::pair<size_t, int>> handles;       // bytes and how many hold it
   uint64_t next_handle = 1, next_event = 1, next_op = 1;
-  std::vector<Stream*> streams{new Stream{0, 0, {}, 0}};
+  std::vector<Stream*> streams{new Stream{}};
+  std::vector<Capture*> captures;  // that are going on
   Clock done;  // what the host knows to have ended
   std::vector<TwinEntry> record;
   std::vector<std::string> names;
@@ -64,6 +71,7 @@ struct Held {  // the device, for one caller
   }
 };
 thread_local uint64_t op = 0;
+thread_local int capture_mode = 0;  // 0 global, 1 of this thread, 2 relaxed
 
 double now(Held& d) {
   timespec t;
@@ -85,6 +93,23 @@ void work(Held& d, Stream* s, double seconds) {
   s->clock.resize(std::max<size_t>(s->clock.size(), s->id + 1));
   s->clock[s->id]++;
   s->free_at = std::max(s->free_at, now(d)) + seconds;
+}
+int broken(Capture* c, int code) {
+  c->is_broken = true;
+  return code;
+}
+int forbidden(Held& d) {  // a call that captures may forbid, which it then breaks: an error, or 0
+  for (Capture* c : d->captures) {
+    bool own = pthread_equal(c->thread, pthread_self());
+    if (capture_mode != 2 && (own ? c->mode != 2 : capture_mode == 0 && c->mode == 0)) return broken(c, UNSUPPORTED);
+  }
+  return 0;
+}
+int captured(Stream* s, const Node& node) {
+  if (s->capture->is_broken) return INVALIDATED;
+  s->capture->graph->nodes.push_back(node);
+  s->has_left = s != s->capture->origin;  // until the first stream waits for it
+  return 0;
 }
 void finish(Held& d, const Clock& clock, double at) {  // the host waits
   merge(d->done, clock);
@@ -151,6 +176,7 @@ int twin_memory_info(size_t* free_bytes, size_t* total_bytes) {
 }
 int twin_malloc(void** pointer, size_t bytes) {
   Held d;
+  if (int error = forbidden(d)) return error;
   size_t size = up(bytes, PAGE);
   *pointer = take(d, size) ? address_space(size) : nullptr;
   if (!*pointer) return OUT_OF_MEMORY;
@@ -160,6 +186,7 @@ int twin_malloc(void** pointer, size_t bytes) {
 }
 int twin_free(void* pointer) {
   Held d;
+  if (int error = forbidden(d)) return error;
   auto at = d->allocations.find(uintptr_t(pointer));
   if (at == d->allocations.end()) return pointer ? INVALID : 0;
   put(d, FREE, 0, at->first, 0, at->second);
@@ -171,6 +198,7 @@ int twin_free(void* pointer) {
 }
 int twin_host_register(void* pointer, size_t bytes) {
   Held d;
+  if (int error = forbidden(d)) return error;
   d->pinned[uintptr_t(pointer)] = bytes;
   put(d, HOST_ALLOC, 0, uintptr_t(pointer), 0, bytes);
   return 0;
@@ -181,6 +209,7 @@ int twin_host_alloc(void** pointer, size_t bytes) {
 }
 int twin_host_free(void* pointer, bool registered) {
   Held d;
+  if (int error = forbidden(d)) return error;
   auto at = d->pinned.find(uintptr_t(pointer));
   if (at == d->pinned.end()) return INVALID;
   put(d, HOST_FREE, 0, uintptr_t(pointer));
@@ -240,6 +269,7 @@ int twin_unmap(void* pointer, size_t bytes) {
 int twin_kernel(void* stream, const char* name, double seconds) {
   Held d;
   Stream* s = stream_of(d, stream);
+  if (s->capture) return captured(s, {KERNEL, std::max(KERNEL_S, seconds)});
   work(d, s, std::max(KERNEL_S, seconds));
   put(d, KERNEL, s->id, d->recording ? name_id(d, name) : 0);
   return 0;
@@ -252,7 +282,11 @@ int twin_copy(void* to, const void* from, size_t bytes, void* stream, bool waits
   Stream* s = stream_of(d, stream);
   int to_type = type_of(d, to), from_type = type_of(d, from);
   bool on_device = to_type == 2 && from_type == 2;
-  work(d, s, std::max(KERNEL_S, bytes / (on_device ? MEMORY_RATE / 2 : LINK_RATE)));
+  double seconds = std::max(KERNEL_S, bytes / (on_device ? MEMORY_RATE / 2 : LINK_RATE));
+  if (s->capture && to_type && from_type) return captured(s, {COPY, seconds, to, from, 0, bytes});
+  if (s->capture) return broken(s->capture, UNSUPPORTED);  // of memory that is not pinned
+  if (int error = waits ? forbidden(d) : 0) return error;
+  work(d, s, seconds);
   if (bytes <= d->small_copy) memmove(to, from, bytes);
   put(d, COPY, s->id, uintptr_t(to), uintptr_t(from), bytes);
   if (waits || (!on_device && (to_type == 0 || from_type == 0))) {  // memory that is not pinned has no copies beside
@@ -264,6 +298,7 @@ int twin_copy(void* to, const void* from, size_t bytes, void* stream, bool waits
 int twin_set(void* at, int value, size_t bytes, void* stream) {
   Held d;
   Stream* s = stream_of(d, stream);
+  if (s->capture) return captured(s, {SET, std::max(KERNEL_S, bytes / MEMORY_RATE), at, nullptr, value, bytes});
   work(d, s, std::max(KERNEL_S, bytes / MEMORY_RATE));
   if (bytes <= d->small_copy) memset(at, value, bytes);
   put(d, SET, s->id, uintptr_t(at), 0, bytes);
@@ -273,7 +308,7 @@ int twin_set(void* at, int value, size_t bytes, void* stream) {
 // Streams and events.
 int twin_stream_create(void** stream, int priority) {
   Held d;
-  d->streams.push_back(new Stream{uint32_t(d->streams.size()), priority, {}, 0});
+  d->streams.push_back(new Stream{uint32_t(d->streams.size()), priority});
   *stream = d->streams.back();
   return 0;
 }
@@ -285,6 +320,13 @@ int twin_stream_wait(void* stream, void* event) {
   Held d;
   Stream* s = stream_of(d, stream);
   Event* e = static_cast<Event*>(event);
+  if (s->capture && e->capture != s->capture) return broken(s->capture, ISOLATION);
+  if (e->capture) {
+    if (std::find(d->captures.begin(), d->captures.end(), e->capture) == d->captures.end()) return CAPTURED;
+    s->capture = e->capture;  // which this stream joins
+    if (s == s->capture->origin) e->stream->has_left = false;
+    return 0;
+  }
   put(d, WAIT, s->id, e->id);
   if (e->recorded) {
     merge(s->clock, e->clock);
@@ -295,6 +337,8 @@ int twin_stream_wait(void* stream, void* event) {
 int twin_stream_sync(void* stream) {
   Held d;
   Stream* s = stream_of(d, stream);
+  if (s->capture) return broken(s->capture, UNSUPPORTED);
+  if (int error = forbidden(d)) return error;
   put(d, STREAM_SYNC, s->id);
   finish(d, s->clock, s->free_at);
   return 0;
@@ -302,18 +346,21 @@ int twin_stream_sync(void* stream) {
 int twin_stream_query(void* stream) {
   Held d;
   Stream* s = stream_of(d, stream);
+  if (s->capture) return broken(s->capture, UNSUPPORTED);
+  if (int error = forbidden(d)) return error;
   bool ended = has_ended(d, s->clock, s->free_at);
   put(d, STREAM_QUERY, s->id, 0, ended);
   return ended ? 0 : NOT_READY;
 }
 int twin_device_sync() {
   Held d;
+  if (int error = forbidden(d)) return error;
   put(d, DEVICE_SYNC, 0);
   for (Stream* s : d->streams) finish(d, s->clock, s->free_at);
   return 0;
 }
 int twin_event_create(void** event) {
-  *event = new Event{Held()->next_event++, false, {}, 0};
+  *event = new Event{Held()->next_event++};
   return 0;
 }
 int twin_event_destroy(void* event) {
@@ -323,8 +370,12 @@ int twin_event_destroy(void* event) {
 int twin_event_record(void* event, void* stream) {
   Held d;
   Stream* s = stream_of(d, stream);
-  work(d, s, 0);
   Event* e = static_cast<Event*>(event);
+  if (s->capture) {
+    *e = {e->id, false, {}, 0, s->capture, s};
+    return 0;
+  }
+  work(d, s, 0);
   *e = {e->id, true, s->clock, s->free_at};
   put(d, RECORD, s->id, e->id);
   return 0;
@@ -332,6 +383,8 @@ int twin_event_record(void* event, void* stream) {
 int twin_event_sync(void* event) {
   Held d;
   Event* e = static_cast<Event*>(event);
+  if (e->capture) return broken(e->capture, CAPTURED);
+  if (int error = forbidden(d)) return error;
   put(d, EVENT_SYNC, 0, e->id);
   if (e->recorded) finish(d, e->clock, e->at);
   return 0;
@@ -339,6 +392,8 @@ int twin_event_sync(void* event) {
 int twin_event_query(void* event) {
   Held d;
   Event* e = static_cast<Event*>(event);
+  if (e->capture) return broken(e->capture, CAPTURED);
+  if (int error = forbidden(d)) return error;
   bool ended = !e->recorded || has_ended(d, e->clock, e->at);
   put(d, EVENT_QUERY, 0, e->id, ended);
   return ended ? 0 : NOT_READY;
@@ -346,6 +401,49 @@ int twin_event_query(void* event) {
 int twin_event_elapsed(float* ms, void* start, void* end) {
   Held d;
   *ms = float((static_cast<Event*>(end)->at - static_cast<Event*>(start)->at) * 1e3);
+  return 0;
+}
+
+// Graphs: what streams of a capture are given, in order, to be launched together.
+int twin_capture_begin(void* stream, int mode) {
+  Held d;
+  Stream* s = stream_of(d, stream);
+  if (s->id == 0 || s->capture) return UNSUPPORTED;
+  s->capture = new Capture{d->next_op++, mode, pthread_self(), s, false, new Graph};
+  d->captures.push_back(s->capture);
+  return 0;
+}
+int twin_capture_end(void* stream, void** graph) {
+  Held d;
+  Capture* c = stream_of(d, stream)->capture;
+  if (!c || c->origin != stream_of(d, stream)) return INVALID;
+  bool has_left = false;
+  for (Stream* s : d->streams)
+    if (s->capture == c) has_left |= s->has_left, s->capture = nullptr, s->has_left = false;
+  d->captures.erase(std::find(d->captures.begin(), d->captures.end(), c));
+  *graph = c->is_broken || has_left ? nullptr : c->graph;
+  return c->is_broken ? INVALIDATED : has_left ? UNJOINED : 0;  // events still point at the capture
+}
+int twin_capture_status(void* stream, uint64_t* id, void** graph) {
+  Held d;
+  Capture* c = stream_of(d, stream)->capture;
+  *id = c ? c->id : 0, *graph = c ? c->graph : nullptr;
+  return !c ? 0 : c->is_broken ? 2 : 1;
+}
+void twin_capture_mode(int* mode) { std::swap(*mode, capture_mode); }
+size_t twin_graph_size(void* graph) { return static_cast<Graph*>(graph)->nodes.size(); }
+int twin_graph_launch(void* graph, void* stream) {
+  Held d;
+  Stream* s = stream_of(d, stream);
+  double seconds = 0;
+  for (const Node& node : static_cast<Graph*>(graph)->nodes) {
+    seconds += node.seconds;
+    if (node.bytes > d->small_copy) continue;
+    if (node.kind == COPY) memmove(node.to, node.from, node.bytes);
+    if (node.kind == SET) memset(node.to, node.value, node.bytes);
+  }
+  work(d, s, seconds);
+  put(d, GRAPH, s->id, 0, 0, twin_graph_size(graph));
   return 0;
 }
 

@@ -7,7 +7,7 @@ extern "C" {
 // What the record holds. twin.py has the same list.
 enum TwinKind : uint32_t {
   MALLOC, FREE, KERNEL, COPY, SET, RECORD, WAIT, EVENT_SYNC, EVENT_QUERY, STREAM_SYNC, STREAM_QUERY, DEVICE_SYNC,
-  HOST_ALLOC, HOST_FREE, MAP, UNMAP,
+  HOST_ALLOC, HOST_FREE, MAP, UNMAP, GRAPH,
   ALLOC, FREE_REQUESTED, FREE_COMPLETED, OP, READ, WRITE  // from the tracker: the caching allocator's, and PyTorch's ops
 };
 // a, b, n: address, second address or number, bytes. op: the PyTorch op that ran when this was called, 0 for none.
@@ -44,6 +44,12 @@ int twin_stream_wait(void* stream, void* event);
 int twin_stream_sync(void* stream);
 int twin_stream_query(void* stream);
 int twin_device_sync();
+int twin_capture_begin(void* stream, int mode);  // modes as cudaStreamCaptureMode
+int twin_capture_end(void* stream, void** graph);
+int twin_capture_status(void* stream, uint64_t* id, void** graph);  // as cudaStreamCaptureStatus
+void twin_capture_mode(int* mode);                                  // exchanges this thread's
+size_t twin_graph_size(void* graph);
+int twin_graph_launch(void* graph, void* stream);
 int twin_event_create(void** event);
 int twin_event_destroy(void* event);
 int twin_event_record(void* event, void* stream);

@@ -212,22 +212,43 @@ cudaError_t cudaStreamAddCallback(cudaStream_t s, cudaStreamCallback_t f, void* 
   return cudaSuccess;
 }
 cudaError_t cudaLaunchHostFunc(cudaStream_t, cudaHostFn_t f, void* data) { f(data); return cudaSuccess; }
-cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* s) {
-  *s = cudaStreamCaptureStatusNone;
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* s) {
+  uint64_t id;
+  void* graph;
+  *s = cudaStreamCaptureStatus(twin_capture_status(stream, &id, &graph));
   return cudaSuccess;
 }
-cudaError_t cudaStreamGetCaptureInfo(cudaStream_t, cudaStreamCaptureStatus* s, unsigned long long* id, cudaGraph_t*,
+cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* s, unsigned long long* id, cudaGraph_t* g,
                                      const cudaGraphNode_t**, const cudaGraphEdgeData**, size_t* n) {
-  *s = cudaStreamCaptureStatusNone;
-  if (id) *id = 0;
+  uint64_t number;
+  void* graph;
+  *s = cudaStreamCaptureStatus(twin_capture_status(stream, &number, &graph));
+  if (id) *id = number;
+  if (g) *g = static_cast<cudaGraph_t>(graph);
   if (n) *n = 0;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  static thread_local cudaStreamCaptureMode now = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, now);
+  int number = *mode;
+  twin_capture_mode(&number);
+  *mode = cudaStreamCaptureMode(number);
   return cudaSuccess;
 }
+cudaError_t cudaStreamBeginCapture(cudaStream_t s, cudaStreamCaptureMode mode) { return give(twin_capture_begin(s, mode)); }
+cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t* graph) {
+  return give(twin_capture_end(s, reinterpret_cast<void**>(graph)));
+}
+cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* run, cudaGraph_t graph, unsigned long long) {
+  *run = reinterpret_cast<cudaGraphExec_t>(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* n) {
+  *n = twin_graph_size(graph);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t run, cudaStream_t s) { return give(twin_graph_launch(run, s)); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* e, unsigned) { return give(twin_event_create(reinterpret_cast<void**>(e))); }
 cudaError_t cudaEventCreate(cudaEvent_t* e) { return cudaEventCreateWithFlags(e, 0); }
 cudaError_t cudaEventDestroy(cudaEvent_t e) { return give(twin_event_destroy(e)); }
