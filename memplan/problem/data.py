@@ -83,7 +83,8 @@ class Effect(NamedTuple):
 
 FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
 _ISLAND = "memplan.island"
-_COLLECTIVES = ("_c10d_functional.", "_dtensor.")
+_ASYNCHRONOUS = "_c10d_functional."
+_COLLECTIVES = (_ASYNCHRONOUS, "_dtensor.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,11 @@ class Op:
     def is_collective(self) -> bool:
         """Whether all ranks of a group run it together."""
         return self.kind.startswith(_COLLECTIVES)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a run only starts a collective, which a `Wait` for its output completes."""
+        return self.kind.startswith(_ASYNCHRONOUS) and len(self.outputs) == 1
 
 
 @dataclass(frozen=True, slots=True)
