@@ -411,6 +411,19 @@ class Problem:
         return total_s(self.costs.time_s)
 
     @property
+    def network_s(self) -> float:
+        """Seconds of the collectives that may run beside ops, when each runs once."""
+        times = zip(self.graph.ops, self.costs.time_s, strict=True)
+        return total_s(time_s for op, time_s in times if op.is_asynchronous)
+
+    @property
+    def without_network(self) -> Problem:
+        """The step with a network that takes no time."""
+        times = zip(self.graph.ops, self.costs.time_s, strict=True)
+        time_s = tuple(0.0 if op.is_asynchronous else time_s for op, time_s in times)
+        return replace(self, costs=replace(self.costs, time_s=time_s))
+
+    @property
     def all_on_device(self) -> Problem:
         """The step as it runs without a plan: parameters and gradients on the device to its end, updates made after it.
 

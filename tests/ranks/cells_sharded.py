@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from memplan.capture.capture import UnplannableArgument
@@ -33,7 +34,8 @@ from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
 from memplan.runtime.ranks import agreement, sharded_model
-from tests.ranks.cells_agreement import rank, refused
+from memplan.torch_private import run_in_mode
+from tests.ranks.cells_agreement import rank, refused, told_by_all
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, plans_wait_for_gloo
 from tests.support.zoo import copied, first_difference, loss_of
@@ -335,6 +337,60 @@ def gathers_again() -> str | None:
     plain, (net, batch) = train(*units()), units()
     memplan.apply(net, batch, budget, costs="estimate")
     return first_difference(plain, train(net, batch), "result")
+
+
+class Calls(TorchDispatchMode):
+    """Notes the ops of a step, and of each collective which products of matrices run while it is under way.
+
+    - starts: names of collectives as they start, in order.
+    - beside: by collective, products that run between its start and its wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[str] = []
+        self.beside: list[list[str]] = []
+        self._flying: dict[int, int] = {}  # by storage of the result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = run_in_mode(func, args, kwargs), str(func)
+        if name.startswith("_c10d_functional.wait_tensor"):
+            self._flying.pop(args[0].untyped_storage()._cdata)
+        elif name.startswith("_c10d_functional."):
+            self._flying[result.untyped_storage()._cdata] = len(self.starts)
+            self.starts.append(name)
+            self.beside.append([])
+        elif "mm" in name:
+            for number in self._flying.values():
+                self.beside[number].append(name)
+        return result
+
+
+def overlaps() -> str | None:
+    """Gathers start before the layer in front of them is over, reductions are waited for after the next has begun.
+
+    All ranks start them in one order, and the bits are those without a plan.
+    """
+    plain, found = train(*units()), []
+    for budget in BUDGETS:
+        net, batch = units()
+        memplan.apply(net, batch, budget, costs="estimate")
+        loss_of(net(**batch)).backward()
+        net.zero_grad()
+        with Calls() as calls:
+            loss_of(net(**batch)).backward()
+        net.zero_grad()
+        torch.manual_seed(0)
+        if len(set(map(tuple, told_by_all(calls.starts)))) > 1:
+            found.append("ranks start collectives in other orders")
+        for kind in ("all_gather", "reduce_scatter"):
+            beside = [ran for name, ran in zip(calls.starts, calls.beside, strict=True) if kind in name]
+            if budget != "min" and sum(map(bool, beside)) < len(beside) - 2:
+                found.append(f"budget {budget}: {kind} runs beside {beside}")
+        net, batch = units()
+        memplan.apply(net, batch, budget, costs="estimate")
+        found.append(first_difference(plain, train(net, batch), f"budget {budget}: result"))
+    return "; ".join(text for text in found if text) or None
 
 
 class Shared(nn.Module):
@@ -726,6 +782,7 @@ CELLS |= {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel), full=True),
     "gathers again": Cell(gathers_again),
+    "overlaps": Cell(overlaps),
     "left as it is": Cell(left_as_it_is),
     "left gathered": Cell(left_gathered, full=True),
     "one of the units": Cell(one_of_the_units, full=True),

@@ -29,6 +29,15 @@ from memplan.solvers.orders.flat import Floats, Ints
 
 _LONGEST = 64  # ops of a head or a tail
 _ROUNDS = 4  # of rooms that are tried
+_REPEATED = 1.5  # gathers of parameters run again in backward
+
+
+def hides(problem: Problem) -> bool:
+    """Whether collectives are expected to hide behind ops, so that running one again costs a schedule no time.
+
+    Otherwise seconds of the network count like those of ops.
+    """
+    return _REPEATED * problem.network_s <= problem.without_network.baseline_time_s
 
 
 def overlapped(problem: Problem, schedule: Schedule, budget_bytes: int) -> Schedule:
@@ -37,7 +46,7 @@ def overlapped(problem: Problem, schedule: Schedule, budget_bytes: int) -> Sched
     It is returned as it is where that does not make it faster. schedule: a legal one that peaks within the budget, and
     waits for each collective at once.
     """
-    if not any(op.is_asynchronous for op in problem.graph.ops):
+    if not problem.network_s:
         return schedule
     before, room_bytes = simulate(problem, schedule), budget_bytes
     for _ in range(_ROUNDS):  # gradients that are handed over later may be held longer, which `_Overlap` does not count
