@@ -703,7 +703,7 @@ def fails_on_one_rank(breaks: int) -> str | None:
     if hook is not None:
         hook.remove()
     error = ZeroDivisionError("of all things")
-    timing = mock.patch.object(sharded_model, "_gather_s", side_effect=error)
+    timing = mock.patch.object(sharded_model, "_seconds", side_effect=error)
     kind, text = (ZeroDivisionError, "of all") if rank() == breaks else (MemplanError, "waited for other ranks")
     with timing if rank() == breaks else contextlib.nullcontext(), mock.patch.object(agreement, "_LONGEST_WAIT_S", 2):
         found = found or refused(run, kind, text)

@@ -108,6 +108,8 @@ def solve_offload(
         closer = search.tries(points, set(range(before + 1, after)) - tried)
         best = best if closer is None else closer
         search.tries_between(points[max(0, best - 1) : best + _NEAR])
+    elif search.overlaps:  # an order between the lowest may peak below them
+        search.tries_between(points[:_NEAR])
     return search.best()
 
 
