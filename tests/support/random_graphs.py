@@ -363,9 +363,9 @@ def encoder_decoder_like(layers: int = 6, size: int = 1 << 24) -> Problem:
 
 def fsdp_like(
     layers: int, *, unit_bytes: int = 400, act_bytes: int = 160, layer_s: float = 4.0, network_s: float = 3.0,
-    parameters: int = 2, casts: bool = True,
+    parameters: int = 2, casts: bool = True, replicas: bool = False,
 ) -> Problem:  # fmt: skip
-    """A step of layers that are units of `fully_shard` on four ranks."""
+    """A step of layers that are units of `fully_shard` on four ranks. replicas: as HSDP has them."""
     b = StepBuilder()
     part, whole = unit_bytes // 4, unit_bytes
 
@@ -401,6 +401,10 @@ def fsdp_like(
         b.op("chunk_cat", tuple(wholes), (flat,), phase="backward", time_s=0.02)
         kind = "_c10d_functional.reduce_scatter_tensor.default"
         b.op(kind, (flat,), (reduced,), phase="backward", time_s=network_s)
+        if replicas:
+            kind, part_of_all = "_c10d_functional.all_reduce.default", reduced
+            reduced = b.value(part)
+            b.op(kind, (part_of_all,), (reduced,), phase="backward", time_s=network_s / 4)
         made = reduced
         if casts:
             made = b.value(part)

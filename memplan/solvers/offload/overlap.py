@@ -65,7 +65,8 @@ class _Flight:
     - start: of the step that starts it. The wait comes next, then `drops` of what it reads.
     - use: the first step that can't come before the wait.
     - limit: the same where the tail moves with the wait; None where there are other readers.
-    - head, tail: steps, in order. The start is in the head.
+    - head, tail: steps, in order. The start is in the head, or else in the tail of another (`parent`): where replicas
+      have parts of gradients (HSDP), these are reduced twice.
     - earliest: where the head can run at the earliest.
     - at, until: the step before which the head runs, and that before which wait and tail run.
     """
@@ -77,6 +78,7 @@ class _Flight:
     limit: int | None = None
     head: list[int] = field(default_factory=list)
     tail: list[int] = field(default_factory=list)
+    parent: _Flight | None = None
     earliest: int = 0
     at: int = 0
     until: int = 0
@@ -133,6 +135,10 @@ class _Overlap:
                 first = max(first, flight.at)
         for number, flight in enumerate(flights):
             if flight.limit is not None:
+                if flight.parent is not None and flight.parent.until > flight.until:
+                    self.lane.remove((flight.start, number, self.time_s[flight.start]))
+                    flight.at = flight.until = flight.parent.until
+                    insort(self.lane, (flight.at, number, self.time_s[flight.start]))
                 self._sink(flight, number)
         return self._written(flights)
 
@@ -178,12 +184,20 @@ class _Overlap:
                 ends += [p for p in self.touching[value] if p >= after and not self._only_reads(p, value)][:1]
             limit = min(ends)
             use = min([limit, *[p for p in self.touching[op.outputs[0]] if p >= after][:1]])
-            flight = _Flight(op, start, drops, use, at=start, until=after)
-            if start > self.turn and self._find_tail(flight):
-                flight.limit = limit
-            else:
+            found.append(_Flight(op, start, drops, use, limit, at=start, until=after))
+        by_start = {flight.start: flight for flight in found}
+        for flight in reversed(found):
+            children = self._find_tail(flight) if flight.start > self.turn else None
+            within = [by_start[position] for position in children or ()]
+            held = {p for child in within for p in child.drops}  # by children, until they are over
+            flight.tail = [p for p in flight.tail if p not in held]
+            read = [Drop(v) for child in within for v in child.op.inputs]
+            if children is None or any(self.steps[p] in read for p in flight.tail) or not all(c.limit for c in within):
+                flight.limit, flight.tail = None, []
                 self._find_head(flight)
-            found.append(flight)
+                continue
+            for child in within:
+                child.parent, flight.limit = flight, min(flight.limit or 0, child.limit or 0)
         return found
 
     def _only_reads(self, position: int, value: int) -> bool:
@@ -205,7 +219,8 @@ class _Overlap:
             position = looked_at.pop()
             for value in self.ran[position].inputs:
                 feeding.update([p for p in self.making[value] if p < position][-1:])
-            for value in self.ran[position].outputs:  # what an earlier run made has to be gone
+            op = self.ran[position]
+            for value in (*op.outputs, *self._overwritten(op)):  # what an earlier run made is gone, and nobody reads it
                 earlier = [p for p in self.touching[value] if p < position]
                 flight.earliest = max([flight.earliest, *(p + 1 for p in earlier[-1:])])
             while feeding and not looked_at:
@@ -234,31 +249,38 @@ class _Overlap:
                 return False
         return True
 
-    def _find_tail(self, flight: _Flight) -> bool:
-        """Find what only follows from the collective. False where something else reads what comes of it."""
-        made, tail = {flight.op.outputs[0]}, set[int]()
+    def _find_tail(self, flight: _Flight) -> list[int] | None:
+        """Find what only follows from the collective. None where something else reads what comes of it.
+
+        Gives the collectives that it starts, where their tails begin.
+        """
+        made, tail, children = {flight.op.outputs[0]}, set[int](), list[int]()
         reading = [p for p in self.touching[flight.op.outputs[0]] if p >= flight.until]
         while reading:
             position = min(reading)
             reading = [p for p in reading if p != position]
             op, step = self.ran.get(position), self.steps[position]
             if op is not None:
-                if len(tail) > _LONGEST or not self._is_plain(op) or not made.issuperset(op.inputs):
-                    return False
+                plain = self._is_plain(op) or (op.is_asynchronous and not self._overwritten(op))
+                if len(tail) > _LONGEST or not plain or not made.issuperset(op.inputs):
+                    return None
+                tail.add(position)
+                if op.is_asynchronous:
+                    children.append(position)
+                    continue
                 made.update(op.outputs)
                 reading += [p for v in op.outputs for p in self.touching[v] if p > position]
-                tail.add(position)
             elif isinstance(step, Drop):
                 tail.add(position)
             elif not isinstance(step, SurfaceGrads):
-                return False
+                return None
         for value in made & self.surfacing.keys():
             together = self.steps[self.surfacing[value]]
             assert isinstance(together, SurfaceGrads)
             if len(together.values) > 1 and any(isinstance(self.steps[p], Drop) for p in self.touching[value]):
-                return False
+                return None
         flight.tail = sorted(tail)
-        return True
+        return children
 
     # -- where it moves to ------------------------------------------------------------------------------------------
 
@@ -355,13 +377,15 @@ class _Overlap:
     def _written(self, flights: list[_Flight]) -> Schedule:
         """The schedule with what was moved in its new place."""
         before: dict[int, list[Step]] = defaultdict(list)
-        surfaced: dict[int, int] = {}  # steps that come after a tail, by position: the last flight that has one there
+        surfaced: dict[int, int] = {}  # by step that comes after tails: the flight with the last of them
         groups: list[list[int]] = []
         for number, flight in enumerate(flights):
             groups.append([flight.start + 1, *flight.drops, *(p for p in flight.tail if p < flight.until)])
             made = {v for p in flight.tail if p in self.ran for v in self.ran[p].outputs} | set(flight.op.outputs)
             places = {self.surfacing[v] for v in made if flight.limit is not None and v in self.surfacing}
-            surfaced |= {p: number for p in places if p < flight.until}
+            for place in places:
+                if max(place, flights[surfaced.get(place, number)].until) <= flight.until and place < flight.until:
+                    surfaced[place] = number
         for position, number in surfaced.items():
             groups[number].append(position)
         for flight, group in zip(flights, groups, strict=True):
