@@ -393,6 +393,35 @@ def overlaps() -> str | None:
     return "; ".join(text for text in found if text) or None
 
 
+class Fails(Calls):
+    """Fails where products of matrices run beside a collective, in backward or before."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self._kind = "reduce_scatter" if in_backward else "all_gather"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(ran and self._kind in name for name, ran in zip(self.starts, self.beside, strict=True)):
+            raise ZeroDivisionError("of all things")
+        return result
+
+
+def given_up() -> str | None:
+    """A step that fails on all ranks while collectives are under way leaves none behind, and the next one runs."""
+    plain, (net, batch) = train(*units()), units()
+    memplan.apply(net, batch, 1.0, costs="estimate")
+    loss_of(net(**batch)).backward()
+    for in_backward in (False, True):
+        with contextlib.suppress(ZeroDivisionError), Fails(in_backward):
+            loss_of(net(**batch)).backward()
+            return "nothing failed"
+        if torch._C._distributed_c10d._get_work_registry_size():
+            return "a collective is left under way"
+    net.zero_grad()
+    return first_difference(plain, train(net, batch), "result")
+
+
 class Shared(nn.Module):
     """A forward that gathers by functional collectives itself."""
 
@@ -811,6 +840,7 @@ CELLS |= {
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel), full=True),
     "gathers again": Cell(gathers_again),
     "overlaps": Cell(overlaps),
+    "given up": Cell(given_up),
     "left as it is": Cell(left_as_it_is),
     "left gathered": Cell(left_gathered, full=True),
     "one of the units": Cell(one_of_the_units, full=True),
