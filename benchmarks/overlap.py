@@ -24,7 +24,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import memplan
 from benchmarks.environment import own_cache
-from memplan.problem.data import GatherSpeed, Network, Problem
+from memplan.capture.shards import NetworkSpeed
+from memplan.problem.data import GatherSpeed, Problem
 from memplan.problem.schedule import BOUNDARY, Schedule, Timeline, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.runtime.ranks.sharded_model import ShardedModel
@@ -35,10 +36,10 @@ ROOFLINE = memplan.Roofline(600e12, 3e12, 5e-6)
 LENGTH = 4096
 
 
-def network() -> Network:
+def network() -> NetworkSpeed:
     """A ring over the link: each rank sends all parts but its own, twice where they are reduced and gathered."""
     once = GatherSpeed(LINK_BYTES_PER_S * RANKS / (RANKS - 1), LATENCY_S)
-    return Network(once, once, GatherSpeed(once.bytes_per_s / 2, LATENCY_S))
+    return NetworkSpeed(once, once, GatherSpeed(once.bytes_per_s / 2, LATENCY_S))
 
 
 def sharded(layers: int) -> torch.nn.Module:

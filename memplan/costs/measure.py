@@ -35,10 +35,11 @@ from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
+from memplan.capture.shards import NetworkSpeed
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
 from memplan.logs import log, show_count
-from memplan.problem.data import Blocks, Costs, Network, Roofline
+from memplan.problem.data import Blocks, Costs, Roofline
 from memplan.torch_private import pytree
 from memplan.units import format_bytes
 
@@ -63,7 +64,7 @@ def measure(
     budget_bytes: int | None = None,
     use_cache: bool = True,
     quick: bool = False,
-    network: Network | None = None,
+    network: NetworkSpeed | None = None,
 ) -> Costs:
     """Run each distinct op and time it.
 
@@ -80,7 +81,7 @@ def measure(
     ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
-    known.facts |= _of_islands(traced) | _of_collectives(traced, network or Network())
+    known.facts |= _of_islands(traced) | _of_collectives(traced, network or NetworkSpeed())
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))
     if missing:
@@ -129,7 +130,7 @@ def _of_islands(traced: Traced) -> dict[str, OpFacts]:
     }
 
 
-def _of_collectives(traced: Traced, network: Network) -> dict[str, OpFacts]:
+def _of_collectives(traced: Traced, network: NetworkSpeed) -> dict[str, OpFacts]:
     """What collectives take on this network."""
     values, found = traced.graph.values, dict[str, OpFacts]()
     for op in traced.graph.ops:
@@ -472,13 +473,13 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
 # -- estimates --------------------------------------------------------------------------------------------------------
 
 
-def estimate(traced: Traced, roofline: Roofline | None = None, network: Network | None = None) -> Costs:
+def estimate(traced: Traced, roofline: Roofline | None = None, network: NetworkSpeed | None = None) -> Costs:
     """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0.
 
     Of calls that can't be traced, what their run on the sample took.
     """
     roofline = roofline or Roofline()
-    times, islands = [], _of_islands(traced) | _of_collectives(traced, network or Network())
+    times, islands = [], _of_islands(traced) | _of_collectives(traced, network or NetworkSpeed())
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         if op.key in islands:
             times.append(islands[op.key].time_s)

@@ -281,22 +281,6 @@ class GatherSpeed:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
-    """How fast collectives are, by kind. Bytes are those of the whole: what a gather gives, or a reduction takes."""
-
-    all_gather: GatherSpeed = GatherSpeed()
-    reduce_scatter: GatherSpeed = GatherSpeed()
-    all_reduce: GatherSpeed = GatherSpeed(bytes_per_s=5e8)
-
-    def time_s(self, kind: str, whole_bytes: int) -> float:
-        """Seconds of a collective. kind: of its op. One of no kind that is known here takes as long as a gather."""
-        speed = next(
-            (getattr(self, name) for name in ("reduce_scatter", "all_reduce") if name in kind), self.all_gather
-        )
-        return float(speed.latency_s + whole_bytes / speed.bytes_per_s)
-
-
-@dataclass(frozen=True, slots=True)
 class Budget:
     """Limits of one training step, in parts; None is no limit.
 

@@ -105,9 +105,8 @@ class _Copy:
     """A copy or a collective that runs.
 
     - direction: "out" to the host, "in" to the device, or "network" from all ranks.
-    - end_s: when it will be done.
+    - end_s, thrown_bytes: when it will be done, and what is freed then.
     - op: the collective; None of a copy.
-    - thrown_bytes: freed when it is done.
     """
 
     direction: CopyDirection

@@ -13,7 +13,6 @@ gradients (`torch_private/fsdp.py`). A plan keeps what was gathered, or gathers 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,9 +22,9 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.shards import Handle, Shard
+from memplan.capture.shards import Handle, NetworkSpeed, Shard
 from memplan.errors import UnsupportedModel
-from memplan.problem.data import GatherSpeed, Network
+from memplan.problem.data import GatherSpeed
 
 _SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of the whole, to measure speeds
 _RUNS = 3  # of each size; the best counts
@@ -41,7 +40,7 @@ class ShardedModel:
         self._model = model
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
         self._units = units
-        self._taken_over, self._measured, self.network = False, False, Network()
+        self._taken_over, self._measured, self.network = False, False, NetworkSpeed()
         self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
             raise UnsupportedModel(
@@ -76,7 +75,7 @@ class ShardedModel:
         if self._measured:
             return
         device = private.part_here(next(self._model.parameters())).device
-        self.network = Network(*(_speed(field.name, group, device) for field in dataclasses.fields(Network)))
+        self.network = NetworkSpeed(*(_speed(kind, group, device) for kind in NetworkSpeed._fields))
         self._measured = True
 
     @contextlib.contextmanager
