@@ -66,15 +66,15 @@ class Lanes:
             assert link is not None
             latency_s = link.latency_s
             speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
-        return self._occupy(direction, value, latency_s + self.problem.graph.values[value].size_bytes / speed)
+        return self._occupy(direction, value, latency_s, self.problem.graph.values[value].size_bytes / speed)
 
     def collective(self, op: int) -> float:
         """Start a collective, and give when the collective will be done."""
-        return self._occupy("network", self.problem.graph.ops[op].outputs[0], self.problem.costs.time_s[op])
+        return self._occupy("network", self.problem.graph.ops[op].outputs[0], 0.0, self.problem.costs.time_s[op])
 
-    def _occupy(self, lane: CopyDirection, value: int, length_s: float) -> float:
+    def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
         """Take a lane from when it is free. Gives when that ends. value: which `LaneSpan.index` names."""
-        end_s = max(self.time_s, self._free_s[lane]) + length_s
+        end_s = max(self.time_s, self._free_s[lane]) + latency_s + length_s
         self._free_s[lane] = end_s
         return end_s
 
@@ -148,9 +148,9 @@ class _RecordedLanes(Lanes):
         super().compute(op)
         self.spans.append(LaneSpan("compute", op, begin_s, self.time_s))
 
-    def _occupy(self, lane: CopyDirection, value: int, length_s: float) -> float:
+    def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
         begin_s = max(self.time_s, self._free_s[lane])
-        end_s = super()._occupy(lane, value, length_s)
+        end_s = super()._occupy(lane, value, latency_s, length_s)
         self.spans.append(LaneSpan(lane, value, begin_s, end_s))
         return end_s
 
