@@ -74,7 +74,7 @@ def plan_of_residency(chosen: Residency, fronts: Sequence[Front], budget_bytes: 
 def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_bytes: int) -> Plan:
     """A plan that gathers sharded parameters.
 
-    - front: of the step without its sharded parameters, and with a network that takes no time.
+    - front: of the step without its sharded parameters.
     - least_bytes: the smallest peak that gathers and copies reach.
     """
     problem, found = chosen.problem, chosen.found
@@ -82,7 +82,7 @@ def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_
     bound_s = max(gather_bound_s(problem), alone.baseline_time_s)
     if problem.link is not None:
         bound_s = max(bound_s, offload_bound_s(alone, budget_bytes))
-    else:
+    elif front.keep_all.problem.costs == alone.costs:
         bound_s = max(bound_s, front.bound.time_s(budget_bytes))
     return Plan(
         dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,

@@ -22,7 +22,7 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.progress import ProgressLine
-from memplan.planning.residency import Residency, all_names, choose_homes, least_peak_bytes, least_resident_bytes
+from memplan.planning.residency import all_names, choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
@@ -97,19 +97,14 @@ class WholePlans:
 
     def with_gathers(self, problem: Problem) -> Plan:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
-        alone = problem.without_network
-        fronts = [self._front(one) for one in ((alone,) if hides(problem) else (alone, problem))]
-        front = fronts[0]  # each of the step without what is gathered
+        searched = problem.without_network if hides(problem) else problem
+        front = self._front(searched)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         host_limit = self._placement.host_limit
         nowhere = frozenset[str]()  # no parameter moves to the host
-        least = min(least_peak_bytes(nowhere, front, lambda _: problem) for front in fronts)
+        least = least_peak_bytes(nowhere, front, lambda _: problem)
         limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
-
-        def search(within: int) -> Residency | None:
-            found = [choose_homes((), f, None, lambda _: problem, host_limit, nowhere, within) for f in fronts]
-            return min(filter(None, found), key=lambda chosen: chosen.found.timeline.time_s, default=None)
-
+        search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(self._limits.less_margin(limit)) or search(limit)
         if chosen is None:
             raise no_room(problem, least, limit, None if self._placement.host_budget is None else host_limit)

@@ -35,7 +35,7 @@ _REPEATED = 1.5  # gathers of parameters run again in backward
 def hides(problem: Problem) -> bool:
     """Whether collectives are expected to hide behind ops, so that running one again costs a schedule no time.
 
-    Otherwise orders are looked for, too, with seconds of the network that count like those of ops.
+    Otherwise seconds of the network count like those of ops.
     """
     return _REPEATED * problem.network_s <= problem.without_network.baseline_time_s
 
