@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,3 +140,23 @@ def test_a_reduction_is_over_before_its_gradient_is_handed_over() -> None:
     assert graph.values[schedule[last].value].role == "gradient"  # type: ignore[union-attr]
     later = [*schedule[:last], *schedule[last + 2 :]]
     refused(problem, [s for s in later if s != schedule[last]], "still being reduced")
+
+
+@pytest.mark.parametrize("replicas", [False, True])
+@pytest.mark.parametrize("options", [{}, {"accumulate": True}, {"takes_gradients": True}, {"in_flight": 2}])
+def test_parameters_that_are_updated_in_backward(options: dict[str, Any], replicas: bool) -> None:
+    """Gradients go with their update. Nothing is updated while a gather reads it, or taken before it is reduced."""
+    problem = fsdp_like(5, replicas=replicas, network_s=5.0)
+    values = list(problem.graph.values)
+    parameters = [i for i, value in enumerate(values) if value.role == "parameter"]
+    if "in_flight" not in options:
+        for layer, gradient in enumerate(reversed(problem.graph.gradients)):
+            updates = tuple(parameters[2 * layer : 2 * layer + 2])
+            values[gradient] = replace(values[gradient], held=False, updates=updates, update_bytes=50)
+    problem = replace(problem, graph=replace(problem.graph, values=tuple(values)), **options)
+    for schedule in (kept(problem), schedule_of(problem.graph, gathered_twice(problem))):
+        before = simulate(problem, schedule)
+        for room_bytes in (0, 60, 500, 3000):
+            after = simulate(problem, overlapped(problem, schedule, before.peak_bytes + room_bytes))
+            assert after.peak_bytes <= before.peak_bytes + room_bytes
+        assert after.time_s < 0.8 * before.time_s
