@@ -10,12 +10,27 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from memplan.problem.data import GatherSpeed
+
+
+class NetworkSpeed(NamedTuple):
+    """How fast collectives are, by kind. Bytes are those of the whole: what a gather gives, or a reduction takes."""
+
+    all_gather: GatherSpeed = GatherSpeed()
+    reduce_scatter: GatherSpeed = GatherSpeed()
+    all_reduce: GatherSpeed = GatherSpeed(bytes_per_s=5e8)
+
+    def time_s(self, kind: str, whole_bytes: int) -> float:
+        """Seconds of a collective. kind: of its op. One of no kind that is known here takes as long as a gather."""
+        speed = next(
+            (getattr(self, name) for name in ("reduce_scatter", "all_reduce") if name in kind), self.all_gather
+        )
+        return float(speed.latency_s + whole_bytes / speed.bytes_per_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,11 @@ from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.island import IslandKernel
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
+from memplan.capture.shards import NetworkSpeed
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
 from memplan.logs import log, show_count
-from memplan.problem.data import Blocks, Costs, GatherSpeed, Roofline
+from memplan.problem.data import Blocks, Costs, Roofline
 from memplan.torch_private import pytree
 from memplan.units import format_bytes
 
@@ -63,7 +64,7 @@ def measure(
     budget_bytes: int | None = None,
     use_cache: bool = True,
     quick: bool = False,
-    gather: GatherSpeed | None = None,
+    network: NetworkSpeed | None = None,
 ) -> Costs:
     """Run each distinct op and time it.
 
@@ -72,7 +73,7 @@ def measure(
     - use_cache: reads known figures from disk, and saves new ones there.
     - quick: ops that are not known run once, and are not saved. Their seconds are rough then, their scratch bytes are
       not.
-    - gather: of collectives, which never run here: one rank alone would wait for the others.
+    - network: of collectives, which never run here: one rank alone would wait for the others.
 
     An op that can't be run by itself is estimated: the source of the costs is then "measured in part".
 
@@ -80,7 +81,7 @@ def measure(
     ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
-    known.facts |= _of_islands(traced) | _of_collectives(traced, gather or GatherSpeed())
+    known.facts |= _of_islands(traced) | _of_collectives(traced, network or NetworkSpeed())
     distinct = {op.key: index for index, op in reversed(list(enumerate(traced.graph.ops)))}
     missing = sorted(index for key, index in distinct.items() if known.wants(key, quick))
     if missing:
@@ -108,7 +109,7 @@ def measure(
         if not quick and not private.user_records_blocks():  # or later processes would never see what ops ask for
             known.save()
     unknown = not all(op.key in known.facts for op in traced.graph.ops)
-    estimated = estimate(traced, gather=gather).time_s if unknown else [0.0] * len(traced.graph.ops)
+    estimated = estimate(traced, network=network).time_s if unknown else [0.0] * len(traced.graph.ops)
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
     source = "measured in part" if unknown else "measured"
     requests = tuple(f.requests for f in facts) if any(f.requests for f in facts) else ()
@@ -129,13 +130,14 @@ def _of_islands(traced: Traced) -> dict[str, OpFacts]:
     }
 
 
-def _of_collectives(traced: Traced, speed: GatherSpeed) -> dict[str, OpFacts]:
-    """What collectives take at this speed."""
-    return {
-        op.key: OpFacts(speed.latency_s + traced.graph.op_bytes(index) / speed.bytes_per_s, 0)
-        for index, op in enumerate(traced.graph.ops)
-        if op.is_collective
-    }
+def _of_collectives(traced: Traced, network: NetworkSpeed) -> dict[str, OpFacts]:
+    """What collectives take on this network."""
+    values, found = traced.graph.values, dict[str, OpFacts]()
+    for op in traced.graph.ops:
+        if op.is_collective:
+            whole_bytes = max(sum(values[v].size_bytes for v in side) for side in (op.inputs, op.outputs))
+            found[op.key] = OpFacts(network.time_s(op.kind, whole_bytes), 0)
+    return found
 
 
 def _cache_bytes(traced: Traced) -> int:
@@ -471,13 +473,13 @@ def _generator_and_grad_mode_kept(device: torch.device) -> Iterator[None]:
 # -- estimates --------------------------------------------------------------------------------------------------------
 
 
-def estimate(traced: Traced, roofline: Roofline | None = None, gather: GatherSpeed | None = None) -> Costs:
+def estimate(traced: Traced, roofline: Roofline | None = None, network: NetworkSpeed | None = None) -> Costs:
     """The longer of compute time and memory traffic time, for each op. Nothing is run; scratch counts as 0.
 
     Of calls that can't be traced, what their run on the sample took.
     """
     roofline = roofline or Roofline()
-    times, islands = [], _of_islands(traced) | _of_collectives(traced, gather or GatherSpeed())
+    times, islands = [], _of_islands(traced) | _of_collectives(traced, network or NetworkSpeed())
     for op, kernel in zip(traced.graph.ops, traced.kernels, strict=True):
         if op.key in islands:
             times.append(islands[op.key].time_s)

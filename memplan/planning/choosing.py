@@ -78,9 +78,12 @@ def plan_with_gathers(chosen: Residency, front: Front, budget_bytes: int, least_
     - least_bytes: the smallest peak that gathers and copies reach.
     """
     problem, found = chosen.problem, chosen.found
-    bound_s = max(front.bound.time_s(budget_bytes) if problem.link is None else 0.0, gather_bound_s(problem))
+    alone = problem.without_network
+    bound_s = max(gather_bound_s(problem), alone.baseline_time_s)
     if problem.link is not None:
-        bound_s = max(bound_s, offload_bound_s(problem, budget_bytes))
+        bound_s = max(bound_s, offload_bound_s(alone, budget_bytes))
+    elif front.keep_all.problem.costs == alone.costs:
+        bound_s = max(bound_s, front.bound.time_s(budget_bytes))
     return Plan(
         dataclasses.replace(problem, budget_bytes=budget_bytes), found.schedule, found.timeline,
         f"{found.solver}, with gathers", min(bound_s, found.timeline.time_s),

@@ -28,6 +28,7 @@ from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Buffers, Costs, Problem, Requests
 from memplan.runtime.program.sized_plan import SizedPlan
+from memplan.runtime.ranks.sharded_model import ShardedModel
 
 
 class Problems:
@@ -161,9 +162,9 @@ class Problems:
         quick: costs that are not known yet are estimated, or measured only once.
         """
         init, source, shards = self._settings.init, self._settings.costs, self._settings.shards
-        speed = None if shards is None else shards.speed
+        network = shards.network if isinstance(shards, ShardedModel) else None
         if source != "measure":
-            return estimate(captured.traced, None if source == "estimate" else source, speed)
+            return estimate(captured.traced, None if source == "estimate" else source, network)
         with AttributesKept(self._model):
             if captured.left is not None:  # buffers that were none
                 captured.left.put()
@@ -187,7 +188,7 @@ class Problems:
 
         away = all_names(self._placement.movable(captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        return measure(timed, resident, self._limits.known_bytes, quick=quick, gather=speed)
+        return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
 
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""

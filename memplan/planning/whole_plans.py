@@ -28,6 +28,7 @@ from memplan.plans.plan import Plan
 from memplan.problem.data import Problem
 from memplan.problem.simulate import unplanned
 from memplan.solvers import Front, solve_front
+from memplan.solvers.offload.overlap import hides
 from memplan.units import format_bytes
 
 _MUCH = 0.05  # of a step, that could be saved
@@ -96,7 +97,8 @@ class WholePlans:
 
     def with_gathers(self, problem: Problem) -> Plan:
         """A plan for a step with sharded parameters, which gathers them to be read. It may offload values."""
-        front = self._front(problem)  # of the step without what is gathered
+        searched = problem.without_network if hides(problem) else problem
+        front = self._front(searched)  # of the step without what is gathered
         gathered_bytes = problem.all_on_device.resident_bytes - problem.resident_bytes
         host_limit = self._placement.host_limit
         nowhere = frozenset[str]()  # no parameter moves to the host

@@ -159,7 +159,7 @@ class PlanFigures:
 
     @property
     def baseline_time_s(self) -> float:
-        """Predicted seconds of the unplanned step."""
+        """Predicted seconds of the unplanned step, which waits for each collective at once."""
         return self.problem.baseline_time_s
 
     @property

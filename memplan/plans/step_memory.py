@@ -131,7 +131,7 @@ class StepMemory:
             case Prefetch(value) | Stay(value):
                 return f"{self.labels[value]} comes to the device"
             case Wait(value):
-                return f"a copy of {self.labels[value]} is waited for"
+                return f"{self.labels[value]} is waited for"
             case SaveRng() | DropRng() | DropHost():
                 return "bookkeeping"
 
@@ -173,6 +173,7 @@ class _Replay:
         self._found: list[Lifetime] = []
         self._open: dict[int, int] = {}
         self._states: dict[int, int] = {}  # of generators, by op
+        self._thrown: dict[int, int] = {}  # second copies that a collective still writes, by value
         self._ran: set[int] = set()
         for index, value in enumerate(self._graph.values):
             if value.resident and value.home == "device" and value.reuses is None:
@@ -223,6 +224,9 @@ class _Replay:
             case DropRng(op):
                 index = self._states.pop(op)
                 self._found[index] = replace(self._found[index], end=moment)
+            case Wait(value) if value in self._thrown:
+                index = self._thrown.pop(value)
+                self._found[index] = replace(self._found[index], end=moment)
             case Offload() | Wait() | DropHost():
                 pass
 
@@ -235,6 +239,8 @@ class _Replay:
             kind: MemoryKind = "gradients" if value.role == "gradient" else "temporary" if first else "recomputed"
             if value.reuses is None and v in self._open:  # made a second time, and thrown away
                 self._add(f"a second {self.labels[v]}", kind, value.size_bytes, moment, moment)
+                if op.is_asynchronous:
+                    self._thrown[v] = len(self._found) - 1
             elif value.reuses is None:
                 self._begin(v, kind, moment)
             elif not value.resident and v in self._open:

@@ -83,7 +83,8 @@ class Effect(NamedTuple):
 
 FUSED = "memplan.fused"  # how kinds of ops begin that are groups of ops, compiled as one
 _ISLAND = "memplan.island"
-_COLLECTIVES = ("_c10d_functional.", "_dtensor.")
+_ASYNCHRONOUS = "_c10d_functional."
+_COLLECTIVES = (_ASYNCHRONOUS, "_dtensor.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +125,11 @@ class Op:
     def is_collective(self) -> bool:
         """Whether all ranks of a group run it together."""
         return self.kind.startswith(_COLLECTIVES)
+
+    @property
+    def is_asynchronous(self) -> bool:
+        """Whether a run only starts a collective, which a `Wait` for its output completes."""
+        return self.kind.startswith(_ASYNCHRONOUS) and len(self.outputs) == 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +409,19 @@ class Problem:
     def baseline_time_s(self) -> float:
         """Seconds of the step when every op runs once."""
         return total_s(self.costs.time_s)
+
+    @property
+    def network_s(self) -> float:
+        """Seconds of the collectives that may run beside ops, when each runs once."""
+        times = zip(self.graph.ops, self.costs.time_s, strict=True)
+        return total_s(time_s for op, time_s in times if op.is_asynchronous)
+
+    @property
+    def without_network(self) -> Problem:
+        """The step with a network that takes no time."""
+        times = zip(self.graph.ops, self.costs.time_s, strict=True)
+        time_s = tuple(0.0 if op.is_asynchronous else time_s for op, time_s in times)
+        return replace(self, costs=replace(self.costs, time_s=time_s))
 
     @property
     def all_on_device(self) -> Problem:

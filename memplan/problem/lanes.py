@@ -1,6 +1,6 @@
-"""Seconds of a schedule: ops one after the other, and beside them copies, gathers and updates by the CPU.
+"""Seconds of a schedule: ops one after the other, and beside them copies, collectives and updates by the CPU.
 
-Each kind of work has a lane of its own.
+Each kind of work has a lane of its own. Gathers of sharded parameters (ZeRO 3) and collectives share the network.
 
 Where several microbatches are in flight they share the lanes. In which order they run is a pipeline's own affair. What
 is counted is that all go forward and then all go backward, as in GPipe: copies out have the forward passes to hide
@@ -16,7 +16,7 @@ from typing import Literal
 from memplan.problem.data import Problem, total_s
 from memplan.problem.schedule import Boundary, Compute, Offload, Prefetch, Schedule, SurfaceGrads, Wait
 
-CopyDirection = Literal["out", "in", "gather"]
+CopyDirection = Literal["out", "in", "network"]
 Lane = CopyDirection | Literal["compute", "stall", "update"]
 
 
@@ -24,9 +24,10 @@ Lane = CopyDirection | Literal["compute", "stall", "update"]
 class LaneSpan:
     """Something that takes a while.
 
-    - lane: "compute" runs an op, "stall" is waiting; "out" copies to the host, "in" to the device, "gather" from all
-      ranks; "update" is the CPU's.
-    - index: the op that runs, or the value that is copied, or whose parameter is updated; -1 of waiting.
+    - lane: "compute" runs an op, "stall" is waiting; "out" copies to the host, "in" to the device; "network" runs
+      collectives; "update" is the CPU's.
+    - index: the op that runs, or the value that is copied, or whose parameter is updated, or the output of a
+      collective; -1 of waiting.
     """
 
     lane: Lane
@@ -45,7 +46,7 @@ class Lanes:
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.time_s = self.stall_s = 0.0
-        self._free_s: dict[CopyDirection, float] = {"out": 0.0, "in": 0.0, "gather": 0.0}
+        self._free_s: dict[CopyDirection, float] = {"out": 0.0, "in": 0.0, "network": 0.0}
         self._updated_s = 0.0  # when the CPU is done with updates
 
     def compute(self, op: int) -> None:
@@ -55,26 +56,32 @@ class Lanes:
     def copy(self, value: int, direction: CopyDirection) -> float:
         """Begin to copy a value, and give when the copy will be done.
 
-        direction: "out" to the host, "in" to the device, or "gather" from all ranks.
+        direction: "out" to the host, "in" to the device, or "network" where all ranks gather a sharded parameter.
         """
         link, gather = self.problem.link, self.problem.gather
-        if direction == "gather":
+        if direction == "network":
             assert gather is not None
             latency_s, speed = gather.latency_s, gather.bytes_per_s
         else:
             assert link is not None
             latency_s = link.latency_s
             speed = link.to_host_bytes_per_s if direction == "out" else link.to_device_bytes_per_s
-        begin_s = max(self.time_s, self._free_s[direction])
-        end_s = begin_s + latency_s + self.problem.graph.values[value].size_bytes / speed
-        self._free_s[direction] = end_s
+        return self._occupy(direction, value, latency_s, self.problem.graph.values[value].size_bytes / speed)
+
+    def collective(self, op: int) -> float:
+        """Start a collective, and give when the collective will be done."""
+        return self._occupy("network", self.problem.graph.ops[op].outputs[0], 0.0, self.problem.costs.time_s[op])
+
+    def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
+        """Take a lane from when it is free. Gives when that ends. value: which `LaneSpan.index` names."""
+        end_s = max(self.time_s, self._free_s[lane]) + latency_s + length_s
+        self._free_s[lane] = end_s
         return end_s
 
     def wait(self, end_s: float) -> None:
         """Compute nothing before `end_s`."""
-        stall_s = max(0.0, end_s - self.time_s)
-        self.time_s += stall_s
-        self.stall_s += stall_s
+        self.stall_s += max(0.0, end_s - self.time_s)
+        self.time_s = max(self.time_s, end_s)
 
     def update(self, gradient: int) -> None:
         """Let the CPU update the parameter of a gradient on the host, once it is done with the updates before."""
@@ -93,7 +100,7 @@ class Lanes:
 
 def direction_of(problem: Problem, value: int) -> CopyDirection:
     """In which lane a value comes to the device."""
-    return "gather" if problem.graph.values[value].home == "sharded" else "in"
+    return "network" if problem.graph.values[value].home == "sharded" else "in"
 
 
 def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, float]:
@@ -108,7 +115,9 @@ def seconds_in_flight(problem: Problem, schedule: Schedule) -> tuple[float, floa
             _run(lanes, steps, own)
     for _ in arriving:
         lanes.finish()
-    ran_s = total_s(problem.costs.time_s[step.op] for step in schedule if isinstance(step, Compute))
+    ops = problem.graph.ops
+    ran = [step.op for step in schedule if isinstance(step, Compute) and not ops[step.op].is_asynchronous]
+    ran_s = total_s(problem.costs.time_s[op] for op in ran)
     stall_s = lanes.stall_s / problem.in_flight
     return ran_s + stall_s, stall_s
 
@@ -139,10 +148,10 @@ class _RecordedLanes(Lanes):
         super().compute(op)
         self.spans.append(LaneSpan("compute", op, begin_s, self.time_s))
 
-    def copy(self, value: int, direction: CopyDirection) -> float:
-        begin_s = max(self.time_s, self._free_s[direction])
-        end_s = super().copy(value, direction)
-        self.spans.append(LaneSpan(direction, value, begin_s, end_s))
+    def _occupy(self, lane: CopyDirection, value: int, latency_s: float, length_s: float) -> float:
+        begin_s = max(self.time_s, self._free_s[lane])
+        end_s = super()._occupy(lane, value, latency_s, length_s)
+        self.spans.append(LaneSpan(lane, value, begin_s, end_s))
         return end_s
 
     def wait(self, end_s: float) -> None:
@@ -159,9 +168,11 @@ class _RecordedLanes(Lanes):
 
 def _run(lanes: Lanes, steps: Schedule, arriving: dict[int, float]) -> None:
     """Half of a step of one microbatch. arriving: when its copies will be done."""
-    values = lanes.problem.graph.values
+    values, ops = lanes.problem.graph.values, lanes.problem.graph.ops
     for step in steps:
         match step:
+            case Compute(op) if ops[op].is_asynchronous:
+                arriving[ops[op].outputs[0]] = lanes.collective(op)
             case Compute(op):
                 lanes.compute(op)
             case Offload(value):

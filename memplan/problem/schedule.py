@@ -18,7 +18,10 @@ SURFACE_BATCH = 8  # gradients handed over together: handing over one costs abou
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Run an op: for the first time, or again with the generator state of its first run."""
+    """Run an op: for the first time, or again with the generator state of its first run.
+
+    An asynchronous collective only starts. It reads its inputs and writes its output until a `Wait` for that.
+    """
 
     op: int
 
@@ -82,7 +85,7 @@ class Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Compute nothing further until the value's copy is done."""
+    """Compute nothing further until the value's copy is done, or the collective that makes the value."""
 
     value: int
 
@@ -133,7 +136,8 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
 
     A read is served by the latest run before it of the op that makes the value, so each such instance is freed right
     after its last read. Gradients with which parameters are updated at once are handed over as soon as nothing reads
-    those parameters any more. The order is not judged here; `simulate` does that.
+    those parameters any more. Each collective is waited for at once; `overlapped` moves starts and waits apart. The
+    order is not judged here; `simulate` does that.
     """
     drops = _last_uses(graph, order)
     updates = update_positions(graph, order)
@@ -154,6 +158,8 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
             steps.append(SaveRng(index))
         left[index] -= 1
         steps.append(Compute(index))
+        if op.is_asynchronous:
+            steps.append(Wait(op.outputs[0]))
         if again and left[index] == 0:
             steps.append(DropRng(index))
         steps.extend(Drop(v) for v in drops[position])

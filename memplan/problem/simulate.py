@@ -16,10 +16,11 @@ What is counted, in the order in which the runtime does it:
 - What stays on the device between steps is there from the first moment to the last, and while the optimizer steps and
   the next batch arrives.
 
-Copies to and from host memory run beside the ops, one after the other in each direction, and so do gathers of sharded
-parameters. A copy begins when it is issued, or when its direction is free. Only what a wait makes sure of is legal:
-what is being fetched can't be read, what is being copied out can't be overwritten or freed, and host memory can't be
-freed under a copy.
+Copies to and from host memory run beside the ops, one after the other in each direction, and so do collectives:
+gathers of sharded parameters, and ops that only start one. A copy begins when it is issued, or when its direction is
+free. Only what a wait makes sure of is legal: what is being fetched can't be read, what is being copied out can't be
+overwritten or freed, and host memory can't be freed under a copy. Until its wait, a collective holds its inputs as
+they are, and its outputs can't be read. No collective is under way when forward ends.
 
 Parameters that live on the host are updated by the CPU. Where that happens in backward it has a lane of its own: one
 update after the other, each from when its gradient is there, and the step ends when the last is done. Elsewhere all of
@@ -34,6 +35,7 @@ says what each takes on the average.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -75,7 +77,7 @@ def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     except _Refusal as refusal:
         raise IllegalSchedule(len(schedule), str(refusal)) from None
     timeline = machine.timeline()
-    if problem.in_flight > 1 and any(isinstance(step, (Offload, Prefetch)) for step in schedule):
+    if problem.in_flight > 1 and any(isinstance(step, Wait) for step in schedule):
         time_s, stall_s = seconds_in_flight(problem, schedule)
         timeline = replace(timeline, time_s=time_s, stall_s=stall_s)
     return timeline
@@ -100,14 +102,17 @@ class _Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy that runs.
+    """A copy or a collective that runs.
 
-    - direction: "out" to the host, "in" to the device, or "gather" from all ranks.
-    - end_s: when it will be done.
+    - direction: "out" to the host, "in" to the device, or "network" from all ranks.
+    - end_s, thrown_bytes: when it will be done, and what is freed then.
+    - op: the collective; None of a copy.
     """
 
     direction: CopyDirection
     end_s: float
+    op: Op | None = None
+    thrown_bytes: int = 0
 
 
 class _Machine:
@@ -119,6 +124,7 @@ class _Machine:
         self.live = [v.resident and v.home == "device" and v.reuses is None for v in graph.values]
         self.elsewhere = [v.fetched for v in graph.values]  # on the host, or sharded
         self.copying: dict[int, _Copy] = {}
+        self.sent = Counter[int]()  # collectives under way that read each value
         self.overwritten = [False] * len(graph.values)
         self.runs = [0] * len(graph.ops)
         self.saved_rng: set[int] = set()
@@ -185,6 +191,8 @@ class _Machine:
         new_bytes = gone_bytes = 0
         for v in op.outputs:
             value = values[v]
+            if v in self.copying:
+                raise _Refusal(f"{op.name} makes {value.name} anew, which is being copied")
             taken = value.reuses
             if taken is not None:
                 self._take_over(op, taken)
@@ -201,12 +209,18 @@ class _Machine:
                 self._take_over(op, effect.old)
                 live[effect.new] = True
         self.runs[index] += 1
-        self.lanes.compute(index)
         self.live_bytes += new_bytes
         scratch_bytes = self.problem.costs.scratch_bytes[index]
         self.live_peak = max(self.live_peak, self.live_bytes + (scratch_bytes if op.is_island else 0))
         replay_bytes = 0 if first or not op.random else self.graph.rng_state_bytes
         peak = self.live_bytes + self.rng_bytes + scratch_bytes + replay_bytes
+        if op.is_asynchronous:
+            thrown_bytes = min(new_bytes, gone_bytes)  # a second output, which is written until the wait
+            self.copying[op.outputs[0]] = _Copy("network", self.lanes.collective(index), op, thrown_bytes)
+            self.sent.update(op.inputs)
+            gone_bytes -= thrown_bytes
+        else:
+            self.lanes.compute(index)
         self.live_bytes -= gone_bytes
         return peak
 
@@ -224,7 +238,7 @@ class _Machine:
         held = self.graph.values[value]
         if not self.live[value]:
             raise _Refusal(self._missing(op, value))
-        if value in self.copying:
+        if value in self.copying or self.sent[value]:
             raise _Refusal(f"{op.name} would overwrite {held.name}, which is being copied")
         if held.held:
             raise _Refusal(f"{op.name} would overwrite {held.name}, which the caller holds")
@@ -244,7 +258,7 @@ class _Machine:
             raise _Refusal(f"{value.name} is held from outside and can't be dropped")
         if not self.live[index]:
             raise _Refusal(f"{value.name} is dropped but not live")
-        if index in self.copying:
+        if index in self.copying or self.sent[index]:
             raise _Refusal(f"{value.name} is dropped while it is being copied")
         peak = self.live_bytes + self.rng_bytes
         self.live[index] = False
@@ -273,6 +287,8 @@ class _Machine:
     def _cross_boundary(self) -> int:
         if self.in_backward:
             raise _Refusal("the boundary is crossed twice")
+        if any(copy.op is not None for copy in self.copying.values()):
+            raise _Refusal("a collective is still under way at the boundary")
         for v in self.graph.outputs:
             if not self.live[v]:
                 raise _Refusal(f"output {self.graph.values[v].name} is not there at the boundary")
@@ -303,15 +319,15 @@ class _Machine:
                 if value.updates:
                     self.lanes.update(index)
                 continue
-            if not self.live[index]:
-                raise _Refusal(f"gradient {value.name} is handed over but not live")
+            if not self.live[index] or index in self.copying:
+                raise _Refusal(f"gradient {value.name} is handed over but not live, or still being reduced")
             if self.problem.frees_gradients:
                 self.live_bytes -= value.size_bytes
         return peak
 
     def _update(self, gradient: Value) -> None:
         for parameter in gradient.updates:
-            if parameter in self.copying:
+            if parameter in self.copying or self.sent[parameter]:
                 raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
             self.updated.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
@@ -355,9 +371,9 @@ class _Machine:
         return self.live_bytes + self.rng_bytes
 
     def _begin(self, index: int, direction: CopyDirection) -> None:
-        if direction == "gather" and self.problem.gather is None:
+        if direction == "network" and self.problem.gather is None:
             raise _Refusal("the problem does not say how fast sharded parameters are gathered")
-        if direction != "gather" and self.problem.link is None:
+        if direction != "network" and self.problem.link is None:
             raise _Refusal("the problem has no link to host memory")
         self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
 
@@ -365,8 +381,11 @@ class _Machine:
         value = _indexed(index, self.graph.values, "value")
         if index not in self.copying:
             raise _Refusal(f"{value.name} is waited for, but is not being copied")
-        self.lanes.wait(self.copying.pop(index).end_s)
-        return self.live_bytes + self.rng_bytes
+        copy = self.copying.pop(index)
+        self.sent.subtract(() if copy.op is None else copy.op.inputs)
+        self.live_bytes -= copy.thrown_bytes
+        self.lanes.wait(copy.end_s)
+        return self.live_bytes + copy.thrown_bytes + self.rng_bytes
 
     def _drop_host(self, index: int) -> int:
         value = _indexed(index, self.graph.values, "value")

@@ -58,8 +58,13 @@ def completed(collective: Any, *args: Any, **kwargs: Any) -> Any:
     """What a collective gives, once it is over."""
     results = collective(*args, **kwargs)
     for result in results if isinstance(results, (list, tuple)) else (results,):
-        torch.ops._c10d_functional.wait_tensor(result)
+        wait_for(result)
     return results
+
+
+def wait_for(result: torch.Tensor) -> None:
+    """Let what is computed from here on wait for the collective that gives this tensor."""
+    torch.ops._c10d_functional.wait_tensor(result)
 
 
 def is_hook_of_dtensors(hook: Any) -> bool:

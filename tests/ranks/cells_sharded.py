@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
 from memplan.capture.capture import UnplannableArgument
@@ -33,7 +34,8 @@ from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
 from memplan.runtime.ranks import agreement, sharded_model
-from tests.ranks.cells_agreement import rank, refused
+from memplan.torch_private import run_in_mode
+from tests.ranks.cells_agreement import rank, refused, told_by_all
 from tests.ranks.spawn import Cell
 from tests.support.meter import LiveMeter, plans_wait_for_gloo
 from tests.support.zoo import copied, first_difference, loss_of
@@ -337,6 +339,89 @@ def gathers_again() -> str | None:
     return first_difference(plain, train(net, batch), "result")
 
 
+class Calls(TorchDispatchMode):
+    """Notes the ops of a step, and of each collective which products of matrices run while it is under way.
+
+    - starts: names of collectives as they start, in order.
+    - beside: by collective, products that run between its start and its wait.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.starts: list[str] = []
+        self.beside: list[list[str]] = []
+        self._flying: dict[int, int] = {}  # by storage of the result
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result, name = run_in_mode(func, args, kwargs), str(func)
+        if name.startswith("_c10d_functional.wait_tensor"):
+            self._flying.pop(args[0].untyped_storage()._cdata)
+        elif name.startswith("_c10d_functional."):
+            self._flying[result.untyped_storage()._cdata] = len(self.starts)
+            self.starts.append(name)
+            self.beside.append([])
+        elif "mm" in name:
+            for number in self._flying.values():
+                self.beside[number].append(name)
+        return result
+
+
+def overlaps() -> str | None:
+    """Gathers start before the layer in front of them is over, reductions are waited for after the next has begun.
+
+    All ranks start them in one order, and the bits are those without a plan.
+    """
+    plain, found = train(*units()), []
+    for budget in BUDGETS:
+        net, batch = units()
+        memplan.apply(net, batch, budget, costs="estimate")
+        loss_of(net(**batch)).backward()
+        net.zero_grad()
+        with Calls() as calls:
+            loss_of(net(**batch)).backward()
+        net.zero_grad()
+        torch.manual_seed(0)
+        if len(set(map(tuple, told_by_all(calls.starts)))) > 1:
+            found.append("ranks start collectives in other orders")
+        for kind in ("all_gather", "reduce_scatter"):
+            beside = [ran for name, ran in zip(calls.starts, calls.beside, strict=True) if kind in name]
+            if budget != "min" and sum(map(bool, beside)) < len(beside) - 2:
+                found.append(f"budget {budget}: {kind} runs beside {beside}")
+        net, batch = units()
+        memplan.apply(net, batch, budget, costs="estimate")
+        found.append(first_difference(plain, train(net, batch), f"budget {budget}: result"))
+    return "; ".join(text for text in found if text) or None
+
+
+class Fails(Calls):
+    """Fails where products of matrices run beside a collective, in backward or before."""
+
+    def __init__(self, in_backward: bool) -> None:
+        super().__init__()
+        self._kind = "reduce_scatter" if in_backward else "all_gather"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if any(ran and self._kind in name for name, ran in zip(self.starts, self.beside, strict=True)):
+            raise ZeroDivisionError("of all things")
+        return result
+
+
+def given_up() -> str | None:
+    """A step that fails on all ranks while collectives are under way leaves none behind, and the next one runs."""
+    plain, (net, batch) = train(*units()), units()
+    memplan.apply(net, batch, 1.0, costs="estimate")
+    loss_of(net(**batch)).backward()
+    for in_backward in (False, True):
+        with contextlib.suppress(ZeroDivisionError), Fails(in_backward):
+            loss_of(net(**batch)).backward()
+            return "nothing failed"
+        if torch._C._distributed_c10d._get_work_registry_size():
+            return "a collective is left under way"
+    net.zero_grad()
+    return first_difference(plain, train(net, batch), "result")
+
+
 class Shared(nn.Module):
     """A forward that gathers by functional collectives itself."""
 
@@ -432,6 +517,34 @@ def own_collectives() -> str | None:
             if found:
                 return found
             memplan.apply(net, batch, "min", group=world)
+        results.append(train(net, batch))
+    return first_difference(*results, "result")
+
+
+class Exchanging(Shared):
+    """Sends more rows to one rank than to the other, as routing by data does."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sizes = [16, 48] if rank() == 0 else [48, 16]
+        for layer in self.layers:
+            sent = torch.tanh(layer(x).sin().cos().sin())
+            x = all_to_all_single_autograd(sent, sizes, sizes, torch.distributed.group.WORLD).sin().cos()
+        return x.square().mean()
+
+
+def uneven() -> str | None:
+    """Uneven exchanges run once in each pass at the smallest budget, where all else of forward runs again."""
+    results, batch = [], {"x": torch.rand(64, 16, generator=torch.Generator().manual_seed(rank()))}
+    for planned in (False, True):
+        torch.manual_seed(0)
+        net = Exchanging()
+        if planned:
+            memplan.apply(net, batch, "min", group=torch.distributed.group.WORLD, costs="estimate")
+            plan = memplan.plan_of(net)
+            assert isinstance(plan, memplan.Plan)
+            again = {plan.problem.graph.ops[op].kind for op in plan.recomputed}
+            if not again or any("all_to_all" in kind for kind in again):
+                return f"{again} run again"
         results.append(train(net, batch))
     return first_difference(*results, "result")
 
@@ -647,7 +760,7 @@ def fails_on_one_rank(breaks: int) -> str | None:
     if hook is not None:
         hook.remove()
     error = ZeroDivisionError("of all things")
-    timing = mock.patch.object(sharded_model, "_gather_s", side_effect=error)
+    timing = mock.patch.object(sharded_model, "_seconds", side_effect=error)
     kind, text = (ZeroDivisionError, "of all") if rank() == breaks else (MemplanError, "waited for other ranks")
     with timing if rank() == breaks else contextlib.nullcontext(), mock.patch.object(agreement, "_LONGEST_WAIT_S", 2):
         found = found or refused(run, kind, text)
@@ -726,11 +839,14 @@ CELLS |= {
     "peaks": Cell(functools.partial(peaks, units)),
     "peaks of tensor parallel": Cell(functools.partial(peaks, tensor_parallel), full=True),
     "gathers again": Cell(gathers_again),
+    "overlaps": Cell(overlaps),
+    "given up": Cell(given_up),
     "left as it is": Cell(left_as_it_is),
     "left gathered": Cell(left_gathered, full=True),
     "one of the units": Cell(one_of_the_units, full=True),
     "changed later": Cell(changed_later),
     "own collectives": Cell(own_collectives),
+    "uneven exchanges": Cell(uneven),
     "loss parallel": Cell(in_loss_parallel),
     "context parallel": Cell(in_context_parallel),
     "with a loss": Cell(with_a_loss),

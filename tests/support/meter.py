@@ -13,15 +13,18 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from memplan import torch_private as private
 from memplan.capture.trace.collector import without_collections
+from memplan.runtime.program import collectives, lower
 from memplan.torch_private import part_here, run_in_mode
+
+_LETS_GO_S = 0.1  # views that a program has made meanwhile count as users, too
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
@@ -141,24 +144,25 @@ def gloo_lets_go() -> Iterator[None]:
 
 @contextlib.contextmanager
 def plans_wait_for_gloo() -> Iterator[None]:
-    """In plans made here, each collective ends when gloo's thread, too, has let go of its tensors."""
-    original = private.completed
+    """In plans made here, a wait for a collective ends when gloo's thread, too, has let go of its tensors."""
+    started: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
-    def settled(collective: Any, *args: Any, **kwargs: Any) -> Any:
+    def noted(store: Any, collective: Any, *args: Any, **kwargs: Any) -> Any:
         tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        users, end = [_users_of(t) for t in tensors], time.monotonic() + 5
-        results = original(collective, *args, **kwargs)
-        tensors.append(results)
-        users.append(_users_of(torch.empty(1)))
-        while time.monotonic() < end and any(_users_of(t) > n for t, n in zip(tensors, users, strict=True)):
-            time.sleep(1e-5)
-        return results
+        users = [(t, _users_of(t)) for t in tensors]
+        result = collectives.start(store, collective, *args, **kwargs)
+        started[id(result)] = users
+        return result
 
-    private.completed = settled
-    try:
+    def settled(store: Any, result: Any, *inputs: Any) -> None:
+        pairs = [*started.pop(id(result)), (result, _users_of(torch.empty(1)))]
+        collectives.complete(store, result, *inputs)
+        end = time.monotonic() + _LETS_GO_S
+        while time.monotonic() < end and any(_users_of(t) > n for t, n in pairs):
+            time.sleep(1e-5)
+
+    with mock.patch.object(lower, "start", noted), mock.patch.object(lower, "complete", settled):
         yield
-    finally:
-        private.completed = original
 
 
 def _users_of(tensor: torch.Tensor) -> int:

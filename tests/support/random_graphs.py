@@ -359,3 +359,56 @@ def encoder_decoder_like(layers: int = 6, size: int = 1 << 24) -> Problem:
                        time_s=1e-3)[0]  # fmt: skip
     loss = b.forward("loss", (logits,), (512, 8 * size), save_outputs=True, time_s=2e-4)[0]
     return b.finish(loss, rng_state_bytes=16, time_factor=1.0)
+
+
+def fsdp_like(
+    layers: int, *, unit_bytes: int = 400, act_bytes: int = 160, layer_s: float = 4.0, network_s: float = 3.0,
+    parameters: int = 2, casts: bool = True, replicas: bool = False,
+) -> Problem:  # fmt: skip
+    """A step of layers that are units of `fully_shard` on four ranks. replicas: as HSDP has them."""
+    b = StepBuilder()
+    part, whole = unit_bytes // 4, unit_bytes
+
+    def gathered(index: int) -> tuple[int, ...]:
+        held = [b.value(part // parameters, "parameter") for _ in range(parameters)]
+        casted = [b.forward("to", (p,), (part // parameters,), time_s=0.01, differentiable=False)[0] for p in held]
+        flat = b.forward("cat", tuple(casted), (part,), time_s=0.02, differentiable=False)[0]
+        kind = "_c10d_functional.all_gather_into_tensor.default"
+        all_parts = b.forward(kind, (flat,), (whole,), time_s=network_s, differentiable=False)[0]
+        return tuple(
+            b.forward("unpack", (all_parts,), (whole // parameters,), time_s=0.02, differentiable=False)[0]
+            for _ in range(parameters)
+        )
+
+    x, saved = b.value(act_bytes, "input"), []
+    for index in range(layers):
+        weights = gathered(index)
+        hidden = b.forward("up", (x, *weights), (4 * act_bytes,), time_s=layer_s / 2, differentiable=False)[0]
+        out = b.forward("down", (hidden, *weights), (act_bytes,), time_s=layer_s / 2, differentiable=False)[0]
+        saved.append((x, hidden, weights))
+        x = out
+    loss = b.forward("loss", (x,), (8,), time_s=0.1, differentiable=False)[0]
+    b.values[loss] = replace(b.values[loss], held=True)
+    boundary = len(b.ops)
+    grad = b.value(act_bytes)
+    b.op("loss backward", (x,), (grad,), phase="backward", time_s=0.1)
+    for x, hidden, weights in reversed(saved):
+        inner, below = b.value(4 * act_bytes), b.value(act_bytes)
+        wholes = [b.value(whole // parameters) for _ in weights]
+        b.op("down backward", (grad, hidden, *weights), (inner, wholes[0]), phase="backward", time_s=layer_s)
+        b.op("up backward", (inner, x, *weights), (below, *wholes[1:]), phase="backward", time_s=layer_s)
+        flat, reduced = b.value(whole), b.value(part)
+        b.op("chunk_cat", tuple(wholes), (flat,), phase="backward", time_s=0.02)
+        kind = "_c10d_functional.reduce_scatter_tensor.default"
+        b.op(kind, (flat,), (reduced,), phase="backward", time_s=network_s)
+        if replicas:
+            kind, part_of_all = "_c10d_functional.all_reduce.default", reduced
+            reduced = b.value(part)
+            b.op(kind, (part_of_all,), (reduced,), phase="backward", time_s=network_s / 4)
+        made = reduced
+        if casts:
+            made = b.value(part)
+            b.op("to", (reduced,), (made,), phase="backward", time_s=0.01)
+        b.values[made] = replace(b.values[made], role="gradient", held=True)
+        grad = below
+    return Problem(Graph(tuple(b.values), tuple(b.ops), boundary), Costs(tuple(b.time_s), tuple(b.scratch_bytes)))

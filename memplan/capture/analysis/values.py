@@ -240,7 +240,8 @@ class _StepBuilder:
             reads={argument: self.draft.present(argument) for argument in _nodes_in((args, kwargs))},
             made=[], outputs=[], effects=[],
             random=op_facts.draws_random_numbers(target, args, kwargs) if island is None else island.is_random,
-            recomputable=not op_facts.may_give_other_bits(target, args, kwargs, node.meta.get("val"))
+            recomputable=not op_facts.is_uneven_exchange(target, args)
+            and not op_facts.may_give_other_bits(target, args, kwargs, node.meta.get("val"))
             if island is None
             else island.repeats,
             layer=self.raw.layers.get(node.name, ""),

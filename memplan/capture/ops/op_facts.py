@@ -123,6 +123,16 @@ def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, An
     return name is None or bool(_argument(target, name, args, kwargs))
 
 
+def is_uneven_exchange(target: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a call sends parts of several sizes to other ranks, as routing by data does: ranks run it once.
+
+    `all_to_all_single` takes (tensor, sizes of what comes, sizes of what goes, group).
+    """
+    if not str(target).startswith("_c10d_functional.all_to_all_single"):
+        return False
+    return any(len(set(map(str, sizes))) > 1 for sizes in args[1:3])
+
+
 def _argument(target: OpOverload, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a call gives for an argument of its schema, or the default."""
     position, argument = next((i, a) for i, a in enumerate(target._schema.arguments) if a.name == name)

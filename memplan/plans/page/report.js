@@ -131,7 +131,7 @@ function curve() {
 // -- lanes ---------------------------------------------------------------------------------------------------------
 
 const LANES = [["compute", "compute", "temporary"], ["stall", "waiting", "stall"], ["out", "to the host", "offload"],
-  ["in", "to the device", "fetched"], ["gather", "gathers", "kept"], ["update", "updates by the CPU", "optimizer"]];
+  ["in", "to the device", "fetched"], ["network", "collectives", "kept"], ["update", "updates by the CPU", "optimizer"]];
 
 function lanes() {
   if (DATA.lanes === null) return;

@@ -14,6 +14,7 @@ Until then its target holds NaN, so that a missing wait or a missing reference s
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import threading
@@ -166,6 +167,7 @@ class Transfers:
     - slabs: pinned memory that no forward is using.
     - allocations: how many slabs were ever made.
     - standing: copies that stay on the device between steps.
+    - collectives: results of collectives that nobody has waited for, by id.
     """
 
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
@@ -174,6 +176,7 @@ class Transfers:
         self.slabs: list[torch.Tensor] = []
         self.allocations = 0
         self.standing = Standing()
+        self.collectives: dict[int, torch.Tensor] = {}
         self._host: set[int] = set()
         self._reads: dict[int, list[Any]] = {}  # by the address of what is read
         self._kept: dict[int, _Kept] = {}
@@ -264,8 +267,11 @@ class Transfers:
             self.standing.keep(parameters, self.streams.computing())
 
     def settle(self) -> None:
-        """Wait for every copy that is running, because a step was given up, and its memory will be freed."""
+        """Wait for what is running, because a step was given up, and its memory will be freed."""
         self._settle(list(self._kept.values()))
+        while self.collectives:
+            with contextlib.suppress(RuntimeError):  # another rank has failed
+                private.wait_for(self.collectives.popitem()[1])
 
     def _settle(self, copies: list[_Kept]) -> None:
         for kept in copies:

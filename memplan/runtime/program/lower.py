@@ -55,7 +55,7 @@ from memplan.runtime.host.transfers import (
 )
 from memplan.runtime.program.bindings import binding
 from memplan.runtime.program.check import TRACED, as_traced, is_read
-from memplan.runtime.program.collectives import GRADIENT
+from memplan.runtime.program.collectives import GRADIENT, complete, start
 from memplan.runtime.program.decisions import decide
 from memplan.runtime.program.gathers import gather, gathered, open_gathers, release
 from memplan.runtime.program.rng import ReplayedIsland, held_rng, replay_all, replay_random, save_rng
@@ -219,6 +219,7 @@ class _Lowering:
         self.slab: fx.Node | None = None
         self.host_copies: dict[int, fx.Node] = {}  # tickets of copies to the host
         self.fetches: dict[int, fx.Node] = {}  # tickets of copies to the device that nobody waited for yet
+        self.started: dict[int, tuple[fx.Node, ...]] = {}  # collectives under way, and what they read
         self.gathers: fx.Node | None = None
         self.staying: dict[int, fx.Node] = {}  # what is on the device between steps, and what it held at the beginning
         self.awaited: set[int] = set()  # of these, what the first step may still be fetching
@@ -395,6 +396,9 @@ class _Lowering:
                 run = self.side.call(again_as, (state, device, *args), kwargs, op.name)
             else:
                 run = self.side.call(again_as, (state, device, target, *args), kwargs, op.name)
+        elif op.is_asynchronous:
+            run = self.side.call(start, (self.side.store, target, *args), kwargs, op.name)
+            self.started[op.outputs[0]] = (run, *(a for a in args if isinstance(a, fx.Node)))
         elif op.is_collective:
             run = self.side.call(private.completed, (target, *args), kwargs, op.name)
         else:
@@ -558,6 +562,9 @@ class _Lowering:
             self.side.call(leave, (self._the_slab(), began, tuple(copies)))
 
     def _wait(self, value: int) -> None:
+        if value in self.started:
+            self.side.call(complete, (self.side.store, *self.started.pop(value)))
+            return
         if self._is_sharded(value):
             ticket = self._carry(self.fetches.pop(value))
             whole = self.side.call(gathered, (self._the_gathers(), ticket))

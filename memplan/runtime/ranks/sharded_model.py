@@ -22,11 +22,11 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.shards import Handle, Shard
+from memplan.capture.shards import Handle, NetworkSpeed, Shard
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import GatherSpeed
 
-_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of what is gathered, to measure the speed
+_SMALL_BYTES, _LARGE_BYTES = 1 << 14, 1 << 22  # of the whole, to measure speeds
 _RUNS = 3  # of each size; the best counts
 
 
@@ -40,7 +40,7 @@ class ShardedModel:
         self._model = model
         self._specs = [spec for p in model.parameters() if (spec := private.spec_of(p)) is not None]
         self._units = units
-        self._taken_over, self._measured, self.speed = False, False, GatherSpeed()
+        self._taken_over, self._measured, self.network = False, False, NetworkSpeed()
         self._own: Callable[..., Any] | None = None  # a forward of the model's own that its class does not have
         if any(model in unit.modules and not unit.is_root for unit in self._units):
             raise UnsupportedModel(
@@ -75,9 +75,7 @@ class ShardedModel:
         if self._measured:
             return
         device = private.part_here(next(self._model.parameters())).device
-        small_s, large_s = (_gather_s(size, group, device) for size in (_SMALL_BYTES, _LARGE_BYTES))
-        bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
-        self.speed = GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))
+        self.network = NetworkSpeed(*(_speed(kind, group, device) for kind in NetworkSpeed._fields))
         self._measured = True
 
     @contextlib.contextmanager
@@ -129,6 +127,10 @@ class ShardedModel:
     # -- what memplan asks for --------------------------------------------------------------------------------------
 
     @property
+    def speed(self) -> GatherSpeed:
+        return self.network.all_gather
+
+    @property
     def resident_bytes(self) -> int:
         """What the storages of parts hold beyond the parts: `fully_shard` pads them to one size on all ranks."""
         parts = {id(part): part for part in map(private.part_here, self._model.parameters())}
@@ -176,14 +178,25 @@ class _WithinUnit:
         return self._unit.around(self._model, self._units, self.__wrapped__, args, kwargs)
 
 
-def _gather_s(size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
-    """Seconds of the best of some gathers of this size."""
-    whole = torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    part, times = whole.new_empty(size_bytes // group.size()), []
-    whole = whole[: part.numel() * group.size()]
+def _speed(kind: str, group: torch.distributed.ProcessGroup, device: torch.device) -> GatherSpeed:
+    """The speed of a kind of collective, from two sizes."""
+    small_s, large_s = (_seconds(kind, size_bytes, group, device) for size_bytes in (_SMALL_BYTES, _LARGE_BYTES))
+    bytes_per_s = (_LARGE_BYTES - _SMALL_BYTES) / max(large_s - small_s, 1e-9)
+    return GatherSpeed(bytes_per_s, max(0.0, small_s - _SMALL_BYTES / bytes_per_s))
+
+
+def _seconds(kind: str, size_bytes: int, group: torch.distributed.ProcessGroup, device: torch.device) -> float:
+    """Seconds of the best of some collectives of this size."""
+    part = torch.zeros(size_bytes // 4 // group.size(), dtype=torch.float32, device=device)
+    whole, times = part.new_zeros(part.numel() * group.size()), []
     for _ in range(_RUNS):
         start = time.perf_counter()
-        torch.distributed.all_gather_into_tensor(whole, part, group)
+        if kind == "all_gather":
+            torch.distributed.all_gather_into_tensor(whole, part, group)
+        elif kind == "reduce_scatter":
+            torch.distributed.reduce_scatter_tensor(part, whole, group=group)
+        else:
+            torch.distributed.all_reduce(whole, group=group)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)

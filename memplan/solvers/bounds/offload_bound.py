@@ -14,11 +14,11 @@ from memplan.solvers.orders.flat import Flat, flatten
 
 
 def gather_bound_s(problem: Problem) -> float:
-    """A lower bound on seconds: every sharded parameter that an op reads is gathered once at least."""
+    """A lower bound on seconds: every sharded parameter that is read is gathered once, every collective runs once."""
     gather, values = problem.gather, problem.graph.values
     assert gather is not None
     read = {v for op in problem.graph.ops for v in op.inputs if values[v].home == "sharded"}
-    return sum(gather.latency_s + values[v].size_bytes / gather.bytes_per_s for v in read)
+    return problem.network_s + sum(gather.latency_s + values[v].size_bytes / gather.bytes_per_s for v in read)
 
 
 def offload_bound_s(problem: Problem, budget_bytes: int, cuts: int = 16) -> float:

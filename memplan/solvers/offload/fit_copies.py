@@ -20,7 +20,8 @@ of the pass the limit is the budget less what the others then hold.
 
 What is recomputed and what is copied is decided together by trying every order of a front: the less an order
 recomputes, the more has to be copied. Kernels (`copies`) say what each comes to; `simulate` has the last word on those
-that are the fastest.
+that are the fastest. Where ops are collectives, `overlapped` moves those of each order, and `simulate` says what that
+comes to.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ from memplan.problem.schedule import (
 from memplan.problem.simulate import simulate
 from memplan.solvers.front.front import Candidate
 from memplan.solvers.offload.copies import Gaps, Movables, close_all, evict, find_gaps, lanes, movables_of, settle
+from memplan.solvers.offload.overlap import overlapped
 from memplan.solvers.orders.flat import Flat, Floats, Ints, flatten
 from memplan.solvers.orders.replay import fill, replay
 from memplan.solvers.orders.rewrites import bring_down
@@ -106,6 +108,8 @@ def solve_offload(
         closer = search.tries(points, set(range(before + 1, after)) - tried)
         best = best if closer is None else closer
         search.tries_between(points[max(0, best - 1) : best + _NEAR])
+    elif search.overlaps:  # an order between the lowest may peak below them
+        search.tries_between(points[:_NEAR])
     return search.best()
 
 
@@ -126,7 +130,10 @@ class _Tried:
 
 
 class _CopySearch:
-    """Orders that were tried. limit_s: seconds of the fastest, or what has to be beaten."""
+    """Orders that were tried. limit_s: seconds of the fastest, or what has to be beaten.
+
+    least_s: of each op, what it takes in any schedule.
+    """
 
     def __init__(self, problem: Problem, budget_bytes: int, host_bytes: int, under_s: float, stays: bool) -> None:
         self.problem, self.budget_bytes, self.host_bytes = problem, budget_bytes, host_bytes
@@ -134,6 +141,8 @@ class _CopySearch:
         if not stays:
             self.movables = self.movables._replace(lasting=np.zeros_like(self.movables.lasting))
         self.under_s = self.limit_s = under_s
+        self.overlaps = problem.network_s > 0
+        self.least_s = np.array((*problem.without_network.costs.time_s, 0.0))
         self.found: list[_Tried] = []
 
     def tries(self, points: Sequence[Candidate], indices: Collection[int]) -> int | None:
@@ -142,11 +151,16 @@ class _CopySearch:
         Gives the index of the best; None where none is better than what was known.
         """
         best = None
-        for index in sorted(indices, key=lambda i: points[i].time_s):
-            if points[index].time_s >= self.limit_s:
+        least_s = {i: self._least_s(points[i]) for i in indices}
+        for index in sorted(indices, key=least_s.__getitem__):
+            if least_s[index] >= self.limit_s:
                 break
             best = index if self._try(points[index].solver, points[index].order) else best
         return best
+
+    def _least_s(self, point: Candidate) -> float:
+        """Seconds of an order without waiting."""
+        return float(self.least_s[list(point.order)].sum()) if self.overlaps else point.time_s
 
     def tries_between(self, points: Sequence[Candidate]) -> None:
         """Try orders that peak between these points: the higher ones brought down, the lower ones filled up."""
@@ -171,7 +185,7 @@ class _CopySearch:
                 tried.staying_bytes,
             ).settled()
             assert places is not None
-            schedule = places.schedule()
+            schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
             timeline = simulate(self.problem, schedule)
             assert timeline.peak_bytes <= self.budget_bytes
             host = place_host_copies(self.problem.graph, schedule)
@@ -185,6 +199,9 @@ class _CopySearch:
         faster = False
         for places in _placements(self.problem, order, self.budget_bytes, self.flat, self.movables):
             time_s, host_peak_bytes = places.lanes()
+            if self.overlaps:
+                schedule = overlapped(self.problem, places.schedule(), self.budget_bytes)
+                time_s = simulate(self.problem, schedule).time_s
             if time_s < self.under_s and self._fits_host(host_peak_bytes):
                 self.found.append(_Tried(time_s, solver, order, places.saved_bytes, places.staying_bytes))
                 faster |= time_s < self.limit_s
