@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
-from memplan.capture.ops.island import IslandKernel
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
 from memplan.capture.ops.sizes import Dimension, Varying, all_sizes
 from memplan.capture.trace.call import Call, Forward, Sample

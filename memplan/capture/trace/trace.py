@@ -20,7 +20,7 @@ from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island import as_ops
+from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes

@@ -26,8 +26,10 @@ from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, writt
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
+from memplan.capture.ops.island import Island, IslandCost
+from memplan.capture.ops.island_facts import ForwardFacts
 from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.places import Layout, NoIsland, Place, Source
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import python_generators
