@@ -170,6 +170,7 @@ class Capturing:
         )  # fmt: skip
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
+        looks &= not varying or self._islands is not NO_ISLANDS  # one run does not tell how islands go with sizes
 
         def once(islands: Islands) -> Capture:
             def traced() -> Capture:
@@ -201,7 +202,7 @@ class Capturing:
         looks: forward may run on the sample. Raises the refusal that islands do not help against.
         """
         islands, unfit, looked = self._islands, dict(self._unfit), False
-        given: dict[str, tuple[bool, ...]] = {}
+        given = {i.name: i.backward_facts.given for i in islands.calls if i.backward_facts is not None}
         while True:
             applied = dict[Any, None]()
             try:
@@ -210,6 +211,8 @@ class Capturing:
                 self._islands = islands
                 return captured
             except UnsupportedModel as error:
+                if isinstance(error.__cause__, private.FixedSize):  # against which no island helps
+                    raise
                 refusal = error.with_traceback(None)
             self._is_compiled |= isinstance(refusal, CompiledCode)
             if not looks:
@@ -239,7 +242,7 @@ class Capturing:
             for called, why in run.unfit.items():
                 log.info("no island is made of %s, because %s", name_of(called), why)
             unfit |= run.unfit
-            islands = run.islands
+            islands = run.islands.knowing(self._islands)
 
     def _with_updates(self, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""

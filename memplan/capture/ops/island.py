@@ -35,11 +35,21 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island_facts import BackwardFacts, ForwardFacts
+from memplan.capture.ops.island_facts import (
+    SCRATCH_MARGIN_BYTES,
+    BackwardFacts,
+    ForwardFacts,
+    Rules,
+    Seen,
+    numbers_in,
+    with_numbers,
+)
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, NoIsland, Place, PlaceFinder, Source, whole
+from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
 from memplan.capture.ops.saver import Saver, bytes_for
+from memplan.capture.ops.sizes import Numbers
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.torch_private import pytree
@@ -84,7 +94,7 @@ class Island:
     - function: its name. title: it and the line that calls it, for messages.
     - static: arguments that are no tensors; in the place of a tensor, which of the tensors it is.
     - module: path of the module that is called; None for anything else.
-    - call: takes that module and the tensors, and gives what was returned.
+    - call: takes that module, the static arguments and the tensors, and gives what was returned.
     - named: takes the model, and gives the Python attributes that each of the tensors has.
     - owners: by tensor, the name of the parameter that it is.
     - buffers: positions of tensors to which the call may write.
@@ -102,6 +112,9 @@ class Island:
     - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
     - looked_at: its facts are known.
     - forward_cost, backward_cost: what a run took.
+    - known: what runs at other sizes have shown.
+    - rules: its facts at other sizes; None for an island of one size. open: static arguments that vary with sizes.
+    - at_numbers: of its sizes, which the rules were asked about; None if it was looked at with these sizes.
     """
 
     name: str
@@ -135,8 +148,13 @@ class Island:
     looked_at: bool = False
     forward_cost: IslandCost = _NOTHING
     backward_cost: IslandCost = _NOTHING
+    known: tuple[Seen, ...] = ()
+    rules: Rules | None = None
+    open: tuple[int, ...] = ()
+    at_numbers: Numbers | None = None
     like: Any = None  # attributes of a module that forward makes
     shared: frozenset[int] = frozenset()  # inputs that others give gradients to as well
+    _latest: Island | None = None  # that of the latest call, of an island with rules
     _told: list[str] = field(default_factory=list)
     _entered: Any = None  # the node at which the graph of the latest run begins
     _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
@@ -147,6 +165,75 @@ class Island:
         assert self.forward_facts is not None
         uses = () if self.room is not None else self.forward_facts.uses
         return [position for position, count in enumerate(uses) for _ in range(1, count)]
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """Which of the static arguments are integers."""
+        return tuple(place for place, thing in enumerate(self.static) if type(thing) is int)
+
+    @property
+    def seen(self) -> Seen:
+        """What its runs have shown."""
+        assert self.forward_facts is not None
+        layouts = (*self.inputs, *self.forward_facts.results)
+        layouts += () if self.backward_facts is None else self.backward_facts.results
+        return Seen(
+            (*numbers_in(self.inputs), *(self.static[place] for place in self.integers)),
+            (self.forward_facts, self.backward_facts),
+            tuple(layout.nbytes for layout in layouts),
+            (self.forward_cost.scratch_bytes, self.backward_cost.scratch_bytes),
+        )
+
+    def numbers(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[Any, ...]:
+        """The numbers of a call, as in `Seen`. sizes: static arguments that vary."""
+        given = dict(zip(self.open, sizes, strict=True))
+        static = (given.get(place, self.static[place]) for place in self.integers)
+        return (*numbers_in(tuple(map(Layout.of, tensors))), *static)
+
+    def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
+        """This island for many sizes, and at those of a trace. Raises FixedSize.
+
+        static: arguments of the call in the trace. Symbols among them are open.
+        """
+        if self.varies:
+            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
+        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
+        costs = (
+            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
+            for c in (self.forward_cost, self.backward_cost)
+        )
+        forward_cost, backward_cost = costs
+        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
+        numbers = island.numbers(tensors, [static[place] for place in opened])
+        try:
+            island.rules = Rules((*self.known, self.seen), numbers)
+        except private.FixedSize as error:
+            raise private.FixedSize(f"{self.function} runs as it is, and {error}") from None
+        return island, island._with(numbers)
+
+    def at(self, numbers: Numbers) -> Island:
+        """The island of a call with these numbers. The latest one is kept."""
+        if self._latest is None or self._latest.at_numbers != numbers:
+            self._latest = self._with(numbers)
+        return self._latest
+
+    def _with(self, numbers: tuple[Any, ...]) -> Island:
+        assert self.rules is not None
+        forward, backward = self.rules.at(numbers)
+        found, static = iter(numbers), list(self.static)
+        inputs = with_numbers(self.inputs, lambda _: next(found))
+        for place in self.integers:
+            static[place] = next(found)
+        return dataclasses.replace(
+            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
+            at_numbers=numbers,
+        )  # fmt: skip
+
+    def _other(self, message: str) -> UnsupportedModel:
+        """The error for a run that gives other tensors than planned."""
+        return OtherIsland(message, self.called) if self.at_numbers is None else OtherResults(message, {})
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -179,8 +266,8 @@ class Island:
         if planned is None:
             self.forward_facts = planned = facts
         if facts.returned != planned.returned:
-            raise OtherIsland(f"{self.title} returns other tensors than in its first run", self.called)
-        graph.saved = places_of_saved
+            raise self._other(f"{self.title} returns other tensors than in its first run")
+        graph.saved, graph.numbers = places_of_saved, self.at_numbers
         if saver.buffer is not None:
             self._check_uses(graph.uses, (1,) * len(graph.uses))
             results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
@@ -199,6 +286,8 @@ class Island:
         saver: Saver,
     ) -> list[torch.Tensor]:
         """Results as planned, where other tensors were saved than that: the graph holds these."""
+        if self.at_numbers is not None:
+            raise self._other(f"{self.title} saves other tensors than rules tell for this size")
         if not self.looked_at:
             self.varies = True
             most = tuple(map(max, planned.uses, facts.uses))
@@ -218,7 +307,7 @@ class Island:
         """Raise OtherIsland where gradients would be added in another order than autograd does."""
         more = any(uses[i] > planned[i] for i in (self.shared if self.loose else range(len(uses))))
         if more or (uses != planned and not self.loose):
-            raise OtherIsland(f"{self.title} reads its arguments more often, or less often, than before", self.called)
+            raise self._other(f"{self.title} reads its arguments more often, or less often, than before")
 
     def _tell_of(self, beside_bytes: int) -> None:
         if beside_bytes and not self._told:
@@ -286,7 +375,7 @@ class Island:
             for tensor, attributes in zip(given, self.named(model), strict=True):
                 vars(tensor).update(attributes)
             before = _attributes_of(given)
-            returned = self.call(module, *given)
+            returned = self.call(module, self.static, *given)
         outputs, spec = pytree.tree_flatten(returned)
         results = [o for o in outputs if isinstance(o, torch.Tensor)]
         if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
@@ -359,9 +448,7 @@ class Island:
         if self.backward_facts is None:
             self.backward_facts = facts
         elif facts != self.backward_facts:
-            raise UnsupportedModel(
-                f"the backward of {self.title} gives other gradients than in its first run; remove the plan for it"
-            )
+            raise self._other_gradients("gradients")
         return [*results, torch.zeros((), dtype=torch.int64, device="cpu")]
 
     def _apart(
@@ -407,8 +494,12 @@ class Island:
             return dense if gradient is None else Layout.of(gradient)
         layout = self.backward_facts.results[place]
         if gradient is not None and Layout.of(gradient) != layout:
-            raise UnsupportedModel(f"the backward of {self.title} gives gradients of other strides than before")
+            raise self._other_gradients("strides of gradients")
         return layout
+
+    def _other_gradients(self, what: str) -> UnsupportedModel:
+        message = f"the backward of {self.title} gives other {what} than in its first run; remove the plan for it"
+        return UnsupportedModel(message) if self.at_numbers is None else OtherResults(message, {})
 
 
 def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:

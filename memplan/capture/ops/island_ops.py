@@ -11,27 +11,27 @@ import torch
 
 from memplan.capture.ops.island import Island, IslandCost
 from memplan.capture.ops.places import Layout
+from memplan.capture.ops.recorded_graph import graph_of
 
 _LIBRARY = torch.library.Library("memplan", "FRAGMENT")
-_LIBRARY.define("island(str name, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.define("island(str name, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
 _LIBRARY.define("island_backward(str name, Tensor?[] grads, Tensor[] kept) -> Tensor[]")
 FORWARD = torch.ops.memplan.island.default
 BACKWARD = torch.ops.memplan.island_backward.default
 
-_TRACED: dict[str, Island] = {}  # those of the trace in progress, by name
+_TRACED: dict[str, Island] = {}  # those of the trace in progress, by name, at its sizes
 
 
 @contextlib.contextmanager
-def as_ops(islands: Mapping[str, Island]) -> Iterator[None]:
-    """A context for a trace, in which the ops of these islands have results. One thread at a time may trace."""
-    _TRACED.update(islands)
+def as_ops() -> Iterator[dict[str, Island]]:
+    """A context for a trace. Gives a table for islands, whose ops have results then. One thread at a time may trace."""
     try:
-        yield
+        yield _TRACED
     finally:
         _TRACED.clear()
 
 
-def _fake_forward(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _fake_forward(name: str, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
     island = _TRACED[name]
     assert island.forward_facts is not None
     return [*_empty(island, island.forward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
@@ -70,9 +70,14 @@ class IslandKernel:
 
     def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
         """Run it. store: knows the model that runs."""
+        island, is_sized = self.island, self.island.rules is not None
         if self.forward:
-            return self.island.forward(store.model, args[0], self.again)
-        return self.island.backward(args[0], args[1], store.absent)
+            tensors, sizes = args
+            island = island.at(island.numbers(tensors, sizes)) if is_sized else island
+            return island.forward(store.model, tensors, self.again)
+        grads, kept = args
+        island = island.at(graph_of(kept[0]).numbers or ()) if is_sized else island
+        return island.backward(grads, kept, store.absent)
 
     @property
     def is_random(self) -> bool:

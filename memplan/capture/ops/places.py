@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -28,6 +29,11 @@ class Layout(NamedTuple):
     @staticmethod
     def of(tensor: torch.Tensor) -> Layout:
         return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type)
+
+    @property
+    def nbytes(self) -> int:
+        """What its elements take."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self, device: torch.device) -> torch.Tensor:
         """A tensor of this layout. device: that of the plan; the tensor may be on its host."""
@@ -58,7 +64,7 @@ class Place(NamedTuple):
             return tensor
         if tensor.dtype != layout.dtype:
             raise UnsupportedModel(f"an opaque call returns {tensor.dtype} as {layout.dtype}")
-        offset = int(tensor.storage_offset()) + self.offset_bytes // layout.dtype.itemsize
+        offset = tensor.storage_offset() + self.offset_bytes // layout.dtype.itemsize
         return tensor.as_strided(layout.shape, layout.stride, offset)
 
 

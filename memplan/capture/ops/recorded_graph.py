@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 
 from memplan.capture.ops.places import NoIsland, Place
 from memplan.capture.ops.saver import Saver
+from memplan.capture.ops.sizes import Numbers
 
 
 @dataclass(eq=False, slots=True)
@@ -26,6 +27,7 @@ class RecordedGraph:
     - saved: where each saved tensor lies; the tensor itself where the plan does not know of it.
     - uses: by input, how many gradients it gets.
     - diverted: by input, its gradients one by one, while it runs.
+    - numbers: of the sizes that it ran at, if its island has rules.
     """
 
     begin: list[GradientEdge] = field(default_factory=list)
@@ -35,6 +37,7 @@ class RecordedGraph:
     saved: Sequence[Place | torch.Tensor] = ()
     uses: tuple[int, ...] = ()
     diverted: dict[int, list[torch.Tensor]] = field(default_factory=dict)
+    numbers: Numbers | None = None
 
     @contextlib.contextmanager
     def holding(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:

@@ -132,7 +132,7 @@ class _StepTrace:
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))
-            stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
+            self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
