@@ -13,6 +13,8 @@ from torch import nn
 from torch_geometric.nn import GATConv, GCNConv
 
 import memplan
+from memplan.installed.planned_forward import planned_forward
+from memplan.runtime.program.step import WholeStep
 from tests.support.zoo import assert_same_bits, run_steps
 
 pytestmark = pytest.mark.kernels
@@ -92,6 +94,20 @@ def test_liger(loss: str) -> None:
     plan = planned_like_plain(Model(loss), sample)
     assert any("Liger" in line for line in plan.islands)
     assert plan.peak_bytes < 0.75 * plan.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("loss", ["cross entropy", "fused linear cross entropy"])
+def test_liger_at_several_lengths(loss: str) -> None:
+    torch.manual_seed(0)
+    samples = [tuple(torch.randint(0, 64, (2, length)) for _ in range(2)) for length in (12, 16, 9, 21)]
+    plain, planned = Model(loss), Model(loss)
+    planned.load_state_dict(plain.state_dict())
+    memplan.apply(planned, samples[0], "4MiB", costs="estimate")  # before any kernel has run
+    for sample in samples:
+        assert_same_bits(run_steps(plain, sample, steps=1), run_steps(planned, sample, steps=1))
+    forward = planned_forward(planned)
+    assert forward is not None
+    assert len({id(step.capture) for step in forward.steps if isinstance(step, WholeStep)}) == 2
 
 
 @pytest.mark.parametrize("attention", [False, True])
