@@ -1,4 +1,4 @@
-"""Detectors, whose losses match boxes by NumPy or SciPy in the middle of a step: whole plans with the matcher in them."""
+"""Detectors, whose losses match boxes by SciPy in the middle of a step: whole plans, with the matcher in them."""
 
 from __future__ import annotations
 

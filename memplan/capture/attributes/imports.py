@@ -30,14 +30,15 @@ class ImportsHeard(importlib.abc.MetaPathFinder):
         return self
 
     def __exit__(self, *error: object) -> None:
-        sys.meta_path.remove(self)
+        with contextlib.suppress(ValueError):
+            sys.meta_path.remove(self)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         """What the finders after this one find, with a loader that is heard."""
         after = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (f.find_spec(fullname, path, target) for f in after)
+        found = (f.find_spec(fullname, path, target) for f in after if hasattr(f, "find_spec"))
         spec = next((s for s in found if s is not None), None)
-        if spec is not None and spec.loader is not None and not self.imports:
+        if spec is not None and hasattr(spec.loader, "exec_module") and not self.imports:
             spec.loader = _HeardLoader(spec.loader, self)
         return spec
 
@@ -47,6 +48,9 @@ class _HeardLoader(importlib.abc.Loader):
 
     def __init__(self, loader: Any, heard: ImportsHeard) -> None:
         self._loader, self._heard = loader, heard
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)  # for code that only looks for a module
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         spec.loader = self._loader
