@@ -320,6 +320,7 @@ def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[Planner]:
         _compiled_aside(model, settings.kernels) as model,
         _unplanned(model) as original,
         checkpointing_off(model),
+        errors_of_forward(),
     ):
         sharded = settings.shards.taking_over() if isinstance(settings.shards, ShardedModel) else None
         with sharded or contextlib.nullcontext():

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import flop_registry
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
-from memplan.capture.ops.island import IslandKernel
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import storage_key, strides_that_matter
 from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.capture.shards import NetworkSpeed

@@ -10,7 +10,8 @@ from typing import Any, Literal
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.ops.island import IslandKernel, OtherIsland
+from memplan.capture.ops.island import OtherIsland
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call

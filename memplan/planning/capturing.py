@@ -32,7 +32,7 @@ from memplan.capture.trace.islands import (
 from memplan.capture.trace.op_watch import OpenBranch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
-from memplan.errors import NothingToTrain, UnsupportedModel
+from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
 from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
 from memplan.planning.placement import Placement
@@ -170,6 +170,7 @@ class Capturing:
         )  # fmt: skip
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
+        looks &= not varying or self._islands is not NO_ISLANDS  # one run does not tell how islands go with sizes
 
         def once(islands: Islands) -> Capture:
             def traced() -> Capture:
@@ -188,7 +189,12 @@ class Capturing:
                 found = self._one_forward(sample, islands)
                 return _with_caches(self._model, self._run, found, traced, error)
 
-        captured = self._through_islands(once, sample, looks)
+        try:
+            captured = self._through_islands(once, sample, looks)
+        except UnsupportedModel as error:
+            if looks and not varying:
+                self._raise_own(error, sample)
+            raise
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
@@ -201,7 +207,7 @@ class Capturing:
         looks: forward may run on the sample. Raises the refusal that islands do not help against.
         """
         islands, unfit, looked = self._islands, dict(self._unfit), False
-        given: dict[str, tuple[bool, ...]] = {}
+        given = {i.name: i.backward_facts.given for i in islands.calls if i.backward_facts is not None}
         while True:
             applied = dict[Any, None]()
             try:
@@ -210,6 +216,8 @@ class Capturing:
                 self._islands = islands
                 return captured
             except UnsupportedModel as error:
+                if isinstance(error.__cause__, private.FixedSize):  # against which no island helps
+                    raise
                 refusal = error.with_traceback(None)
             self._is_compiled |= isinstance(refusal, CompiledCode)
             if not looks:
@@ -235,11 +243,24 @@ class Capturing:
                     self._one_forward(sample)
             except (UnsupportedModel, ForwardFails) as error:
                 log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
-                raise refusal from None
+                raise refusal from refusal.__cause__
             for called, why in run.unfit.items():
                 log.info("no island is made of %s, because %s", name_of(called), why)
             unfit |= run.unfit
-            islands = run.islands
+            islands = run.islands.knowing(self._islands)
+
+    def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
+        """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""
+        cause = refusal.__cause__
+        if cause is None or self._is_compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
+            return
+        try:
+            self._one_forward(sample)
+        except UnsupportedModel:
+            return
+        except ForwardFails as failure:
+            if type(failure.error) is type(cause):
+                raise
 
     def _with_updates(self, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
-from memplan.capture.ops.island import IslandKernel
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
 from memplan.capture.ops.sizes import Dimension, Varying, all_sizes
 from memplan.capture.trace.call import Call, Forward, Sample
@@ -257,7 +257,13 @@ class Planner:
             _refuse_collectives(captured)
         if found is not None:
             return found
-        if sized:
+        if sized and captured.islands and share is None:
+            try:
+                return self._sized(self._at_most(captured))
+            except BudgetInfeasible:  # a step of this size alone has other ways to fit
+                capture = functools.partial(capture, varying=Varying())
+                captured = capture()
+        elif sized:
             return self._sized(self._at_most(captured))
         if share is None and captured.islands:
             return self._with_islands(sample, known, captured, capture)

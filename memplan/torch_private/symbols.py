@@ -156,6 +156,11 @@ def is_symbolic(thing: Any) -> bool:
     return isinstance(thing, _SYMBOLIC)
 
 
+def number_here(thing: Any) -> Any:
+    """The number that a symbolic size has in its trace, which then does not depend on it. Other things as they are."""
+    return thing.node.hint if isinstance(thing, torch.SymInt) else thing
+
+
 def key_of_size(size: Any) -> Any:
     """A key of a size, equal for those that are equal for all values of the symbols."""
     return size.node.expr if isinstance(size, torch.SymInt) else size

@@ -20,7 +20,7 @@ from memplan.capture.analysis.sized import with_sizes
 from memplan.capture.analysis.traced import Made, MetaTensor, OutputTensor, Resident, Traced
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
-from memplan.capture.ops.island import kernel_of
+from memplan.capture.ops.island_ops import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.trace.islands import OpenIsland, calls_around
 from memplan.capture.trace.raw_trace import RawTrace

@@ -7,6 +7,7 @@ list: SetsAttribute.
 from __future__ import annotations
 
 import contextlib
+import functools
 import pickle
 import random
 import sys
@@ -22,8 +23,9 @@ from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.counters import Counting
+from memplan.capture.attributes.imports import ImportsHeard, as_before
 from memplan.capture.attributes.named_state import GENERATORS, NamedTable
-from memplan.capture.attributes.snapshot import is_unchanged
+from memplan.capture.attributes.snapshot import copied, is_unchanged
 from memplan.capture.attributes.tables import (
     ABSENT,
     CHECKED_ELSEWHERE,
@@ -157,12 +159,15 @@ class AttributesKept:
         }
         self._generators = [*generators.values()]
         self._containers = {
-            id(c): (path, c, _copied(c))
+            id(c): (path, c, copied(c))
             for name, table, _ in self._tables
             for path, c in _containers(name, table, unchecked)
         }
+        classes = ((kind.__name__, vars(kind), before) for kind, before in self._classes)
+        self._imports = ImportsHeard(functools.partial(as_before, [*self._tables, *classes], self._containers))
 
     def __enter__(self) -> AttributesKept:
+        self._imports.__enter__()
         return self
 
     def look(self, reads: AttributeReads) -> Sequence[SetValue]:
@@ -321,10 +326,11 @@ class AttributesKept:
             if value is not None and before.get(key) is None
         ]
         return LeftBehind(
-            values, [(c, _copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
+            values, [(c, copied(c)) for _, c, before in self._containers.values() if not is_unchanged(before, c)]
         )
 
     def __exit__(self, *error: object) -> None:
+        self._imports.__exit__(*error)
         self.added_hooks = tuple(
             AddedHook(name, kind, key, hook)
             for name, kind, table, before in self._hooks
@@ -427,10 +433,3 @@ def _containers(name: str, table: Table, unchecked: frozenset[str]) -> Iterator[
             pending.extend(
                 (f"{path}[{k!r}]", v) for k, v in children if type(v) not in OF_NO_PARTS and isinstance(v, CONTAINERS)
             )
-
-
-def _copied(container: Any) -> Any:
-    if isinstance(container, np.ndarray):
-        return container.copy()
-    kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
-    return kind(container)

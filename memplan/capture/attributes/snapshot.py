@@ -199,6 +199,14 @@ def is_unchanged(frozen: Any, value: Any) -> bool:
     return isinstance(value, PLAIN) and type(frozen) is type(value) and bool(frozen == value)
 
 
+def copied(container: Any) -> Any:
+    """A copy of a container, with the same things in it."""
+    if isinstance(container, np.ndarray):
+        return container.copy()
+    kind = next(k for k in (dict, set, list, deque) if isinstance(container, k))
+    return kind(container)
+
+
 def _shown(value: Any) -> str:
     if value is ABSENT:
         return "absent"

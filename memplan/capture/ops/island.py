@@ -23,32 +23,36 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from memplan import torch_private as private
 from memplan.capture.ops.edges import Edges
+from memplan.capture.ops.island_facts import (
+    SCRATCH_MARGIN_BYTES,
+    BackwardFacts,
+    ForwardFacts,
+    Rules,
+    Seen,
+    numbers_in,
+    with_numbers,
+)
 from memplan.capture.ops.layout import storage_key
+from memplan.capture.ops.places import Layout, NoIsland, Place, PlaceFinder, Source, whole
+from memplan.capture.ops.real_results import OtherResults
+from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
+from memplan.capture.ops.saver import Saver, bytes_for
+from memplan.capture.ops.sizes import Numbers
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.torch_private import pytree
-
-Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
-
-
-_ALIGNED_BYTES = 512  # where tensors begin in a buffer
-
-
-class NoIsland(Exception):
-    """A call can't be an op, for the reason that the message says."""
 
 
 class OtherIsland(UnsupportedModel):
@@ -57,144 +61,6 @@ class OtherIsland(UnsupportedModel):
     def __init__(self, message: str, called: Any) -> None:
         super().__init__(message)
         self.called = called
-
-
-class Layout(NamedTuple):
-    """All of a tensor but its contents."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    device_type: str
-
-    @staticmethod
-    def of(tensor: torch.Tensor) -> Layout:
-        return Layout(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), tensor.device.type)
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        """A tensor of this layout. device: that of the plan; the tensor may be on its host."""
-        on = device if device.type == self.device_type else torch.device(self.device_type)
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=on)
-
-
-class Place(NamedTuple):
-    """Where a tensor lies. offset_bytes: from where the tensor begins in whose memory it lies."""
-
-    source: Source
-    layout: Layout
-    offset_bytes: int
-
-    def seen_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in this place. tensor: the source."""
-        if self.offset_bytes == 0 and Layout.of(tensor) == self.layout:
-            return tensor
-        layout = self.layout
-        offset_bytes = tensor.storage_offset() * tensor.element_size() + self.offset_bytes
-        empty = torch.empty(0, dtype=layout.dtype, device=tensor.device)
-        return empty.set_(tensor.untyped_storage(), offset_bytes // layout.dtype.itemsize, layout.shape, layout.stride)
-
-    def view_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor in this place, in a trace. Raises UnsupportedModel where it has another dtype than its source."""
-        layout = self.layout
-        if self.offset_bytes == 0 and (tensor.dtype, tensor.shape, tensor.stride()) == layout[:3]:
-            return tensor
-        if tensor.dtype != layout.dtype:
-            raise UnsupportedModel(f"an opaque call returns {tensor.dtype} as {layout.dtype}")
-        offset = int(tensor.storage_offset()) + self.offset_bytes // layout.dtype.itemsize
-        return tensor.as_strided(layout.shape, layout.stride, offset)
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardFacts:
-    """What one run of a call gave.
-
-    - outputs: where each output lies; of what is no tensor, the thing itself.
-    - spec: how outputs are nested.
-    - differentiable: by output.
-    - saved: where each tensor lies that its graph saves.
-    - results: layouts of what the forward op makes. The first `made` of them hold outputs.
-    - uses: by input, how many gradients it gets.
-    """
-
-    outputs: tuple[Any, ...]
-    spec: pytree.TreeSpec
-    differentiable: tuple[bool, ...]
-    saved: tuple[Place, ...]
-    results: tuple[Layout, ...]
-    made: int
-    uses: tuple[int, ...]
-
-    @property
-    def returned(self) -> tuple[Any, ...]:
-        """All but what is saved, and how often inputs are read."""
-        return self.outputs, self.spec, self.differentiable, self.results[: self.made]
-
-    @property
-    def kept(self) -> tuple[Source, ...]:
-        """Inputs and results that backward reads, each once."""
-        return tuple(dict.fromkeys(place.source for place in self.saved))
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardFacts:
-    """What one run of the backward of a call gave.
-
-    - given: which outputs it was given gradients of.
-    - gradients: where the gradient of each use of each input that needs one lies; None: there is none.
-    - results: layouts of what the backward op makes.
-    """
-
-    given: tuple[bool, ...]
-    gradients: tuple[tuple[Place | None, ...], ...]
-    results: tuple[Layout, ...]
-
-
-@dataclass(eq=False, slots=True)
-class _RecordedGraph:
-    """The autograd graph of one run, without tensors.
-
-    - begin, ends: at the inputs that need gradients, and at the outputs that have them.
-    - attributes: (node, name, which of the saved tensors) of tensors that a function has as attributes of its context.
-    - unpacked: the saved tensors, while it runs. Hooks of its nodes hold this list, and must not hold the graph itself.
-    - saved: where each saved tensor lies; the tensor itself where the plan does not know of it.
-    - uses: by input, how many gradients it gets.
-    - diverted: by input, its gradients one by one, while it runs.
-    """
-
-    begin: list[GradientEdge] = field(default_factory=list)
-    ends: list[GradientEdge | None] = field(default_factory=list)
-    attributes: list[tuple[Any, str, int]] = field(default_factory=list)
-    unpacked: list[torch.Tensor] = field(default_factory=list)
-    saved: Sequence[Place | torch.Tensor] = ()
-    uses: tuple[int, ...] = ()
-    diverted: dict[int, list[torch.Tensor]] = field(default_factory=dict)
-
-    @contextlib.contextmanager
-    def holding(self, saved: Sequence[torch.Tensor]) -> Iterator[None]:
-        """A context in which the graph has the tensors that it saved."""
-        self.unpacked += saved
-        for node, name, place in self.attributes:
-            setattr(node, name, saved[place])
-        try:
-            yield
-        finally:
-            self.unpacked.clear()
-            for found in self.diverted.values():
-                found.clear()
-            for node, name, _ in self.attributes:
-                setattr(node, name, None)
-
-
-_GRAPHS: dict[int, _RecordedGraph] = {}  # by the number on the ticket
-_NUMBERS = itertools.count()
-
-
-def _ticket(graph: _RecordedGraph) -> torch.Tensor:
-    number = next(_NUMBERS)
-    _GRAPHS[number] = graph
-    ticket = torch.tensor(number, device="cpu")
-    weakref.finalize(ticket, _GRAPHS.pop, number, None).atexit = False
-    return ticket
 
 
 class _Enter(torch.autograd.Function):
@@ -228,7 +94,7 @@ class Island:
     - function: its name. title: it and the line that calls it, for messages.
     - static: arguments that are no tensors; in the place of a tensor, which of the tensors it is.
     - module: path of the module that is called; None for anything else.
-    - call: takes that module and the tensors, and gives what was returned.
+    - call: takes that module, the static arguments and the tensors, and gives what was returned.
     - named: takes the model, and gives the Python attributes that each of the tensors has.
     - owners: by tensor, the name of the parameter that it is.
     - buffers: positions of tensors to which the call may write.
@@ -246,6 +112,9 @@ class Island:
     - varies: what it saves differs from run to run. room: the buffer for that; None where it is not known to.
     - looked_at: its facts are known.
     - forward_cost, backward_cost: what a run took.
+    - known: what runs at other sizes have shown.
+    - rules: its facts at other sizes; None for an island of one size. open: static arguments that vary with sizes.
+    - at_numbers: of its sizes, which the rules were asked about; None if it was looked at with these sizes.
     """
 
     name: str
@@ -279,8 +148,13 @@ class Island:
     looked_at: bool = False
     forward_cost: IslandCost = _NOTHING
     backward_cost: IslandCost = _NOTHING
+    known: tuple[Seen, ...] = ()
+    rules: Rules | None = None
+    open: tuple[int, ...] = ()
+    at_numbers: Numbers | None = None
     like: Any = None  # attributes of a module that forward makes
     shared: frozenset[int] = frozenset()  # inputs that others give gradients to as well
+    _latest: Island | None = None  # that of the latest call, of an island with rules
     _told: list[str] = field(default_factory=list)
     _entered: Any = None  # the node at which the graph of the latest run begins
     _seen: weakref.WeakKeyDictionary[nn.Module, Any] = field(default_factory=weakref.WeakKeyDictionary)
@@ -291,6 +165,75 @@ class Island:
         assert self.forward_facts is not None
         uses = () if self.room is not None else self.forward_facts.uses
         return [position for position, count in enumerate(uses) for _ in range(1, count)]
+
+    # -- sizes ------------------------------------------------------------------------------------------------------
+
+    @property
+    def integers(self) -> tuple[int, ...]:
+        """Which of the static arguments are integers."""
+        return tuple(place for place, thing in enumerate(self.static) if type(thing) is int)
+
+    @property
+    def seen(self) -> Seen:
+        """What its runs have shown."""
+        assert self.forward_facts is not None
+        layouts = (*self.inputs, *self.forward_facts.results)
+        layouts += () if self.backward_facts is None else self.backward_facts.results
+        return Seen(
+            (*numbers_in(self.inputs), *(self.static[place] for place in self.integers)),
+            (self.forward_facts, self.backward_facts),
+            tuple(layout.nbytes for layout in layouts),
+            (self.forward_cost.scratch_bytes, self.backward_cost.scratch_bytes),
+        )
+
+    def numbers(self, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> tuple[Any, ...]:
+        """The numbers of a call, as in `Seen`. sizes: static arguments that vary."""
+        given = dict(zip(self.open, sizes, strict=True))
+        static = (given.get(place, self.static[place]) for place in self.integers)
+        return (*numbers_in(tuple(map(Layout.of, tensors))), *static)
+
+    def sized(self, tensors: Sequence[torch.Tensor], static: Sequence[Any]) -> tuple[Island, Island]:
+        """This island for many sizes, and at those of a trace. Raises FixedSize.
+
+        static: arguments of the call in the trace. Symbols among them are open.
+        """
+        if self.varies:
+            raise private.FixedSize(f"{self.function} saves other tensors from step to step")
+        opened = tuple(place for place in self.integers if private.is_symbolic(static[place]))
+        costs = (
+            c._replace(scratch_bytes=c.scratch_bytes + SCRATCH_MARGIN_BYTES)
+            for c in (self.forward_cost, self.backward_cost)
+        )
+        forward_cost, backward_cost = costs
+        island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
+        numbers = island.numbers(tensors, [static[place] for place in opened])
+        try:
+            island.rules = Rules((*self.known, self.seen), numbers)
+        except private.FixedSize as error:
+            raise private.FixedSize(f"{self.function} runs as it is, and {error}") from None
+        return island, island._with(numbers)
+
+    def at(self, numbers: Numbers) -> Island:
+        """The island of a call with these numbers. The latest one is kept."""
+        if self._latest is None or self._latest.at_numbers != numbers:
+            self._latest = self._with(numbers)
+        return self._latest
+
+    def _with(self, numbers: tuple[Any, ...]) -> Island:
+        assert self.rules is not None
+        forward, backward = self.rules.at(numbers)
+        found, static = iter(numbers), list(self.static)
+        inputs = with_numbers(self.inputs, lambda _: next(found))
+        for place in self.integers:
+            static[place] = next(found)
+        return dataclasses.replace(
+            self, inputs=inputs, static=tuple(static), forward_facts=forward, backward_facts=backward, rules=None,
+            at_numbers=numbers,
+        )  # fmt: skip
+
+    def _other(self, message: str) -> UnsupportedModel:
+        """The error for a run that gives other tensors than planned."""
+        return OtherIsland(message, self.called) if self.at_numbers is None else OtherResults(message, {})
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -309,9 +252,9 @@ class Island:
                 )
             self._seen[module] = attributes
         planned = self.forward_facts
-        saver = _Saver() if self.room is None else _Saver(self.room.empty(self.device), tensors, planned)
+        saver = Saver() if self.room is None else Saver(self.room.empty(self.device), tensors, planned)
         outputs, graph, spec = self._recorded(model, module, tensors, saver)
-        places, results = _PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
+        places, results = PlaceFinder({("input", i): t for i, t in enumerate(tensors)}), list[torch.Tensor]()
         places_of_outputs = tuple(
             places.of(o, "result", results) if isinstance(o, torch.Tensor) else o for o in outputs
         )
@@ -323,8 +266,8 @@ class Island:
         if planned is None:
             self.forward_facts = planned = facts
         if facts.returned != planned.returned:
-            raise OtherIsland(f"{self.title} returns other tensors than in its first run", self.called)
-        graph.saved = places_of_saved
+            raise self._other(f"{self.title} returns other tensors than in its first run")
+        graph.saved, graph.numbers = places_of_saved, self.at_numbers
         if saver.buffer is not None:
             self._check_uses(graph.uses, (1,) * len(graph.uses))
             results, graph.saved = [*results[:made], saver.buffer], tuple(saver.places)
@@ -332,17 +275,19 @@ class Island:
         elif (facts.saved, facts.results, facts.uses) != (planned.saved, planned.results, planned.uses):
             results = self._with_others_saved(planned, facts, results, graph, saver)
         saver.let_go()
-        return [*results, _ticket(graph)]
+        return [*results, ticket_of(graph)]
 
     def _with_others_saved(
         self,
         planned: ForwardFacts,
         facts: ForwardFacts,
         results: list[torch.Tensor],
-        graph: _RecordedGraph,
-        saver: _Saver,
+        graph: RecordedGraph,
+        saver: Saver,
     ) -> list[torch.Tensor]:
         """Results as planned, where other tensors were saved than that: the graph holds these."""
+        if self.at_numbers is not None:
+            raise self._other(f"{self.title} saves other tensors than rules tell for this size")
         if not self.looked_at:
             self.varies = True
             most = tuple(map(max, planned.uses, facts.uses))
@@ -362,7 +307,7 @@ class Island:
         """Raise OtherIsland where gradients would be added in another order than autograd does."""
         more = any(uses[i] > planned[i] for i in (self.shared if self.loose else range(len(uses))))
         if more or (uses != planned and not self.loose):
-            raise OtherIsland(f"{self.title} reads its arguments more often, or less often, than before", self.called)
+            raise self._other(f"{self.title} reads its arguments more often, or less often, than before")
 
     def _tell_of(self, beside_bytes: int) -> None:
         if beside_bytes and not self._told:
@@ -375,10 +320,10 @@ class Island:
 
     def saves(self, model: nn.Module, tensors: Sequence[torch.Tensor]) -> tuple[int, Any]:
         """How large a buffer has to be for what a run saves, and something that is equal for runs that save alike."""
-        saver, module = _Saver(), None if self.module is None else model.get_submodule(self.module)
+        saver, module = Saver(), None if self.module is None else model.get_submodule(self.module)
         outputs, graph, _ = self._recorded(model, module, tensors, saver)
         known = set(map(storage_key, tensors))
-        room_bytes = _room_bytes([t for t in saver.tensors if storage_key(t) not in known])
+        room_bytes = bytes_for([t for t in saver.tensors if storage_key(t) not in known])
         layouts = [Layout.of(t) for t in (*saver.tensors, *outputs) if isinstance(t, torch.Tensor)]
         return room_bytes, (layouts, graph.uses, [end is None for end in graph.ends])
 
@@ -401,10 +346,10 @@ class Island:
         self.varies = self.loose = True
 
     def _recorded(
-        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: _Saver
-    ) -> tuple[list[Any], _RecordedGraph, pytree.TreeSpec]:
+        self, model: nn.Module, module: nn.Module | None, tensors: Sequence[torch.Tensor], saver: Saver
+    ) -> tuple[list[Any], RecordedGraph, pytree.TreeSpec]:
         """Run the call. Gives its outputs, the graph, and how the outputs were nested. saver: takes what it saves."""
-        graph, entered = _RecordedGraph(), dict[int, torch.Tensor]()
+        graph, entered = RecordedGraph(), dict[int, torch.Tensor]()
         unpacked = graph.unpacked
 
         def pack(tensor: torch.Tensor) -> int | torch.Tensor:
@@ -430,7 +375,7 @@ class Island:
             for tensor, attributes in zip(given, self.named(model), strict=True):
                 vars(tensor).update(attributes)
             before = _attributes_of(given)
-            returned = self.call(module, *given)
+            returned = self.call(module, self.static, *given)
         outputs, spec = pytree.tree_flatten(returned)
         results = [o for o in outputs if isinstance(o, torch.Tensor)]
         if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
@@ -438,7 +383,7 @@ class Island:
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
         self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], entered)
-        _take_attributes(graph, saver)
+        take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
         if not written <= (self.writes if self.looked_at else self.buffers):
             raise NoIsland(f"{self.title} writes to its arguments")
@@ -446,7 +391,7 @@ class Island:
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
 
     def _note_uses(
-        self, graph: _RecordedGraph, starts: Sequence[torch.Tensor], entered: Mapping[int, torch.Tensor]
+        self, graph: RecordedGraph, starts: Sequence[torch.Tensor], entered: Mapping[int, torch.Tensor]
     ) -> None:
         """Count the gradients that each input gets. Where there are several, keep them apart."""
         edges, uses = Edges(starts), [0] * len(self.inputs)
@@ -470,7 +415,7 @@ class Island:
         Raises UnsupportedModel where the gradients are others than in its first run.
         """
         assert self.forward_facts is not None
-        graph = _GRAPHS[int(kept[0])]
+        graph = graph_of(kept[0])
         sources = dict(zip(self.forward_facts.kept, kept[1:], strict=True))
         saved = [p if isinstance(p, torch.Tensor) else p.seen_in(sources[p.source]) for p in graph.saved]
         pairs = [(end, g) for end, g in zip(graph.ends, grads, strict=True) if end is not None and g is not None]
@@ -491,7 +436,7 @@ class Island:
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
         results, given = list[torch.Tensor](), tuple(g is not None for g in grads)
         if not self.loose:
-            places, uses = _PlaceFinder(sources), self.forward_facts.uses
+            places, uses = PlaceFinder(sources), self.forward_facts.uses
             gradients = tuple(
                 tuple(places.of(t.detach(), "result of backward", results) for t in of_one)
                 + (None,) * (max(1, uses[i]) - len(of_one))
@@ -503,9 +448,7 @@ class Island:
         if self.backward_facts is None:
             self.backward_facts = facts
         elif facts != self.backward_facts:
-            raise UnsupportedModel(
-                f"the backward of {self.title} gives other gradients than in its first run; remove the plan for it"
-            )
+            raise self._other_gradients("gradients")
         return [*results, torch.zeros((), dtype=torch.int64, device="cpu")]
 
     def _apart(
@@ -533,9 +476,7 @@ class Island:
                 layout = self._layout_of(i, gradient, place)
                 if gradient is None:
                     gradient = layout.empty(self.device).fill_(-0.0)
-                elif (
-                    Layout.of(gradient) != layout or storage_key(gradient) in taken or _whole(gradient) is not gradient
-                ):
+                elif Layout.of(gradient) != layout or storage_key(gradient) in taken or whole(gradient) is not gradient:
                     gradient = layout.empty(self.device).copy_(gradient)
                 taken.add(storage_key(gradient))
                 results.append(gradient)
@@ -553,225 +494,14 @@ class Island:
             return dense if gradient is None else Layout.of(gradient)
         layout = self.backward_facts.results[place]
         if gradient is not None and Layout.of(gradient) != layout:
-            raise UnsupportedModel(f"the backward of {self.title} gives gradients of other strides than before")
+            raise self._other_gradients("strides of gradients")
         return layout
 
-
-class _Saver:
-    """Takes what the graph of one run saves: as it is, or copied to a buffer.
-
-    - tensors: what was saved, in order, where there is no buffer.
-    - places: where it lies, where there is one; the tensor itself where the buffer has no room for it.
-    - beside_bytes: what the buffer has no room for.
-    """
-
-    def __init__(
-        self,
-        buffer: torch.Tensor | None = None,
-        given: Sequence[torch.Tensor] = (),
-        planned: ForwardFacts | None = None,
-    ) -> None:
-        self.buffer, self.tensors, self.places = buffer, list[torch.Tensor](), list[Place | torch.Tensor]()
-        self.beside_bytes = self.end_bytes = 0
-        kept = () if planned is None else planned.kept
-        known = {("input", i): t for i, t in enumerate(given) if ("input", i) in kept}
-        self._given, self._made = _PlaceFinder(known), 0 if planned is None else planned.made
-        self._known: dict[Any, int] = {}  # where the buffer has what lies in which memory
-        self._alive: list[Any] = []  # so that no other memory is known by the same key
-
-    def let_go(self) -> None:
-        """Hold no tensors any more: hooks of the graph hold this."""
-        self.tensors.clear()
-        self.places.clear()
-        self.buffer, self._given = None, _PlaceFinder({})
-
-    def add(self, tensor: torch.Tensor) -> int:
-        """Take a tensor. Gives its number."""
-        if self.buffer is None:
-            self.tensors.append(tensor)
-            return len(self.tensors) - 1
-        self.places.append(self._given.found(tensor) or self._copied(tensor, self.buffer))
-        return len(self.places) - 1
-
-    def _copied(self, tensor: torch.Tensor, buffer: torch.Tensor) -> Place | torch.Tensor:
-        if tensor.device != buffer.device or tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg():
-            return tensor.clone()
-        span = _span(tensor)
-        key = storage_key(tensor), tensor.storage_offset(), span, tensor.dtype, tensor._version
-        if key not in self._known:
-            begin_bytes = -(-self.end_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-            end_bytes = begin_bytes + span * tensor.element_size()
-            if end_bytes > buffer.numel():
-                self.beside_bytes += span * tensor.element_size()
-                return tensor.clone()
-            flat = buffer[begin_bytes:end_bytes].view(tensor.dtype)
-            flat.copy_(tensor.as_strided((span,), (1,), tensor.storage_offset()))
-            self._alive.append(private.known_storage(tensor))
-            self._known[key], self.end_bytes = begin_bytes, end_bytes
-        return Place(("result", self._made), Layout.of(tensor), self._known[key])
-
-
-def _room_bytes(saved: Sequence[torch.Tensor]) -> int:
-    """Bytes of a buffer that has room for copies of these tensors."""
-    spans = {(storage_key(t), t.storage_offset(), _span(t), t.dtype): _span(t) * t.element_size() for t in saved}
-    return sum(-(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for size_bytes in spans.values())
-
-
-def _span(tensor: torch.Tensor) -> int:
-    """How many elements lie between the first and the last one of a tensor, these included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-class _PlaceFinder:
-    """Finds where tensors lie: in the memory of those that are at hand, else in results of their own."""
-
-    def __init__(self, at_hand: Mapping[Source, torch.Tensor]) -> None:
-        self._homes: dict[int, tuple[Source, torch.Tensor]] = {}
-        for source, tensor in at_hand.items():
-            self._homes.setdefault(storage_key(tensor), (source, tensor))
-
-    def found(self, tensor: torch.Tensor) -> Place | None:
-        """The place of a tensor in the memory of those that are at hand; None where it lies in none of them."""
-        return self.of(tensor, "", []) if storage_key(tensor) in self._homes else None
-
-    def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:
-        """The place of a tensor. Where that is new memory, it is added to the results. Raises NoIsland."""
-        if (
-            tensor.layout is not torch.strided
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or type(tensor) is not torch.Tensor
-        ):
-            raise NoIsland("an opaque call gives, or saves, tensors of a kind that has no place")
-        key = storage_key(tensor)
-        if key not in self._homes:
-            self._homes[key] = ((kind, len(results)), _whole(tensor))
-            results.append(self._homes[key][1])
-        source, home = self._homes[key]
-        begin_bytes = int(tensor.storage_offset() * tensor.element_size() - home.storage_offset() * home.element_size())
-        if begin_bytes < 0:
-            raise NoIsland("an opaque call gives, or saves, tensors that begin before its argument does")
-        return Place(source, Layout.of(tensor), begin_bytes)
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself where it takes up its memory, else all of that memory."""
-    memory = tensor.untyped_storage()
-    if memory.nbytes() == tensor.numel() * tensor.element_size() and tensor.storage_offset() == 0:
-        return tensor
-    flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return flat.set_(memory, 0, (memory.nbytes() // tensor.element_size(),), (1,))
+    def _other_gradients(self, what: str) -> UnsupportedModel:
+        message = f"the backward of {self.title} gives other {what} than in its first run; remove the plan for it"
+        return UnsupportedModel(message) if self.at_numbers is None else OtherResults(message, {})
 
 
 def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:
     """The attributes of each tensor, by name, and which object each is."""
     return [[(key, id(value)) for key, value in vars(tensor).items()] for tensor in tensors]
-
-
-def _take_attributes(graph: _RecordedGraph, saver: _Saver) -> None:
-    """Take tensors out of the contexts of functions, and add them to what was saved. Raises NoIsland."""
-    pending = [edge.node for edge in graph.ends if edge is not None]
-    seen: set[Any] = set(pending)
-    while pending:
-        node = pending.pop()
-        if hasattr(type(node), "_forward_cls"):
-            for name, value in vars(node).items():
-                if isinstance(value, torch.Tensor):
-                    graph.attributes.append((node, name, saver.add(value.detach())))
-                elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-                    raise NoIsland(
-                        f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
-                    )
-        for target, _ in node.next_functions:
-            if target is not None and target not in seen:
-                seen.add(target)
-                pending.append(target)
-    for node, name, _ in graph.attributes:
-        setattr(node, name, None)
-
-
-# -- in a trace ------------------------------------------------------------------------------------------------------
-
-_LIBRARY = torch.library.Library("memplan", "FRAGMENT")
-_LIBRARY.define("island(str name, Tensor[] tensors) -> Tensor[]")
-_LIBRARY.define("island_backward(str name, Tensor?[] grads, Tensor[] kept) -> Tensor[]")
-FORWARD = torch.ops.memplan.island.default
-BACKWARD = torch.ops.memplan.island_backward.default
-
-_TRACED: dict[str, Island] = {}  # those of the trace in progress, by name
-
-
-@contextlib.contextmanager
-def as_ops(islands: Mapping[str, Island]) -> Iterator[None]:
-    """A context for a trace, in which the ops of these islands have results. One thread at a time may trace."""
-    _TRACED.update(islands)
-    try:
-        yield
-    finally:
-        _TRACED.clear()
-
-
-def _fake_forward(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    island = _TRACED[name]
-    assert island.forward_facts is not None
-    return [*_empty(island, island.forward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
-
-
-def _fake_backward(name: str, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    island = _TRACED[name]
-    assert island.backward_facts is not None
-    return [*_empty(island, island.backward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
-
-
-def _empty(island: Island, layouts: Sequence[Layout]) -> list[torch.Tensor]:
-    return [layout.empty(island.device) for layout in layouts]
-
-
-torch.library.register_fake("memplan::island", _fake_forward, lib=_LIBRARY)
-torch.library.register_fake("memplan::island_backward", _fake_backward, lib=_LIBRARY)
-
-
-@dataclass(frozen=True)
-class IslandKernel:
-    """One of the two ops, to be called in a program.
-
-    - forward: which.
-    - again: it has run in the step before.
-    """
-
-    island: Island
-    forward: bool
-    again: bool = False
-    __name__: str = field(init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        kind = "island" if self.forward else f"island_backward{self.island.backward_mode}"
-        object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
-
-    def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
-        """Run it. store: knows the model that runs."""
-        if self.forward:
-            return self.island.forward(store.model, args[0], self.again)
-        return self.island.backward(args[0], args[1], store.absent)
-
-    @property
-    def is_random(self) -> bool:
-        """Whether it draws from PyTorch's generators and may run again."""
-        return self.forward and self.island.random
-
-    @property
-    def repeats(self) -> bool:
-        """Whether it may run again. Backward runs once."""
-        return self.forward and self.island.repeats
-
-    @property
-    def cost(self) -> IslandCost:
-        """What one run takes."""
-        return self.island.forward_cost if self.forward else self.island.backward_cost
-
-
-def kernel_of(target: Any, name: str, islands: Mapping[str, Island]) -> IslandKernel | None:
-    """The kernel that an op of a trace stands for; None for an op that is none of an island's. name: its argument."""
-    return IslandKernel(islands[name], target is FORWARD) if target in (FORWARD, BACKWARD) else None

@@ -24,7 +24,10 @@ from memplan.capture.attributes.code_facts import NamedOn, names_by_line
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.attributes.tables import CHECKED_ELSEWHERE, attribute_tables, has_traced_tensors, state_in_short
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island import BACKWARD, FORWARD, Island, Layout, Place
+from memplan.capture.ops.island import Island
+from memplan.capture.ops.island_facts import numbers_in, with_numbers
+from memplan.capture.ops.island_ops import BACKWARD, FORWARD
+from memplan.capture.ops.places import Layout, Place
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.raw_trace import Autocast
@@ -32,6 +35,7 @@ from memplan.capture.trace.source_lines import caller_frame
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
+_MOST_SEEN = 8  # sizes at which an island was looked at
 Calls = tuple[Any, ...]  # autograd functions, paths of modules, classes of modules: a call, and those around it
 
 
@@ -79,6 +83,14 @@ class Islands:
     def has(self, path: str) -> bool:
         """Whether a module is an island, or within one."""
         return any(isinstance(c, str) and (path == c or path.startswith(f"{c}.")) for c in self.callables)
+
+    def knowing(self, earlier: Islands) -> Islands:
+        """These islands, which also know what runs of an earlier call showed, if it differs in sizes alone."""
+        for island, other in zip(self.calls, earlier.calls):
+            if _differ_in_sizes(island, other):
+                seen = (s for s in (*other.known, other.seen) if s.numbers != island.seen.numbers)
+                island.known = (*seen,)[-_MOST_SEEN:]
+        return self
 
     @property
     def told(self) -> tuple[str, ...]:
@@ -144,6 +156,7 @@ class IslandsTraced:
         """around: gives the calls of modules that are running."""
         self._callables, self._waiting, self._around = islands.callables, iter(islands.calls), around
         self.used: dict[str, Island] = {}
+        self.here: dict[str, Island] = {}  # the same ones, at the sizes of the trace
         self.given: dict[str, tuple[bool, ...]] = {}  # see `OpenIsland`
         self.unfit: set[Any] = set()
         self._states: list[tuple[Any, Callable[[], Any], Any]] = []  # Python state at each call
@@ -169,15 +182,16 @@ class IslandsTraced:
     def _in_place_of(self, called: Any, arguments: Arguments, module: nn.Module | None = None) -> Any:
         """The fake outputs of an island, computed by its forward op."""
         name = name_of(called)
-        if any(private.has_symbolic_shape(t) for t in arguments.tensors):
-            raise private.FixedSize(f"{name} runs as it is, for one size")
         island = next(self._waiting, None)
         if called not in self._callables:
             raise OpenIsland(f"{name} is marked by memplan.opaque", [(called, *self._around())])
         like = module if isinstance(called, type) else None
         if island is None or not _is_call_of(island, called, arguments, like):
             raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
-        self.used[island.name] = island
+        here = island
+        if any(map(private.is_symbolic, (*numbers_in(tuple(map(Layout.of, arguments.tensors))), *arguments.static))):
+            island, here = island.sized(arguments.tensors, arguments.static)
+        self.used[island.name], self.here[island.name] = island, here
         home = nn.Identity() if module is None else module
         run = called if module is None else None
         if has_traced_tensors(home, run):
@@ -185,10 +199,11 @@ class IslandsTraced:
         look = functools.partial(state_in_short, home, run)
         self._states.append((called, look, look()))
         self.handed |= _handed_by(caller_frame(), arguments.static)
-        facts = island.forward_facts
+        facts = here.forward_facts
         assert facts is not None
         further = [arguments.tensors[position] for position in island.further_uses]
-        made = _AsOps.apply(self, island, *arguments.tensors, *further)  # type: ignore[no-untyped-call]
+        sizes = [arguments.static[place] for place in island.open]
+        made = _AsOps.apply(self, here, sizes, *arguments.tensors, *further)  # type: ignore[no-untyped-call]
         found = iter(made if isinstance(made, tuple) else (made,))
         outputs = [next(found) if _is_place(output) else output for output in facts.outputs]
         return pytree.tree_unflatten(outputs, facts.spec)
@@ -205,7 +220,7 @@ class IslandsTraced:
                 if target is not None and island.loose and len(edges.into(target, number)) > 1:
                     count = len(island.inputs)
                     shared.add(position if position < count else island.further_uses[position - count])
-            island.shared = frozenset(shared)
+            self.used[island.name].shared = frozenset(shared)
             if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
                 self.unfit.add(island.called)
         if self.unfit:
@@ -345,13 +360,35 @@ def calls_around(path: str) -> Calls:
 
 def _is_call_of(island: Island, called: Any, arguments: Arguments, like: nn.Module | None) -> bool:
     tensors, static = arguments.tensors, arguments.static
-    layouts, needs = tuple(map(Layout.of, tensors)), tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
+    needs = tuple(t.requires_grad and torch.is_grad_enabled() for t in tensors)
+    layouts = with_numbers(tuple(map(Layout.of, tensors)), private.number_here)
+    static = tuple(private.number_here(thing) for thing in static)
     if (called, layouts, needs) != (island.called, island.inputs, island.needs) or len(static) != len(island.static):
         return False
     if like is not None and island.attributes(like) != island.like:
         return False
-    here = zip(static, island.static, strict=True)
-    return all(a is b or (is_lasting(a) and type(a) is type(b) and a == b) for a, b in here)
+    return all(map(_is_same, static, island.static))
+
+
+def _is_same(thing: Any, other: Any) -> bool:
+    return thing is other or (is_lasting(thing) and type(thing) is type(other) and thing == other)
+
+
+def _differ_in_sizes(island: Island, other: Island) -> bool:
+    """Whether islands of two calls of forward are the same but for sizes of what they are given and give."""
+
+    def kind(of_one: Island) -> Any:
+        facts = of_one.inputs, of_one.forward_facts, of_one.backward_facts
+        return (
+            of_one.name, of_one.called, of_one.needs, of_one.owners, of_one.writes, of_one.random, of_one.repeats,
+            of_one.once, of_one.alike, of_one.loose, of_one.varies, of_one.module or of_one.like,
+            with_numbers(facts, lambda _: None),
+        )  # fmt: skip
+
+    if kind(island) != kind(other) or island.integers != other.integers or len(island.static) != len(other.static):
+        return False
+    pairs = enumerate(zip(island.static, other.static, strict=True))
+    return all(place in island.integers or _is_same(a, b) for place, (a, b) in pairs)
 
 
 def _handed_by(frame: FrameType | None, static: Sequence[Any]) -> set[NamedOn]:
@@ -387,11 +424,11 @@ class _AsOps(torch.autograd.Function):
     """Writes the forward op of an island to a trace, and its backward op where backward comes to it."""
 
     @staticmethod
-    def forward(ctx: Any, traced: IslandsTraced, island: Island, *given: torch.Tensor) -> Any:
+    def forward(ctx: Any, traced: IslandsTraced, island: Island, sizes: list[Any], *given: torch.Tensor) -> Any:
         facts = island.forward_facts
         assert facts is not None
         tensors = given[: len(island.inputs)]
-        *results, ticket = FORWARD(island.name, list(tensors))
+        *results, ticket = FORWARD(island.name, list(tensors), sizes)
         sources = {("input", i): t for i, t in enumerate(tensors)} | {("result", i): t for i, t in enumerate(results)}
         places = [(p, d) for p, d in zip(facts.outputs, facts.differentiable, strict=True) if _is_place(p)]
         outputs = [place.view_of(sources[place.source]) for place, _ in places]
@@ -412,14 +449,15 @@ class _AsOps(torch.autograd.Function):
         pattern = tuple(g is not None for g in given)
         if pattern != backward.given:
             ctx.traced.given[island.name] = pattern
-        places = [output for output, is_given in zip(forward.outputs, pattern, strict=True) if is_given]
-        if len(set(places)) < len(places):
+        places = [o for o, is_given in zip(forward.outputs, pattern, strict=True) if is_given]
+        if len({with_numbers(place, private.number_here) for place in places}) < len(places):
             ctx.traced.unfit.add(island.called)
         autocast = Autocast.of_backward(island.device.type)
         if autocast is not None:
             mode = f"_under_{str(autocast.dtype).removeprefix('torch.')}"
+            used = ctx.traced.used[island.name]
             ctx.traced.used[island.name] = dataclasses.replace(
-                island, around_backward=autocast.context, backward_mode=mode
+                used, around_backward=autocast.context, backward_mode=mode
             )
         *results, _ = BACKWARD(island.name, given, list(ctx.saved_tensors))
         sources = {("gradient", i): g for i, g in enumerate(given) if g is not None}
@@ -428,4 +466,4 @@ class _AsOps(torch.autograd.Function):
         found = [[None if p is None else p.view_of(sources[p.source]) for p in of_one] for of_one in backward.gradients]
         waiting = iter(found)
         first = [next(waiting)[0] if needed else None for needed in island.needs]
-        return None, None, *first, *(g for of_one in found for g in of_one[1:])
+        return None, None, None, *first, *(g for of_one in found for g in of_one[1:])

@@ -20,7 +20,7 @@ from memplan.capture.attributes.attributes_kept import SetValue
 from memplan.capture.attributes.kept_memory import KeptMemory
 from memplan.capture.attributes.named_state import backward_depends_on
 from memplan.capture.ops.edges import Edges
-from memplan.capture.ops.island import as_ops
+from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
 from memplan.capture.trace.branches import as_without_modes
@@ -132,7 +132,7 @@ class _StepTrace:
             stack.enter_context(as_without_modes())
             stack.enter_context(as_on_cuda(request.capability))
             stack.enter_context(results_forgotten(request.model))
-            stack.enter_context(as_ops({island.name: island for island in request.islands.calls}))
+            self._islands.here = stack.enter_context(as_ops())
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())

@@ -154,7 +154,7 @@ class Runner:
         numbers = self._numbers(inputs)
         program = self._program_for(numbers)
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
-        may_stop = self._decisions or program.forward in self.unchecked
+        may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
         python_state = self._state_kept() if self._once and may_stop else contextlib.ExitStack()
         try:
             with self._without_autocast(), self._watched(lambda watch: watch.forward(inputs)), self._in_arena(numbers):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from memplan.capture.ops.island import IslandKernel
+from memplan.capture.ops.island_ops import IslandKernel
 
 
 def _default_generator(device: torch.device) -> torch.Generator:

@@ -14,7 +14,7 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
-from memplan.capture.ops.island import IslandKernel
+from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import GradientLayout

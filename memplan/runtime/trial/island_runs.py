@@ -26,8 +26,10 @@ from memplan.capture.attributes.kept_memory import KeptMemory, has_memory, writt
 from memplan.capture.attributes.named_state import state_behind
 from memplan.capture.attributes.tables import attributes_in_short, is_plain
 from memplan.capture.ops import op_facts
-from memplan.capture.ops.island import ForwardFacts, Island, IslandCost, Layout, NoIsland, Place, Source
+from memplan.capture.ops.island import Island, IslandCost
+from memplan.capture.ops.island_facts import ForwardFacts
 from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.places import Layout, NoIsland, Place, Source
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import python_generators
@@ -127,14 +129,13 @@ class IslandRuns(private.RealOps):
         if function not in self._callables or self._within:
             return original(*args)
         arguments = Arguments.of(args, {}, nested=False)
-        static = arguments.static
 
-        def call(module: nn.Module | None, *given: torch.Tensor) -> Any:
+        def call(module: nn.Module | None, static: tuple[Any, ...], *given: torch.Tensor) -> Any:
             return original(*arguments_of(static, given))
 
-        named = functools.partial(lambda *_: function, *args)  # what it reads, and what it is given
+        named = functools.partial(function, *arguments.static)  # what it reads, and what it is given
         repeats = state_behind(vars(function).get("forward")) is None
-        kept = functools.partial(_state_kept, None, named, args)
+        kept = functools.partial(_state_kept, None, named, arguments.static)
         return self._looked_at(function, None, arguments, call, lambda: original(*args), kept, repeats)
 
     def _call(self, called: Any, module: nn.Module, original: Forward, args: Any, kwargs: Any) -> Any:
@@ -144,12 +145,12 @@ class IslandRuns(private.RealOps):
         wholly, of_model = path is None or is_wholly_called(module), None if path is None else module
         arguments = Arguments.of(args, kwargs, of_model)
         names = [] if path is None else [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
-        static, count = arguments.static, arguments.given
+        count = arguments.given
         here = [p[len(path) + 1 :] for p in self._layers if f"{p}.".startswith(f"{path}.")] if path else []
         there = {name for name, _ in module.named_modules()}
         layers = [p for p in here if p in there]
 
-        def call(own: nn.Module | None, *given: torch.Tensor) -> Any:
+        def call(own: nn.Module | None, static: tuple[Any, ...], *given: torch.Tensor) -> Any:
             callee = module if own is None else own
             own_args, own_kwargs = arguments_of(static, given)
             state = dict(zip(names, given[count:], strict=True))
@@ -296,7 +297,8 @@ class IslandRuns(private.RealOps):
                 (*results, ticket), island.forward_cost = self._twice(forward, tensors)
                 facts, sources, outputs = outputs_of(results)
             if any(facts.differentiable):
-                pairs = zip(outputs, self._given.get(island.name, facts.differentiable), strict=True)
+                arriving = self._given.get(island.name, ())
+                pairs = zip(outputs, arriving if len(arriving) == len(outputs) else facts.differentiable, strict=True)
                 grads = [torch.full_like(o, 0.5) if o is not None and is_given else None for o, is_given in pairs]
                 kept = [ticket, *(sources[source] for source in facts.kept)]
                 _, island.backward_cost = self._twice(lambda: island.backward(grads, kept), [*grads, *kept])

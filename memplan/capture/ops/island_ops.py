@@ -1,0 +1,100 @@
+"""The two ops of an island: as a trace has them, and as programs call them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memplan.capture.ops.island import Island, IslandCost
+from memplan.capture.ops.places import Layout
+from memplan.capture.ops.recorded_graph import graph_of
+
+_LIBRARY = torch.library.Library("memplan", "FRAGMENT")
+_LIBRARY.define("island(str name, Tensor[] tensors, SymInt[] sizes) -> Tensor[]")
+_LIBRARY.define("island_backward(str name, Tensor?[] grads, Tensor[] kept) -> Tensor[]")
+FORWARD = torch.ops.memplan.island.default
+BACKWARD = torch.ops.memplan.island_backward.default
+
+_TRACED: dict[str, Island] = {}  # those of the trace in progress, by name, at its sizes
+
+
+@contextlib.contextmanager
+def as_ops() -> Iterator[dict[str, Island]]:
+    """A context for a trace. Gives a table for islands, whose ops have results then. One thread at a time may trace."""
+    try:
+        yield _TRACED
+    finally:
+        _TRACED.clear()
+
+
+def _fake_forward(name: str, tensors: Sequence[torch.Tensor], sizes: Sequence[Any]) -> list[torch.Tensor]:
+    island = _TRACED[name]
+    assert island.forward_facts is not None
+    return [*_empty(island, island.forward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _fake_backward(name: str, grads: Sequence[torch.Tensor | None], kept: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    island = _TRACED[name]
+    assert island.backward_facts is not None
+    return [*_empty(island, island.backward_facts.results), torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _empty(island: Island, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+    return [layout.empty(island.device) for layout in layouts]
+
+
+torch.library.register_fake("memplan::island", _fake_forward, lib=_LIBRARY)
+torch.library.register_fake("memplan::island_backward", _fake_backward, lib=_LIBRARY)
+
+
+@dataclass(frozen=True)
+class IslandKernel:
+    """One of the two ops, to be called in a program.
+
+    - forward: which.
+    - again: it has run in the step before.
+    """
+
+    island: Island
+    forward: bool
+    again: bool = False
+    __name__: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        kind = "island" if self.forward else f"island_backward{self.island.backward_mode}"
+        object.__setattr__(self, "__name__", f"{kind}_{self.island.function}")
+
+    def __call__(self, store: Any, *args: Any) -> list[torch.Tensor]:
+        """Run it. store: knows the model that runs."""
+        island, is_sized = self.island, self.island.rules is not None
+        if self.forward:
+            tensors, sizes = args
+            island = island.at(island.numbers(tensors, sizes)) if is_sized else island
+            return island.forward(store.model, tensors, self.again)
+        grads, kept = args
+        island = island.at(graph_of(kept[0]).numbers or ()) if is_sized else island
+        return island.backward(grads, kept, store.absent)
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws from PyTorch's generators and may run again."""
+        return self.forward and self.island.random
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it may run again. Backward runs once."""
+        return self.forward and self.island.repeats
+
+    @property
+    def cost(self) -> IslandCost:
+        """What one run takes."""
+        return self.island.forward_cost if self.forward else self.island.backward_cost
+
+
+def kernel_of(target: Any, name: str, islands: Mapping[str, Island]) -> IslandKernel | None:
+    """The kernel that an op of a trace stands for; None for an op that is none of an island's. name: its argument."""
+    return IslandKernel(islands[name], target is FORWARD) if target in (FORWARD, BACKWARD) else None
