@@ -107,10 +107,10 @@ def apply(
         nothing; accumulating over several batches, a GradScaler and several processes are refused.
     - in_flight: forwards that wait for their backward at once, as in a stage of a pipeline: the budget is for all of
         them together, with gradients that accumulate. A schedule's count is its most forwards minus backwards.
-    - shards: whatever has sharded the parameters over ranks. The plan then says when each is gathered and freed; what
-        is gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank and give it
-        to all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that plans by
-        itself would gather in another order.
+    - shards: the engine that has sharded the parameters over ranks. The plan then says when each is gathered and
+        freed; what is gathered is in the peak. Every rank must run the same plan: give group=, or make it on one rank
+        and give it to all with plan=; without group= calls that it does not serve raise PlanMismatch, for a rank that
+        plans alone would gather in another order.
     - init: for a model on the meta device, with `device=`: `init(name, tensor)` fills each parameter and buffer, in
         place and where it will live, so that the model never exists as a whole on the device. It may be called more
         than once for a name where ops are timed. Parameters become new objects, also in an optimizer given here.
@@ -135,7 +135,7 @@ def apply(
     - dynamic: sizes of the arguments that vary from call to call (lengths, batches, images). One capture then serves
         all of them, with schedules for long and short calls, and each call takes the fastest that fits at its own
         sizes. "auto": those in which the first two calls differ. A dict says which, and how far: {"input_ids": {1: (8,
-        4096)}}; it is planned for the largest. "all": whatever may vary. "never": each size gets a plan of its own. It
+        4096)}}; it is planned for the largest. "all": every size. "never": each size gets a plan of its own. It
         does too with fused kernels, sharded parameters, update="backward" or group=, and where forward itself depends
         on a size.
     - on_mismatch: what a call does that no plan serves (other shapes, modes, settings): "replan" makes a plan for it,

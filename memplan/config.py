@@ -12,7 +12,7 @@ Presets carry the names of the published systems whose method they run:
   faster (OffMate, in the same repository as Rockmate). It takes a host budget; without one it is "hiremate".
 - "auto": all of them, and a local search from what they find. Never worse than any of the others.
 
-Whatever the preset, a plan that is given a host budget may offload, and is never slower than the same preset's without.
+With any preset, a plan that is given a host budget may offload, and is never slower than the same preset's without.
 """
 
 from __future__ import annotations

@@ -1,8 +1,13 @@
-"""One name, one thing: no two classes, public functions or files share a name, for readers search by names."""
+"""One name, one thing: no two classes, public functions or files share a name, for readers search by names.
+
+And words that say nothing to a reader who is in a hurry are not in docstrings, comments and pages.
+"""
 
 from __future__ import annotations
 
 import ast
+import re
+import tokenize
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +22,9 @@ ONE_THING = {
     "MemplanCallback": "plans what a Trainer trains, of transformers or of Lightning",
     "in_flight": "counts forwards in flight, of a PyTorch schedule and of a DeepSpeed engine",
 }
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+VAGUE = re.compile(r"\b(at hand|such calls|what is held|whatever)\b", re.IGNORECASE)
 
 
 def names_of(path: Path) -> Iterator[str]:
@@ -80,3 +88,20 @@ def test_docstrings_stand_alone() -> None:
         and (text := ast.get_docstring(node) or "").startswith(("The same", "As above", "Ditto"))
     ]
     assert leaning == []
+
+
+def prose_of(path: Path) -> str:
+    """Docstrings and comments of a module; a page without its code, for messages are quoted in it."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        return re.sub(r"```.*?```|`[^`]*`", "", text, flags=re.DOTALL)
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(text)) if isinstance(node, kinds)]
+    with tokenize.open(path) as file:
+        comments = [t.string for t in tokenize.generate_tokens(file.readline) if t.type == tokenize.COMMENT]
+    return "\n".join([*docstrings, *comments])
+
+
+@pytest.mark.parametrize("path", [*FILES, *PAGES], ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_is_plain(path: Path) -> None:
+    assert not VAGUE.findall(" ".join(prose_of(path).split()))

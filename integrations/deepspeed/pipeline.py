@@ -139,7 +139,7 @@ class _StageForward:
         return bool(self._engine.module.training and torch.is_grad_enabled())
 
     def _forward_pass(self, buffer_id: int) -> None:
-        """Run the engine's forward pass with the labels at hand, and without the engine's own loss."""
+        """Run the engine's forward pass with the labels given, and without the engine's own loss."""
         engine = self._engine
         if not self._trains():
             PipelineEngine._exec_forward_pass(engine, buffer_id)

@@ -124,7 +124,7 @@ def capture(
     - device: the device to plan for; None is the model's.
     - tangents: the outputs that backward starts from, and the layout of the gradient of each. With None, backward
       starts from the loss where there is one, else from every output that requires grad.
-    - shards: whatever has sharded the parameters.
+    - shards: the engine that has sharded the parameters.
     - backward: the autocast under which backward runs; None: without autocast.
     - seen: what forward read from tensors when it ran on the sample. The step then has the branches that forward took,
       and the plan checks them.

@@ -1,7 +1,7 @@
 """Parameters that are sharded over ranks: what memplan has to know of them, and what it asks for.
 
 Between uses each rank holds a part, and the `nn.Parameter` itself is empty. A planned step gathers such a parameter
-when its plan says so, reads it, and releases it. Whatever sharded it (an engine) reduces the gradients that are handed
+when its plan says so, reads it, and releases it. The engine that sharded it reduces the gradients that are handed
 over.
 """
 
@@ -55,7 +55,7 @@ class Handle(Protocol):
 
 
 class Shards(Protocol):
-    """The interface to whatever has sharded a model's parameters, for `memplan.apply(..., shards=)`.
+    """The interface to the engine that has sharded a model's parameters, for `memplan.apply(..., shards=)`.
 
     - resident_bytes: held on the device throughout: this rank's parts of parameters and gradients, and buffers to
       reduce.

@@ -73,7 +73,7 @@ class KnownCosts:
         return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
 
     def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int, requests: Blocks) -> None:
-        """Enter the seconds of all repeats. Only the fewest count: whatever else the machine does adds to them.
+        """Enter the seconds of all repeats. Only the fewest count: other work of the machine adds to them.
 
         A figure that is confirmed stays as it is, so that plans which were made with it do.
         """

@@ -55,7 +55,7 @@ class _Donor:
         return whole and a.dtype == b.dtype and a.numel() == b.numel()
 
     def _is_free(self, given: fx.Node, group: FusedGroup, position: int) -> bool:
-        """Whether nobody reads an input of a group once the group has run, whatever runs again."""
+        """Whether nobody reads an input of a group once the group has run, in every schedule."""
         if given in self._kept or self._last[given] != position or node_kind(given) not in ("result", "computed"):
             return False
         value = self._step.home.get(given, (None, None))[0]

@@ -102,7 +102,7 @@ class GroupProgram:
         """The program compiled and run once, and what it really writes over what.
 
         Where that is less than it may, it is compiled again, and keeps what it would have given away for nothing.
-        Raises whatever Inductor and the compiler raise, and ValueError where results are not what they should be.
+        Raises what Inductor and the compiler raise, and ValueError where results are not what they should be.
         """
         with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
             if self.is_pointwise():

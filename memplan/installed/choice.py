@@ -1,4 +1,4 @@
-"""Which step serves a call of a planned model: one that is at hand, or a new one, alone or with other ranks."""
+"""Which step serves a call of a planned model: a known one, or a new one, alone or with other ranks."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class StepChoice:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether plans stay as they are, whatever happens, because the user says so or other ranks rely on them."""
+        """Whether plans never change, because the user says so or other ranks rely on them."""
         return self.on_mismatch == "raise" or self.agreement is not None or not self.alone
 
     def plan_each_size(self) -> None:
@@ -133,7 +133,7 @@ class StepChoice:
         return self._held.beyond(step, peak_bytes, limit_bytes)
 
     def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
-        """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
+        """A step in the place of a known one, with the schedule that other ranks plan now."""
         if not isinstance(step, WholeStep):
             return step
         with self.planning():
@@ -240,7 +240,7 @@ class StepChoice:
         return step
 
     def _new_step(self, call: Call, known: Sequence[PlannedStep], share: Share | None, answers: Answers) -> PlannedStep:
-        """A new step for a call, which serves such calls of other sizes where it can."""
+        """A new step for a call. If it can, it serves calls of other sizes too."""
         same = next(self.known.of_same_kind(call, answers), None)
         if same is not None:
             return self.planner.resized(same, call)
@@ -298,7 +298,7 @@ class StepChoice:
         return step
 
     def prepare(self, sample: Sample) -> Plan | None:
-        """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
+        """Plan calls like the sample in full, together with the other ranks that train the model. Returns the plan."""
         if not self.alone and self.agreement is None:
             raise ValueError("the parameters are sharded: plan on one rank, and give the plan to all with plan=")
         call = self.reader.read_sample(sample)

@@ -160,7 +160,7 @@ class PlannedForward:
             self.recovery.attend(step)
 
     def prepare(self, sample: Sample) -> Plan | None:
-        """Plan such calls in full now, together with the other ranks that train the model. Gives the plan."""
+        """Plan calls like the sample in full, together with the other ranks that train the model. Returns the plan."""
         return self.choice.prepare(sample)
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:

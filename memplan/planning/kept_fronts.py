@@ -2,7 +2,7 @@
 
     front = kept_front(problem, config, lambda: solve_front(problem, config))
 
-A problem has the graph, every size, the costs, and what is held beside the step. Neither budgets nor the device's
+A problem has the graph, every size, the costs, and what else is on the device. Neither budgets nor the device's
 allocator steer a search, so a front serves all of them. Each of its orders is accounted for anew when it is read, and
 the one that is chosen goes through `simulate`, as after a search. What is damaged, or was made by other solvers, is
 searched for again.

@@ -69,7 +69,7 @@ class Limits:
         return self.budget_bytes
 
     def reset(self, budget_bytes: int | None) -> None:
-        """Set the budget to this, whatever it was before; None where it is not known."""
+        """Set the budget. None: it is not known."""
         self.budget_bytes = budget_bytes
 
     def take_over(self, budget_bytes: int | None) -> None:

@@ -131,7 +131,7 @@ class Planner:
         like: WholeStep | None = None,
         varying: Varying = frozenset(),
     ) -> PlannedStep:
-        """A step that serves such calls.
+        """A step that serves calls like this one.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
         - share: exchanges plans with the other ranks of a group. A step for many sizes needs none, unless parameters
@@ -307,7 +307,7 @@ class Planner:
 
     def _unsearched(self, captured: Capture, known: Sequence[PlannedStep], in_group: bool) -> WholeStep | None:
         """A step whose plan needs no search; None where there is none."""
-        in_one_order = in_group and self.settings.shards is not None  # others may have another schedule at hand
+        in_one_order = in_group and self.settings.shards is not None  # other ranks may know another schedule
         same = None if in_one_order else self._equal_step(captured, known)
         if same is not None:  # what changed is of no concern to the step
             return same
@@ -325,7 +325,7 @@ class Planner:
         return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
 
     def join(self, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
-        """A step in the place of one that is at hand, with the schedule that other ranks plan now."""
+        """A step in the place of a known one, with the schedule that other ranks plan now."""
         homed = self.placement.homed(step.capture)
         plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
         return self._whole(step.capture, plan)

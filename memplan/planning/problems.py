@@ -1,4 +1,4 @@
-"""From a captured step to a problem: what its ops cost, and what is held beside them."""
+"""From a captured step to a problem: what its ops cost, and what else is on the device."""
 
 from __future__ import annotations
 

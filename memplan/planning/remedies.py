@@ -72,7 +72,7 @@ class Remedies:
         ):  # fmt: skip
             try:
                 yield from look()
-            except Exception as error:  # whatever goes wrong with a changed model, the refusal is what is to be told
+            except Exception as error:  # if a changed model fails in any way, the refusal is raised
                 log.debug("%s is no remedy: %s", look.__name__, error)
 
     # -- settings ---------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class UnplannedSteps:
         return device or model_device(self._model)
 
     def _measured(self, call: Call, device: torch.device, error: UnsupportedModel) -> tuple[int, int, tuple[str, ...]]:
-        """What a run of the step on the sample holds, with what is held beside it; the budget; layers to checkpoint.
+        """Bytes of a run of the step on the sample, with all else on the device; the budget; layers to checkpoint.
 
         Layers are checkpointed where the step does not fit the budget without, and has the same bits with it.
         """

@@ -264,7 +264,7 @@ class _Replay:
         self._add("update of parameters", "optimizer", update_bytes, moment, moment)
 
     def add_what_is_beside(self, timeline: Timeline) -> None:
-        """Add what no step makes: what is held throughout, microbatches that wait, and what comes after backward."""
+        """Add what no step makes: what stays throughout, microbatches that wait, and what comes after backward."""
         problem, end = self._problem, self._end
         earlier_bytes = problem.resident_bytes - problem.graph.resident_bytes - problem.extra_resident_bytes
         self._add("optimizer state, and what an engine holds", "optimizer", problem.extra_resident_bytes, 0, end)

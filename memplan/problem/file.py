@@ -120,7 +120,7 @@ def _gunzip(data: bytes) -> bytes:
 
 @contextlib.contextmanager
 def unsound(what: str) -> Iterator[None]:
-    """Turn whatever reading damaged content raises into InvalidPlanFile. An unreadable file stays an OSError."""
+    """Turn each error from reading damaged content into InvalidPlanFile. An unreadable file stays an OSError."""
     try:
         yield
     except InvalidPlanFile:

@@ -109,7 +109,7 @@ class Timeline:
 
     - live_bytes[i]: bytes held after step i.
     - peak_bytes_at[i]: the most held while step i runs, scratch and saved generator states included.
-    - peak_bytes: the most of `peak_bytes_at`, and of what is held after the last step.
+    - peak_bytes: the most of `peak_bytes_at`, and of the bytes that are live after the last step.
     - live_peak_bytes: the most held, without scratch of kernels and generator states.
     - time_s: seconds of all steps. Those are included in which computing waits for copies, or for the CPU to update
       parameters that live on the host.

@@ -84,7 +84,7 @@ def user_records_blocks() -> bool:
 def _without_profiler_lines() -> Iterator[None]:
     """A context that hides the start and stop lines that the profiler's C++ part writes to standard error.
 
-    Whatever else is written there in the meantime comes out at the end.
+    What else is written there in the meantime comes out at the end.
     """
     with _STANDARD_ERROR, contextlib.ExitStack() as stack:
         try:
@@ -270,7 +270,7 @@ class MemoryPool:
     def extend(self, size_bytes: int) -> int:
         """The address of a new segment of this size, which is free. Raises torch.OutOfMemoryError.
 
-        It does not expand, whatever the setting is: others get memory of a pool only from segments that do not, and
+        It does not expand, also if the setting says so: others get memory of a pool only from segments that do not, and
         PyTorch ends the process where one that does goes back in pieces ("cudaMalloc_count > 0").
         """
         expands = segments_expand()

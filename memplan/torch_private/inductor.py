@@ -53,7 +53,7 @@ def compiled_graph(
     - donated: positions of inputs whose memory outputs may be written to. Inductor decides which it takes.
     - options: of `torch._inductor.config`.
 
-    Raises whatever Inductor and the compiler raise.
+    Raises what Inductor and the compiler raise.
     """
     import torch._inductor.config as inductor_config
     from torch._inductor.compile_fx import compile_fx_inner

@@ -1,6 +1,6 @@
 """A captured step at other sizes: the same ops on the same values, with other numbers.
 
-A step is analysed with symbols for what varies, so whatever the analysis asks about sizes becomes a condition. It is
+A step is analysed with symbols for what varies, so each question of the analysis about sizes becomes a condition. It is
 then written down twice: as a step with the numbers of the call that it was captured with, which is what everything
 after capture works on, and as `Sizes`, which know the expression behind each number.
 """

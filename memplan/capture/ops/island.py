@@ -4,7 +4,7 @@
 
     forward op:  x -> y, ticket                  backward op:  ticket, y, gradient of y -> gradient of x
 
-- The forward op runs the call under autograd. Whatever its graph saves goes through a hook, so the graph holds places
+- The forward op runs the call under autograd. All that its graph saves goes through a hook, so the graph holds places
   instead of tensors. Results of the op are the outputs and the saved tensors that lie in no input and no output. They
   are values like any others: kept, dropped, made again, or copied to the host.
 - The ticket is a tensor of 8 bytes that stands for the graph. The graph lives as long as the ticket.
@@ -39,8 +39,8 @@ from memplan.capture.ops.island_facts import (
     SCRATCH_MARGIN_BYTES,
     BackwardFacts,
     ForwardFacts,
-    Rules,
     Seen,
+    SizeRules,
     numbers_in,
     with_numbers,
 )
@@ -149,7 +149,7 @@ class Island:
     forward_cost: IslandCost = _NOTHING
     backward_cost: IslandCost = _NOTHING
     known: tuple[Seen, ...] = ()
-    rules: Rules | None = None
+    rules: SizeRules | None = None
     open: tuple[int, ...] = ()
     at_numbers: Numbers | None = None
     like: Any = None  # attributes of a module that forward makes
@@ -208,7 +208,7 @@ class Island:
         island = dataclasses.replace(self, open=opened, forward_cost=forward_cost, backward_cost=backward_cost)
         numbers = island.numbers(tensors, [static[place] for place in opened])
         try:
-            island.rules = Rules((*self.known, self.seen), numbers)
+            island.rules = SizeRules((*self.known, self.seen), numbers)
         except private.FixedSize as error:
             raise private.FixedSize(f"{self.function} runs as it is, and {error}") from None
         return island, island._with(numbers)

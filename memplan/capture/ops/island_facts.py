@@ -102,7 +102,7 @@ class Seen(NamedTuple):
     scratch_bytes: tuple[int, int]
 
 
-class Rules:
+class SizeRules:
     """The facts of an island as functions of its numbers, learnt from runs at several sizes.
 
     A size of a result is taken to be a product of up to three numbers and a factor, else a straight line in one number,

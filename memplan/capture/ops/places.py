@@ -69,7 +69,7 @@ class Place(NamedTuple):
 
 
 class PlaceFinder:
-    """Finds where tensors lie: in the memory of those that are at hand, else in results of their own."""
+    """Finds where tensors lie: in the memory of those that are given, else in results of their own."""
 
     def __init__(self, at_hand: Mapping[Source, torch.Tensor]) -> None:
         self._homes: dict[int, tuple[Source, torch.Tensor]] = {}
@@ -77,7 +77,7 @@ class PlaceFinder:
             self._homes.setdefault(storage_key(tensor), (source, tensor))
 
     def found(self, tensor: torch.Tensor) -> Place | None:
-        """The place of a tensor in the memory of those that are at hand; None where it lies in none of them."""
+        """The place of a tensor in the memory of those that are given; None where it lies in none of them."""
         return self.of(tensor, "", []) if storage_key(tensor) in self._homes else None
 
     def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:

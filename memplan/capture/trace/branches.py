@@ -311,7 +311,7 @@ def _in_the_layout_of(like: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _bce_with_logits(saved: Sequence[Any], results: Tensors, given: Tensors) -> Tensors | None:
-    """Compute in place, so that the logits' dtype stays, whatever the targets' is."""
+    """Compute in place, so that the logits keep their dtype for targets of any dtype."""
     x, target, weight, pos_weight, reduction = saved
     (grad,) = given
     dtypes = {t.dtype for t in (x, target, weight, pos_weight, grad) if t is not None}

@@ -119,7 +119,7 @@ class Ranks:
         self._group = torch.distributed.new_group(
             members, timeout=private.timeout_of(group), backend="gloo", use_local_synchronization=True
         )
-        self._word = torch.empty(16, dtype=torch.uint8, device="cpu")  # gloo's, whatever the default device
+        self._word = torch.empty(16, dtype=torch.uint8, device="cpu")  # gloo's, also if the default device is another
         self._words = [torch.empty_like(self._word) for _ in members]
 
     @contextlib.contextmanager
@@ -190,9 +190,9 @@ class Agreement:
     ) -> PlannedStep | None:
         """The step that this rank runs next.
 
-        - look: gives the step that is at hand, if there is one.
+        - look: returns the known step that serves the call, if there is one.
         - plan: makes a step. None where this rank only takes part while others plan, and has no step to run.
-        - others: gives further steps at hand that serve as well.
+        - others: returns further known steps that serve the call as well.
 
         Errors of these are raised on every rank. Raises PlanMismatch where the ranks' steps have different collectives.
         """

@@ -43,7 +43,7 @@ class LiveMeter(RealOps):
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def reset_peak(self) -> int:
-        """Start a new peak at what is held now. Gives the old one."""
+        """Start a new peak at the bytes that are live now. Returns the old peak."""
         peak_bytes, self.peak_bytes = self.peak_bytes, self.live_bytes
         return peak_bytes
 

@@ -108,7 +108,7 @@ class _OpMoment:
     """An op while it runs for the first time.
 
     - needed: forward values, made before it, that the backward pass still reads.
-    - fixed_bytes: held then beside those, whatever is recomputed.
+    - fixed_bytes: live then besides those, in every schedule.
     - most_before_s: seconds of all ops but those that run after it for certain.
     - most_after_s: seconds of all ops but those that run before it for certain.
     - second_runs: of what is needed, or what makes it, some is overwritten, and is there only where its op has run

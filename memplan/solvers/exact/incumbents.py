@@ -40,7 +40,7 @@ class BlockBudget:
         )
 
     def within(self, other: BlockBudget) -> bool:
-        """Whether whatever keeps these limits keeps the other's."""
+        """Whether every option within these limits is within the other's."""
         return (
             self.saved_bytes <= other.saved_bytes
             and self.forward_peak_bytes <= other.forward_peak_bytes

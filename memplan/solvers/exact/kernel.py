@@ -7,7 +7,7 @@ against the limit alone and nothing is ever evicted. A node of no steps whose de
 and its path read backwards is the order.
 
 The bound of a node is the larger of two. One is the ticks spent, plus the best price's bound of one moment ahead, plus
-what has to run again before that moment whatever comes after it. The other is the ticks spent plus what the table says
+what has to run again before that moment in every schedule. The other is the ticks spent plus what the table says
 of its demand, which takes a hundredth of the time. Moments say more near the root, the table of nodes deep down: a
 hundred nodes have both.
 """

@@ -45,7 +45,7 @@ def cut_at(edge: Ints, work: Ints, weight: Ints, low: int, high: int, price: flo
 
     At a price below zero time is free and a byte costs one. The cut is NEVER where the demand can't be met.
 
-    Dinic's algorithm, all in one function: numba optimises whatever a kernel calls again for each of its callers.
+    Dinic's algorithm, all in one function: numba optimises a called kernel again for each of its callers.
     """
     values = len(weight)
     ops = work.shape[1] - 3 - values

@@ -34,7 +34,7 @@ class Space(NamedTuple):
     - stages: words of what stands beside what else is demanded, and bytes on top.
     - steps[t]: words of what it reads and takes over, bytes while it runs and before it; one row more, for the end.
     - ahead[i]: bytes held while op i runs for the first time, words of what would be held on top if saved.
-    - rest: words of what is held at the boundary in any case and of what is gone there, and bytes of the former.
+    - rest: words of values that are always live at the boundary, of those that are gone there, and bytes of the former.
     - after[m]: the step that moment m is, -1 before the first.
     - weight[m, v]: bytes of v that count against the moment's room; -1 if v can't cross it.
     - needed[first, stop]: words of what steps first..stop-1 read.

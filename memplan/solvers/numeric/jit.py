@@ -3,7 +3,7 @@
 Cached, so that a process pays for compilation once per installation. Without the interpreter lock, so that callers may
 plan in a thread. Never `fastmath`, so that plans are equal on every machine.
 
-Kernels may be longer than a screen: whatever a kernel calls, numba optimises again for each of its callers.
+Kernels may be longer than a screen, because numba optimises a called kernel again for each of its callers.
 
 Where nothing can be written (a read-only installation and no home), each process compiles for itself.
 

@@ -22,7 +22,7 @@ def side_by_side(
     """Exhaust all searches, at most as many at once as there are cores; items go to the list at the same position.
 
     ended: called with the position of each search that is exhausted. What is found does not depend on the number of
-    cores. Raises TimeoutError at `deadline_s` of the monotonic clock, and whatever `ended`, a search or Ctrl-C raises;
+    cores. Raises TimeoutError at `deadline_s` of the monotonic clock, and what `ended`, a search or Ctrl-C raises;
     then every search has stopped after an item, and what was found until then is there.
     """
     stop = threading.Event()
