@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.capture import model_device
+from memplan.capture.capturable import model_device
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.config import ConfigLike

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memplan.api import plan
-from memplan.capture.capture import model_device
+from memplan.capture.capturable import model_device
 from memplan.capture.trace.call import Sample
 from memplan.errors import BudgetInfeasible
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment

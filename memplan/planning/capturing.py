@@ -15,7 +15,8 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept, ChangesState, SetsAttribute
 from memplan.capture.attributes.named_state import is_library_code
-from memplan.capture.capture import Capture, capture, model_device
+from memplan.capture.capturable import model_device
+from memplan.capture.capture import Capture, capture
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from memplan.capture.capture import UnplannableArgument, model_device, refuse_wrappers
+from memplan.capture.capturable import UnplannableArgument, model_device, refuse_wrappers
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.escapes import EscapedTensors
 from memplan.capture.trace.islands import CompiledCode

@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
-from memplan.capture.capture import UnplannableArgument
+from memplan.capture.capturable import UnplannableArgument
 from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute

@@ -18,8 +18,8 @@ from torch import nn
 import memplan
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
+from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import _check_devices, capture
-from memplan.capture.key import ArgumentsKey
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs

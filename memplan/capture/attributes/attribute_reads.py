@@ -25,7 +25,8 @@ import torch
 from torch import nn
 
 from memplan.capture.attributes.code_facts import NamedOn, names_by_line
-from memplan.capture.attributes.named_state import NamedState, NamedTable, is_of_library
+from memplan.capture.attributes.named_state import NamedState, is_of_library
+from memplan.capture.attributes.named_table import NamedTable
 
 _IN_ALL = "__dict__"
 _OF_MODULES = frozenset(

@@ -24,7 +24,8 @@ from torch import nn
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.counters import Counting
 from memplan.capture.attributes.imports import ImportsHeard, as_before
-from memplan.capture.attributes.named_state import GENERATORS, NamedTable
+from memplan.capture.attributes.named_state import GENERATORS
+from memplan.capture.attributes.named_table import NamedTable
 from memplan.capture.attributes.snapshot import copied, is_unchanged
 from memplan.capture.attributes.tables import (
     ABSENT,

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 
 from memplan.capture.attributes.attribute_reads import AttributeReads
-from memplan.capture.attributes.named_state import NamedTable
+from memplan.capture.attributes.named_table import NamedTable
 from memplan.capture.attributes.tables import (
     ABSENT,
     CHECKED_ELSEWHERE,

@@ -20,7 +20,8 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.capture.attributes.named_state import NamedState, NamedTable, slots_of
+from memplan.capture.attributes.named_state import NamedState
+from memplan.capture.attributes.named_table import NamedTable, slots_of
 
 Table = Mapping[str, Any]
 

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 from torch import nn
 
 from memplan.capture.analysis.sized import at_sizes
+from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
-from memplan.capture.key import ArgumentsKey, ModesKey, StepKey
+from memplan.capture.key import ModesKey, StepKey
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
 from memplan.capture.trace.call import Call
