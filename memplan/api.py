@@ -34,7 +34,7 @@ from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
 from memplan.runtime.program.lower import Grads
-from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.program.step import ServingStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.ranks.sharded_model import ShardedModel
 from memplan.runtime.trial.one_forward import errors_of_forward
@@ -164,27 +164,19 @@ def apply(
     _refuse_other_kinds(model, plan, group)
     one_of("on_mismatch", on_mismatch, ("replan", "raise"))
     one_of("on_oom", on_oom, ("raise", "replan"))
-    if plan is not None and budget is not None:
-        raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
-    if plan is not None and sample is None:
-        raise TypeError("with plan= give the sample that it was made for")
     shards = shards or _sharded(model)
     if isinstance(shards, ShardedModel):
         group = group or shards.group()
-    if shards is not None and on_oom == "replan":
-        raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
-    if shards is not None and sample is None and group is None:
-        raise TypeError(
-            "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
-        )
+    _refuse_combinations(sample, budget, plan, group, shards, on_oom)
     automatic = plan is None and (budget or budget_of_environment() or AUTOMATIC) == AUTOMATIC
     if plan is None:
         budget = _named(budget, model, device)
     settings = Settings(
-        budget, loss_fn, optimizer, device, costs, accumulate, grads, config, host_budget, link, update, in_flight,
-        shards, surroundings or Surroundings(), init, keep_frozen, arena,
-        "fused" if plan is not None and plan.exact == "program" else kernels,
-        random if plan is None else plan.random, dynamic, on_infeasible,
+        budget=budget, loss_fn=loss_fn, optimizer=optimizer, device=device, costs=costs, accumulate=accumulate,
+        grads=grads, config=config, host_budget=host_budget, link=link, update=update, in_flight=in_flight,
+        shards=shards, surroundings=surroundings or Surroundings(), init=init, keep_frozen=keep_frozen, arena=arena,
+        kernels="fused" if plan is not None and plan.exact == "program" else kernels,
+        random=random if plan is None else plan.random, dynamic=dynamic, on_infeasible=on_infeasible,
     )  # fmt: skip
     if settings.capability is not None:
         raise ValueError(
@@ -202,7 +194,7 @@ def apply(
         refuse_without_forward(model)
         before = planned_forward(model)
         less_bytes = None if before is None or sample is None else before.floor_of_fewer_outputs(sample)
-        with _unplanned(model) as original:
+        with _plan_set_aside(model) as original:
             agreement = None if group is None else Agreement.of(group, one_schedule=shards is not None)
             if isinstance(shards, ShardedModel):
                 assert group is not None
@@ -219,22 +211,12 @@ def apply(
             alone = shards is None
             planned = PlannedForward(model, original, planner, reader, on_mismatch, on_oom, agreement, alone)
             planner.limits.recall(planner.placement.device)
-
-            def first_step(share: Share | None = None) -> PlannedStep:
-                assert sample is not None
-                with planner.looking():
-                    if plan is not None:
-                        return planner.adopt(sample, plan)
-                    try:
-                        return planner.step(sample, share=share)
-                    except BudgetInfeasible as error:
-                        raise _with_floor_of_fewer_outputs(error, less_bytes) from None
-
+            make = None if sample is None else functools.partial(_first_step, planner, sample, plan, less_bytes)
             if agreement is not None:
-                step = agreement.step(lambda: None, None if sample is None else first_step)
+                step = agreement.step(lambda: None, make)
             else:
                 with errors_of_forward():
-                    step = None if sample is None else first_step()
+                    step = None if make is None else make()
             if step is not None:
                 planned.add(step, time.monotonic() - began_s)
         if before is not None:
@@ -248,6 +230,40 @@ def apply(
             planned.undo.append(aside.pop_all().close)
             log.warning("the plan compiles groups of ops itself, and runs in place of what torch.compile made")
     return given
+
+
+def _first_step(
+    planner: Planner, sample: Sample, plan: Plan | None, less_bytes: int | None, share: Share | None = None
+) -> ServingStep:
+    """The step for the sample. plan: which it runs; less_bytes: the floor of the plan before, for fewer outputs."""
+    with planner.looking():
+        if plan is not None:
+            return planner.adopt(sample, plan)
+        try:
+            return planner.step(sample, share=share)
+        except BudgetInfeasible as error:
+            raise _with_floor_of_fewer_outputs(error, less_bytes) from None
+
+
+def _refuse_combinations(
+    sample: Sample | None,
+    budget: BudgetLike | None,
+    plan: Plan | None,
+    group: torch.distributed.ProcessGroup | None,
+    shards: Shards | None,
+    on_oom: OnOutOfMemory,
+) -> None:
+    """Raise TypeError or ValueError for arguments that do not go together."""
+    if plan is not None and budget is not None:
+        raise TypeError("give a budget or a plan, not both: a plan has its budget in it")
+    if plan is not None and sample is None:
+        raise TypeError("with plan= give the sample that it was made for")
+    if shards is not None and on_oom == "replan":
+        raise ValueError('on_oom="replan" would plan on one rank alone, in another order of gathers. Leave it out')
+    if shards is not None and sample is None and group is None:
+        raise TypeError(
+            "with shards= give a sample or group=: in the middle of training each rank would plan for itself"
+        )
 
 
 def _sharded(model: nn.Module) -> ShardedModel | None:
@@ -318,7 +334,7 @@ def _to_look_at(model: nn.Module, settings: Settings) -> Iterator[Planner]:
     """A context with a planner for the model beneath `torch.compile`. What is installed is set aside."""
     with (
         _compiled_aside(model, settings.kernels) as model,
-        _unplanned(model) as original,
+        _plan_set_aside(model) as original,
         checkpointing_off(model),
         errors_of_forward(),
     ):
@@ -437,7 +453,7 @@ def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
 
 
 @contextlib.contextmanager
-def _unplanned(model: nn.Module) -> Iterator[Callable[..., Any]]:
+def _plan_set_aside(model: nn.Module) -> Iterator[Callable[..., Any]]:
     """A context with the model's own forward. An installed plan is set aside in it."""
     planned = planned_forward(model)
     if planned is not None:

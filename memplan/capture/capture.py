@@ -106,24 +106,11 @@ class Capture:
             getattr(model.get_submodule(hook.module), hook.table).setdefault(hook.key, hook.hook)
 
 
-def capture(
-    model: nn.Module,
-    forward: Callable[..., Any],
-    sample: Sample | Call,
-    loss_fn: Callable[..., Any] | None = None,
-    device: torch.device | None = None,
-    tangents: Mapping[int, GradientLayout] | None = None,
-    shards: Shards | None = None,
-    backward: Autocast | None = None,
-    seen: Sequence[Answer] | None = None,
-    varying: Varying = frozenset(),
-    counted: bool = False,
-    unsteady: Collection[str] = (),
-    islands: Islands = NO_ISLANDS,
-    capability: Capability | None = None,
-) -> Capture:
-    """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
+@dataclass(frozen=True, slots=True)
+class CaptureOptions:
+    """What a capture depends on besides the model and the call.
 
+    - loss_fn: what is traced in the place of forward: `loss_fn(model, *sample)`.
     - device: the device to plan for; None is the model's.
     - tangents: the outputs that backward starts from, and the layout of the gradient of each. With None, backward
       starts from the loss where there is one, else from every output that requires grad.
@@ -138,15 +125,31 @@ def capture(
       them.
     - islands: calls that can't be traced, as a run of forward has shown them.
     - capability: of a CUDA device whose attention and dropout the step has, though on the CPU. It can't run.
+    """
+
+    loss_fn: Callable[..., Any] | None = None
+    device: torch.device | None = None
+    tangents: Mapping[int, GradientLayout] | None = None
+    shards: Shards | None = None
+    backward: Autocast | None = None
+    seen: Sequence[Answer] | None = None
+    varying: Varying = frozenset()
+    counted: bool = False
+    unsteady: Collection[str] = ()
+    islands: Islands = NO_ISLANDS
+    capability: Capability | None = None
+
+
+def capture(
+    model: nn.Module, forward: Callable[..., Any], sample: Sample | Call, options: CaptureOptions = CaptureOptions()
+) -> Capture:
+    """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
     Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
     where the step can be captured once `seen` is given, and an OpenIsland where it may be with other `islands`.
     """
-    made = MadeTensors()
-    once = functools.partial(
-        _capture, model, forward, sample, loss_fn, device, tangents, shards, backward, seen, varying, counted, made,
-        islands, capability,
-    )  # fmt: skip
+    made, shards = MadeTensors(), options.shards
+    once = functools.partial(_capture, model, forward, sample, options, made)
     with (
         without_collections(),
         contextlib.nullcontext() if shards is None else shards.tracing(),
@@ -159,7 +162,7 @@ def capture(
         except StartsToRequireGrad as error:
             requiring = error.positions
             captured = run(once, requiring)
-        _refuse_unsteady(captured.key, unsteady)
+        _refuse_unsteady(captured.key, options.unsteady)
         return captured
 
 
@@ -167,17 +170,8 @@ def _capture(
     model: nn.Module,
     forward: Callable[..., Any],
     sample: Sample | Call,
-    loss_fn: Callable[..., Any] | None,
-    device: torch.device | None,
-    tangents: Mapping[int, GradientLayout] | None,
-    shards: Shards | None,
-    backward: Autocast | None,
-    seen: Sequence[Answer] | None,
-    varying: Varying,
-    counted: bool,
+    options: CaptureOptions,
     made: MadeTensors,
-    islands: Islands,
-    capability: Capability | None,
     requiring: tuple[int, ...] = (),
 ) -> Capture:
     """One try of `capture`.
@@ -185,6 +179,8 @@ def _capture(
     - made: notes the tensors of its traces.
     - requiring: positions of arguments that forward lets require grad.
     """
+    loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
+    tangents, backward, varying = options.tangents, options.backward, options.varying
     refuse_wrappers(model, islands)
     refuse_subclasses(model, shards)
     planned_device = device or model_device(model)
@@ -202,15 +198,15 @@ def _capture(
         request = TraceRequest(
             model, call.requiring_grad(requiring), run, autocast, planned_device, tangents=tangents,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
-            seen=seen, left=functools.partial(attributes.look, reads), varying=varying, counted=counted, made=made,
-            islands=islands, capability=capability,
+            seen=options.seen, left=functools.partial(attributes.look, reads), varying=varying, counted=options.counted,
+            made=made, islands=islands, capability=options.capability,
         )  # fmt: skip
         raw, settled, counters = _settled_trace(request, reads, attributes, memory)
         raw, other = _with_sums(raw, request, reads, memory), None
         outside = tangents is None and any(raw.outputs[i].meta["val"].dim() for i in raw.tangents)  # of the loss
         if outside and not varying:
             of_sum = dataclasses.replace(request, expanded=True)
-            other = _with_sums(_heard(reads, of_sum), of_sum, reads, memory)
+            other = _with_sums(_trace_noting_reads(reads, of_sum), of_sum, reads, memory)
         attributes.pass_over(reads, counters)
         reads.pass_over_names(raw.handed)
         device_type = None if device is None else planned_device.type
@@ -232,11 +228,12 @@ def _capture(
 def _settled_trace(
     request: TraceRequest, reads: AttributeReads, attributes: AttributesKept, memory: KeptMemory
 ) -> tuple[RawTrace, tuple[SetValue, ...], tuple[SetValue, ...]]:
-    """The trace of a step as it is from its second run on, the attributes that the first one sets for good, counters.
+    """The trace of a step, the attributes that its first run sets for good, and counters.
 
-    Raises SetsAttribute or UnsupportedModel where each run would be another.
+    If forward leaves anything in Python, the trace is that of a later run, which finds it there. Raises SetsAttribute
+    or UnsupportedModel if each run would be another.
     """
-    raw = _heard(reads, request)
+    raw = _trace_noting_reads(reads, request)
     settled = attributes.changes()
     if settled and attributes.set_anew:
         raise SetsAttribute(
@@ -246,7 +243,7 @@ def _settled_trace(
         )
     seen_before = _seen_of(raw)
     things = (None, torch.zeros(7), torch.zeros(7).as_subclass(UselessTensor)) if attributes.set_anew else ()
-    for thing in things:  # some ways to read are not heard, and some do not matter
+    for thing in things:  # some reads are not heard: all traces, with any content, must be equal
         refusal = SetsAttribute(
             f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
             "to tensors before; a planned step would not. Keep such state in a buffer",
@@ -255,14 +252,14 @@ def _settled_trace(
         memory.undo()
         attributes.spoil(thing)
         try:
-            raw = _heard(reads, request)
+            raw = _trace_noting_reads(reads, request)
         except UnsupportedModel:
             raise refusal from None
         if _seen_of(raw) != seen_before or attributes.changes() != settled:
             raise refusal
     if settled:
         memory.undo()
-        first, raw = raw, _heard(reads, request)
+        first, raw = raw, _trace_noting_reads(reads, request)
         if _lasting_ops(first) != _lasting_ops(raw):
             raise ChangesState(
                 f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
@@ -275,7 +272,7 @@ def _settled_trace(
         counters, seen_before = attributes.counters(settled, now), _seen_of(raw)
         memory.undo()
         with attributes.counting(counters) as is_right, contextlib.suppress(TypeError, UnsupportedModel):
-            if counters and _seen_of(_heard(reads, request)) == seen_before and is_right():
+            if counters and _seen_of(_trace_noting_reads(reads, request)) == seen_before and is_right():
                 return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
         raise ChangesState(
             f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
@@ -311,7 +308,7 @@ def _with_sums(raw: RawTrace, request: TraceRequest, reads: AttributeReads, memo
 
     def again(in_place: frozenset[int]) -> RawTrace:
         memory.undo()
-        return _heard(reads, dataclasses.replace(request, in_place=in_place))
+        return _trace_noting_reads(reads, dataclasses.replace(request, in_place=in_place))
 
     return with_sums_in_place(raw, again)
 
@@ -321,7 +318,7 @@ def _reads(model: nn.Module, shards: Shards | None, run: Callable[..., Any]) -> 
     return AttributeReads([owner for _, owner in owners])
 
 
-def _heard(reads: AttributeReads, request: TraceRequest) -> RawTrace:
+def _trace_noting_reads(reads: AttributeReads, request: TraceRequest) -> RawTrace:
     """A trace. The attributes that it reads are noted."""
     with reads.listening():
         return trace_step(request)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.units import format_bytes
 
 
@@ -22,7 +22,7 @@ class HeldGradients:
 
     def __init__(self, model: nn.Module, host: Collection[str]) -> None:
         self.exist, self.extra_bytes = False, 0
-        self._counting: list[PlannedStep] = []  # steps whose plans count such
+        self._counting: list[ServingStep] = []  # steps whose plans count such
         self.belong_to(model, host)
 
     def belong_to(self, model: nn.Module, host: Collection[str]) -> None:
@@ -42,7 +42,7 @@ class HeldGradients:
         strided = (private.part_here(g) for g in gradients if g is not None and g.layout is torch.strided)
         self.extra_bytes = sum(g.nbytes for g in strided) if extra else 0
 
-    def beyond(self, step: PlannedStep, peak_bytes: int | None, limit_bytes: int | None) -> str | None:
+    def beyond(self, step: ServingStep, peak_bytes: int | None, limit_bytes: int | None) -> str | None:
         """Why the gradients do not fit beside a step whose plan does not count them; None where they do.
 
         peak_bytes: of the step. limit_bytes: the budget.
@@ -58,18 +58,18 @@ class HeldGradients:
             "Call optimizer.zero_grad(set_to_none=True) before forward, or say accumulate=True"
         )
 
-    def are_counted_by(self, step: PlannedStep) -> bool:
-        planned_so = isinstance(step, WholeStep) and step.planned.problem.accumulate
+    def are_counted_by(self, step: ServingStep) -> bool:
+        planned_so = isinstance(step, PlannedStep) and step.planned.problem.accumulate
         return planned_so or any(step is known for known in self._counting)
 
-    def are_counted_from_now_by(self, step: PlannedStep, steps: Iterable[PlannedStep]) -> None:
+    def are_counted_from_now_by(self, step: ServingStep, steps: Iterable[ServingStep]) -> None:
         """Note that a step's plan counts them. steps: all that are kept; notes of other steps are dropped."""
         kept = list(steps)
         self._counting = [*(s for s in self._counting if any(s is other for other in kept)), step]
 
 
 def news_of_flight(
-    step: WholeStep, step_bytes: int, steps: Sequence[PlannedStep], limit_bytes: int | None
+    step: PlannedStep, step_bytes: int, steps: Sequence[ServingStep], limit_bytes: int | None
 ) -> dict[str, str]:
     """Warnings, by subject, where forwards wait for their backward while another step begins.
 
@@ -77,7 +77,7 @@ def news_of_flight(
     - steps: all of the model's.
     - limit_bytes: the budget.
     """
-    waiting = [s for known in steps if isinstance(known, WholeStep) for s in known.runner.waiting if s.saved]
+    waiting = [s for known in steps if isinstance(known, PlannedStep) for s in known.runner.waiting if s.saved]
     if not waiting:
         return {}
     count, peak_bytes = len(waiting) + 1, step_bytes + sum(state.saved_bytes for state in waiting)
@@ -105,7 +105,7 @@ class SharedBackward:
     def __init__(self) -> None:
         self._number, self._held = -1, False
 
-    def news(self, step: WholeStep, held: Sequence[nn.Parameter]) -> Mapping[str, str]:
+    def news(self, step: PlannedStep, held: Sequence[nn.Parameter]) -> Mapping[str, str]:
         """Warnings, by subject, as the backward of a step begins.
 
         held: parameters with gradients of an earlier backward.

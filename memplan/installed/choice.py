@@ -14,12 +14,12 @@ from memplan.capture.ops.sizes import Varying, all_sizes
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.errors import BudgetInfeasible, NothingToTrain, PlanMismatch, UnsupportedModel
 from memplan.installed.beside import HeldGradients, SharedBackward, news_of_flight
-from memplan.installed.known_steps import Answers, KnownSteps
+from memplan.installed.known_steps import KnownSteps, Mismatches
 from memplan.installed.voice import Voice
 from memplan.logs import log
 from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
-from memplan.runtime.program.step import EagerStep, PlannedStep, WholeStep
+from memplan.runtime.program.step import EagerStep, PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement, Share
 from memplan.runtime.trial.one_forward import errors_of_forward
 from memplan.units import format_bytes
@@ -56,7 +56,7 @@ class StepChoice:
         agreement: Agreement | None,
         alone: bool,
         aside: Callable[[], contextlib.AbstractContextManager[object]],
-        attend: Callable[[PlannedStep], None],
+        attend: Callable[[ServingStep], None],
     ) -> None:
         self.model, self.original, self.planner, self.reader = model, original, planner, reader
         self.on_mismatch: OnMismatch = on_mismatch if alone or agreement else "raise"
@@ -85,64 +85,64 @@ class StepChoice:
         with self._aside(), self.planner.looking():
             yield
 
-    def begin(self, call: Call) -> PlannedStep:
+    def begin(self, call: Call) -> ServingStep:
         """The step that serves a new call."""
         self._look_for_gradients()
         step = self._step_for(call)
         self._tell_of_flight(step, call)
         return step
 
-    def another(self, call: Call, before: PlannedStep) -> PlannedStep:
+    def another(self, call: Call, before: ServingStep) -> ServingStep:
         """The step that goes on with this call in the place of `before`."""
-        return self.in_place_of(before, self._at_hand(call) or self._planned(call))
+        return self.in_place_of(before, self._known_step(call) or self._planned(call))
 
-    def _step_for(self, call: Call) -> PlannedStep:
+    def _step_for(self, call: Call) -> ServingStep:
         if self.agreement is None:
-            return self._at_hand(call) or self._planned(call)
+            return self._known_step(call) or self._planned(call)
         return self._agreed(call, self.agreement, lambda share: self._planned(call, share))
 
-    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], PlannedStep]) -> PlannedStep:
+    def _agreed(self, call: Call, agreement: Agreement, plan: Callable[[Share], ServingStep]) -> ServingStep:
         """The step that this rank runs, or prepares while other ranks do. plan: makes one where there is none."""
 
-        def planned(share: Share) -> PlannedStep:
-            step = self._at_hand(call)
+        def planned(share: Share) -> ServingStep:
+            step = self._known_step(call)
             return plan(share) if step is None else self._joined(call, step, share)
 
-        step = agreement.step(lambda: self._at_hand(call), planned, lambda: list(self.known.serving(call)))
+        step = agreement.step(lambda: self._known_step(call), planned, lambda: list(self.known.serving(call)))
         assert step is not None
         return self.known.use(step) if any(step is known for known in self.known.all) else step
 
-    def _at_hand(self, call: Call) -> PlannedStep | None:
+    def _known_step(self, call: Call) -> ServingStep | None:
         """The step that serves a call, or None. Where several do, for batches of other ranks, it is the fastest."""
         serving = self.known.serving(call)
         step = next(serving, None) if self.alone else min(serving, key=_seconds, default=None)
         return None if step is None else self.known.use(step)
 
-    def _counts_more(self, step: PlannedStep) -> bool:
+    def _counts_more(self, step: ServingStep) -> bool:
         """Whether a step counts gradients of earlier steps, of which there are none now."""
         return not self._held.extra_bytes and self._held.are_counted_by(step)
 
-    def _no_room(self, step: PlannedStep, call: Call) -> str | None:
+    def _no_room(self, step: ServingStep, call: Call) -> str | None:
         """Why a call for which a step is made does not fit the budget."""
         limit_bytes, peak_bytes = self.planner.limits.budget_bytes, step.peak_bytes(call)
-        if isinstance(step, WholeStep) and step.sized is not None and peak_bytes is not None:
+        if isinstance(step, PlannedStep) and step.sized is not None and peak_bytes is not None:
             if limit_bytes is not None and peak_bytes > limit_bytes:
                 return f"a call of this size peaks at {format_bytes(peak_bytes)}, beyond {format_bytes(limit_bytes)}"
             if step.sized.outgrows_host(step.numbers(call)):
                 return "its copies on the host have room for smaller calls only"
         return self._held.beyond(step, peak_bytes, limit_bytes)
 
-    def _joined(self, call: Call, step: PlannedStep, share: Share) -> PlannedStep:
+    def _joined(self, call: Call, step: ServingStep, share: Share) -> ServingStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
-        if not isinstance(step, WholeStep):
+        if not isinstance(step, PlannedStep):
             return step
         with self.planning():
             other = self.planner.join(step, self.known.all, share)
-        whole = (s for s in self.known.serving(call) if isinstance(s, WholeStep))
+        whole = (s for s in self.known.serving(call) if isinstance(s, PlannedStep))
         same = (s for s in whole if s.plan.schedule == other.plan.schedule)
         return next(same, None) or self.add(other)
 
-    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> PlannedStep:
+    def _planned(self, call: Call, share: Share | None = None, counting: bool = False) -> ServingStep:
         """A new step.
 
         share: exchanges plans with the other ranks of a group. counting: the planner counts gradients of earlier steps
@@ -150,10 +150,10 @@ class StepChoice:
         """
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
-        answers: Answers = {}
-        reasons = [] if counting else [self.known.mismatch(step, call, answers) for step in self.known.all]
-        known: Sequence[PlannedStep]
-        if counting:  # plans that do not are none to begin with
+        mismatches: Mismatches = {}
+        reasons = [] if counting else [self.known.mismatch(step, call, mismatches) for step in self.known.all]
+        known: Sequence[ServingStep]
+        if counting:  # plans that don't count these gradients are no starting point
             known, reason = [], "gradients of an earlier step are there"
         elif None in reasons:
             again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
@@ -179,7 +179,7 @@ class StepChoice:
         with self.planning():
             try:
                 step = self._without(
-                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, answers))
+                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, mismatches))
                 )
             except NothingToTrain as error:
                 if not self.alone:
@@ -187,7 +187,7 @@ class StepChoice:
                 log.info("such calls run unplanned, because %s", error)
                 step = EagerStep.of(self.model, self.original, call, call.device_type)
             except BudgetInfeasible as error:
-                longest = self._longest(call, answers)
+                longest = self._longest(call, mismatches)
                 if longest is None:
                     raise
                 raise error.saying(f". {longest}") from None
@@ -204,7 +204,7 @@ class StepChoice:
         self._moved[value] += 1
         return value if self._moved[value] == _MOST_VALUES else None
 
-    def _without(self, unsteady: str | None, plan: Callable[[], PlannedStep]) -> PlannedStep:
+    def _without(self, unsteady: str | None, plan: Callable[[], ServingStep]) -> ServingStep:
         """A new step that does not depend on an unsteady value. Where there is none such, one that does, as before."""
         if unsteady is None:
             return plan()
@@ -215,13 +215,13 @@ class StepChoice:
             self.planner.capturing.depend_again_on(unsteady)
             log.info("each value of %s gets a plan, because %s", unsteady, error)
             return plan()
-        self.known.keep(lambda known: not isinstance(known, WholeStep) or not known.key.depends_on({unsteady}))
+        self.known.keep(lambda known: not isinstance(known, PlannedStep) or not known.key.depends_on({unsteady}))
         log.warning(
             "a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, unsteady
         )
         return step
 
-    def _in_few_ways(self, plan: Callable[[], PlannedStep]) -> PlannedStep:
+    def _in_few_ways(self, plan: Callable[[], ServingStep]) -> ServingStep:
         """A new step. Once a call has taken too many branches, it is one for all of them, if there is one."""
         capturing, declined = self.planner.capturing, self.known.declined
         if len(declined) < _MOST_BRANCHES or not capturing.decides or not self.voice.is_first("ways"):
@@ -239,18 +239,20 @@ class StepChoice:
         )
         return step
 
-    def _new_step(self, call: Call, known: Sequence[PlannedStep], share: Share | None, answers: Answers) -> PlannedStep:
+    def _new_step(
+        self, call: Call, known: Sequence[ServingStep], share: Share | None, mismatches: Mismatches
+    ) -> ServingStep:
         """A new step for a call. If it can, it serves calls of other sizes too."""
-        same = next(self.known.of_same_kind(call, answers), None)
+        same = next(self.known.of_same_kind(call, mismatches), None)
         if same is not None:
             return self.planner.resized(same, call)
         like, varying = self.known.of_other_size(call) if self._takes_any_size else (None, Varying())
         return self.planner.step(call, known, share, like, varying)
 
-    def _longest(self, call: Call, answers: Answers) -> str | None:
+    def _longest(self, call: Call, mismatches: Mismatches) -> str | None:
         """A sentence that says which size of such a call fits the budget; None where that is not known."""
         limit_bytes, found = self.planner.limits.budget_bytes, None
-        for step in () if limit_bytes is None else self.known.of_same_kind(call, answers):
+        for step in () if limit_bytes is None else self.known.of_same_kind(call, mismatches):
             assert step.sized is not None
             assert limit_bytes is not None
             longest = step.sized.longest_within(step.numbers(call), limit_bytes)
@@ -262,7 +264,7 @@ class StepChoice:
         varying = [f"{n} of {s}" for n, t, s in zip(call.names, call.tensors, shapes, strict=True) if t.shape != s]
         return f"Of such calls, the longest that fits has {', '.join(varying)}"
 
-    def varying(self, step: WholeStep, call: Call) -> Varying:
+    def varying(self, step: PlannedStep, call: Call) -> Varying:
         """The sizes in which a call differs from that of a step, and from others that the step serves.
 
         Empty where it differs in anything else, and where each size is planned by itself.
@@ -273,7 +275,7 @@ class StepChoice:
         """All sizes of a call; empty where each size is planned by itself."""
         return all_sizes(call.tensors) if self._takes_any_size else Varying()
 
-    def in_place_of(self, before: PlannedStep, after: PlannedStep) -> PlannedStep:
+    def in_place_of(self, before: ServingStep, after: ServingStep) -> ServingStep:
         """`after`, which this rank alone runs in the place of `before`, on which the ranks had agreed.
 
         Raises PlanMismatch where other ranks would notice.
@@ -282,7 +284,7 @@ class StepChoice:
             self.agreement.keep(before, after)
         return after
 
-    def add(self, step: PlannedStep, took_s: float = 0.0) -> PlannedStep:
+    def add(self, step: ServingStep, took_s: float = 0.0) -> ServingStep:
         """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
         step.settle(self.model)
         host = self.planner.placement.host
@@ -304,16 +306,16 @@ class StepChoice:
         call = self.reader.read_sample(sample)
         self.known.keep(lambda step: not step.provisional or step.mismatch(call) is not None)
 
-        def planned(share: Share | None = None) -> PlannedStep:
+        def planned(share: Share | None = None) -> ServingStep:
             with self.planning():
                 return self.add(self._new_step(call, (), share, {}))
 
         if self.agreement is None:
             with errors_of_forward():
-                step = self._at_hand(call) or planned()
+                step = self._known_step(call) or planned()
         else:
             step = self._agreed(call, self.agreement, planned)
-        return step.plan_for(call) if isinstance(step, WholeStep) else step.plan
+        return step.plan_for(call) if isinstance(step, PlannedStep) else step.plan
 
     def floor_of_fewer_outputs(self, sample: Sample) -> int | None:
         """The smallest budget for such a call where backward starts from fewer outputs than were planned for.
@@ -347,7 +349,7 @@ class StepChoice:
         peaks = ((step, None if step.plan is None else step.plan.peak_bytes) for step in self.known.all)
         return next((why for s, peak in peaks if (why := self._held.beyond(s, peak, limit_bytes)) is not None), None)
 
-    def _planned_with_gradients(self, call: Call) -> PlannedStep:
+    def _planned_with_gradients(self, call: Call) -> ServingStep:
         """A new step whose plan counts gradients of earlier steps; where none fits, one that does not count them."""
         why = self._why_no_room()
         try:
@@ -355,7 +357,7 @@ class StepChoice:
                 step = self._planned(call, counting=True)
         except BudgetInfeasible as error:
             self._tell_of_gradients(why or str(error))
-            return self._at_hand(call) or self._planned(call)
+            return self._known_step(call) or self._planned(call)
         self._held.are_counted_from_now_by(step, self.known.all)
         if why is not None:
             self.voice.warn({"planned with gradients": f"planned again, because {why}"})
@@ -366,22 +368,22 @@ class StepChoice:
         self.voice.warn({"gradients": why})
         self._held.extra_bytes = 0
 
-    def _tell_of_passing(self, call: Call, known: Sequence[PlannedStep]) -> None:
+    def _tell_of_passing(self, call: Call, known: Sequence[ServingStep]) -> None:
         """Warn once where a call is new only in how it passes arguments, as by name instead of by position."""
-        if any(isinstance(s, WholeStep) and s.key.arguments.differ_in_passing(call) for s in known):
+        if any(isinstance(s, PlannedStep) and s.key.arguments.differ_in_passing(call) for s in known):
             now = ", ".join(call.paths)
             why = "Forward takes *args or **kwargs, so it may tell these apart; pass them alike, in the sample too"
             self.voice.warn(
                 {"passing": f"planned again, because arguments are passed in another way, now as {now}. {why}"}
             )
 
-    def _tell_of_flight(self, step: PlannedStep, call: Call) -> None:
+    def _tell_of_flight(self, step: ServingStep, call: Call) -> None:
         """Warn once where forwards wait for their backward while another begins."""
-        if self.planner.settings.in_flight > 1 or not isinstance(step, WholeStep):
+        if self.planner.settings.in_flight > 1 or not isinstance(step, PlannedStep):
             return
         self.voice.warn(news_of_flight(step, step.peak_bytes(call), self.known.all, self.planner.limits.budget_bytes))
 
-    def tell_of_backward(self, step: WholeStep, again: bool) -> None:
+    def tell_of_backward(self, step: PlannedStep, again: bool) -> None:
         """Warn once of what a backward through this forward costs, or where gradients add up unlike eager's.
 
         again: it is a further backward through the same forward.
@@ -395,6 +397,6 @@ class StepChoice:
         self.voice.warn({subject: f"the model runs unplanned under {around}"})
 
 
-def _seconds(step: PlannedStep) -> float:
+def _seconds(step: ServingStep) -> float:
     """The predicted time of a step; 0 for one that runs unplanned, of which nothing is known."""
     return 0.0 if step.plan is None else step.plan.time_s

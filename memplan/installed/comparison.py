@@ -9,7 +9,7 @@ from torch import nn
 
 from memplan.costs.known_costs import doubt
 from memplan.logs import log
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.watch.observe import Observer
 from memplan.units import format_bytes
 
@@ -23,7 +23,7 @@ class Comparison:
     called where an optimizer that steps in backward, or an engine's hook, holds memory that no plan knows of.
     """
 
-    def __init__(self, model: nn.Module, step: WholeStep, done: Callable[[int, float], None]) -> None:
+    def __init__(self, model: nn.Module, step: PlannedStep, done: Callable[[int, float], None]) -> None:
         self._model, self._step, self._done = model, step, done
         hooks = any(p._post_accumulate_grad_hooks for p in model.parameters())
         self._comparable = not hooks and step.runner.store.updates is None

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 
 _MOST_KINDS = 64  # of calls for which a model keeps steps; those that were not used for longest go first
 _MOST_KEPT_BYTES = 1 << 30  # that all steps of a model take on the host; the same ones go
 
-Answers = dict[int, str | None]  # by kind of step: what keeps it from serving one call
+Mismatches = dict[int, str | None]  # by kind of step: what keeps it from serving one call
 
 
 class KnownSteps:
@@ -24,10 +24,10 @@ class KnownSteps:
     """
 
     def __init__(
-        self, no_room: Callable[[PlannedStep, Call], str | None], counts_more: Callable[[PlannedStep], bool]
+        self, no_room: Callable[[ServingStep, Call], str | None], counts_more: Callable[[ServingStep], bool]
     ) -> None:
-        self.all: list[PlannedStep] = []
-        self.declined: list[tuple[PlannedStep, str]] = []
+        self.all: list[ServingStep] = []
+        self.declined: list[tuple[ServingStep, str]] = []
         self._no_room, self._counts_more = no_room, counts_more
 
     @property
@@ -36,13 +36,13 @@ class KnownSteps:
         return len({step.kind for step in self.all})
 
     @property
-    def last(self) -> WholeStep | None:
+    def last(self) -> PlannedStep | None:
         """The planned step that was used last."""
         return next(self.whole(), None)
 
-    def whole(self) -> Iterator[WholeStep]:
+    def whole(self) -> Iterator[PlannedStep]:
         """The steps that have a plan."""
-        return (step for step in self.all if isinstance(step, WholeStep))
+        return (step for step in self.all if isinstance(step, PlannedStep))
 
     @contextlib.contextmanager
     def one_call(self) -> Iterator[None]:
@@ -52,52 +52,52 @@ class KnownSteps:
         finally:
             self.declined.clear()
 
-    def serving(self, call: Call) -> Iterator[PlannedStep]:
+    def serving(self, call: Call) -> Iterator[ServingStep]:
         """Steps that serve a call, the most suitable first.
 
-        Whole plans come first: they check the data that decides what runs, while others serve any data. Steps that
-        count more than there is come last.
+        Steps with a plan come first: their keys check the data on which forward branches, while unplanned steps serve
+        any data. Steps that count more than there is come last.
         """
         latest: dict[int, int] = {}  # steps of one capture, by which of all was used last
         for place, step in enumerate(self.all):
             latest.setdefault(step.kind, place)
 
-        def rank(step: PlannedStep) -> tuple[bool, bool, int, float]:
+        def rank(step: ServingStep) -> tuple[bool, bool, int, float]:
             overhead = 0.0 if step.sized is None else step.sized.planned.overhead
-            return not isinstance(step, WholeStep), self._counts_more(step), latest[step.kind], overhead
+            return not isinstance(step, PlannedStep), self._counts_more(step), latest[step.kind], overhead
 
-        answers: Answers = {}
+        mismatches: Mismatches = {}
         steps = sorted(self.all, key=rank)
-        return (step for step in steps if not step.provisional and self.mismatch(step, call, answers) is None)
+        return (step for step in steps if not step.provisional and self.mismatch(step, call, mismatches) is None)
 
-    def mismatch(self, step: PlannedStep, call: Call, answers: Answers) -> str | None:
+    def mismatch(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
         """What keeps a step from serving a call, in words, as far as that is known before the step runs."""
         declined = next((why for other, why in self.declined if other is step), None)
-        return declined or self._other_kind(step, call, answers) or self._no_room(step, call)
+        return declined or self._other_kind(step, call, mismatches) or self._no_room(step, call)
 
-    def _other_kind(self, step: PlannedStep, call: Call, answers: Answers) -> str | None:
-        """Why a call is not of the kind that a step is for. answers: so far, of all that share a key."""
-        if step.kind not in answers:
-            answers[step.kind] = step.mismatch(call)
-        return answers[step.kind]
+    def _other_kind(self, step: ServingStep, call: Call, mismatches: Mismatches) -> str | None:
+        """Why a call is not of the kind that a step is for. mismatches: so far, of all that share a key."""
+        if step.kind not in mismatches:
+            mismatches[step.kind] = step.mismatch(call)
+        return mismatches[step.kind]
 
-    def of_same_kind(self, call: Call, answers: Answers) -> Iterator[WholeStep]:
+    def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:
         """Steps for calls of any size, of which this is one."""
         sized = (step for step in self.whole() if step.sized is not None)
-        return (step for step in sized if self._other_kind(step, call, answers) is None)
+        return (step for step in sized if self._other_kind(step, call, mismatches) is None)
 
-    def of_other_size(self, call: Call) -> tuple[WholeStep | None, Varying]:
+    def of_other_size(self, call: Call) -> tuple[PlannedStep | None, Varying]:
         """A step for such a call of another size, and the sizes that vary; None and none where there is none."""
         found = ((step, step.key.varying(call)) for step in self.whole())
         return next(((step, varying) for step, varying in found if varying), (None, Varying()))
 
-    def use(self, step: PlannedStep) -> PlannedStep:
+    def use(self, step: ServingStep) -> ServingStep:
         """Note that a step is used now."""
         if self.all[0] is not step:
             self.all[:] = [step, *(other for other in self.all if other is not step)]
         return step
 
-    def add(self, step: PlannedStep) -> None:
+    def add(self, step: ServingStep) -> None:
         """Take in a step and those beside it, as the ones that were used last. The oldest ones may go for them."""
         self.all[:0] = [step, *step.others]
         kept, kept_bytes = set[int](), 0
@@ -109,7 +109,7 @@ class KnownSteps:
                 kept.add(known.kind)
         self.keep(lambda known: known.kind in kept)
 
-    def keep(self, wanted: Callable[[PlannedStep], bool]) -> None:
+    def keep(self, wanted: Callable[[ServingStep], bool]) -> None:
         """Let all other steps go."""
         self.all[:] = [step for step in self.all if wanted(step)]
 

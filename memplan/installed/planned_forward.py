@@ -24,7 +24,7 @@ from memplan.planning.planner import Planner
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.lower import Program
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.ranks.agreement import Agreement
 from memplan.runtime.trial.one_forward import ForwardFails
 
@@ -64,7 +64,7 @@ class PlannedForward:
         functools.update_wrapper(self, original)
 
     @property
-    def steps(self) -> list[PlannedStep]:
+    def steps(self) -> list[ServingStep]:
         """One step for each kind of call, the last one used first."""
         return self.choice.known.all
 
@@ -105,10 +105,10 @@ class PlannedForward:
                 if not self.recovery.mends(error):
                     raise
                 problem = error.with_traceback(None)  # or its frames would keep tensors alive
-            repeats = isinstance(step, WholeStep) and not step.runner.written.for_good
-            again = not again and self.recovery.again(problem, repeats)
+            repeats = isinstance(step, PlannedStep) and not step.runner.written.for_good
+            again = not again and self.recovery.frees_memory(problem, repeats)
             if not again:
-                self.recovery.after(problem, step, repeats)
+                self.recovery.prepare_replan(problem, step, repeats)
                 step = self.choice.another(call, step)
 
     def _is_aside(self) -> bool:
@@ -128,8 +128,8 @@ class PlannedForward:
             return True
         return False
 
-    def _run(self, step: PlannedStep, call: Call) -> Any:
-        if isinstance(step, WholeStep):
+    def _run(self, step: ServingStep, call: Call) -> Any:
+        if isinstance(step, PlannedStep):
             return step.run(call)
         with self.stepping_aside(), self.fetching():
             return step.run(call)
@@ -149,14 +149,14 @@ class PlannedForward:
         finally:
             self._is_set_aside = before
 
-    def add(self, step: PlannedStep, took_s: float = 0.0) -> None:
+    def add(self, step: ServingStep, took_s: float = 0.0) -> None:
         """Take in a new step, as the one that was used last. took_s: seconds of planning it."""
         self.choice.add(step, took_s)
 
-    def _attend(self, step: PlannedStep) -> None:
+    def _attend(self, step: ServingStep) -> None:
         if vars(self.model).get("forward") is self:
             self.install()  # the first plan says what else that takes
-        if isinstance(step, WholeStep):
+        if isinstance(step, PlannedStep):
             self.recovery.attend(step)
 
     def prepare(self, sample: Sample) -> Plan | None:
@@ -180,14 +180,14 @@ class PlannedForward:
     def program(self) -> Program:
         """The two fx GraphModules that run: `program.forward.code` and `program.backward.code` can be read."""
         step = self.steps[0]
-        assert isinstance(step, WholeStep)
+        assert isinstance(step, PlannedStep)
         return step.programs[0]
 
     @property
     def constants(self) -> dict[str, torch.Tensor]:
         """Constants of the trace that the program holds."""
         step = self.steps[0]
-        assert isinstance(step, WholeStep)
+        assert isinstance(step, PlannedStep)
         return step.capture.traced.constants
 
     def install(self) -> None:

@@ -23,11 +23,11 @@ from memplan.logs import log
 from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import Gradients
 from memplan.runtime.program.in_flight import InFlight
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.program.tangents import OtherTangents, TangentLayout
 from memplan.units import format_bytes
 
-_STEP = 0.05  # by how much less a step is planned at least after an out-of-memory error
+_LEAST_REDUCTION = 0.05  # by how much less a step is planned at least after an out-of-memory error
 
 OnOutOfMemory = Literal["raise", "replan"]
 
@@ -45,7 +45,7 @@ class Recovery:
         """The most that the first step held beyond what was there before it. None until that step is over."""
         return None if self._comparison is None else self._comparison.grown_bytes
 
-    def attend(self, step: WholeStep) -> None:
+    def attend(self, step: PlannedStep) -> None:
         """Look after a step from now on. The first one that was planned in full is compared with its prediction."""
         tell = functools.partial(self._choice.tell_of_backward, step)
         step.runner.attend(functools.partial(self._rescue, step), tell, keeps_buffers=self.on_oom == "replan")
@@ -53,11 +53,11 @@ class Recovery:
             self._comparison = Comparison(self._choice.model, step, functools.partial(self._compared, step))
 
     def mends(self, error: Exception) -> bool:
-        """Whether `after` may be able to recover from an error."""
+        """Whether `prepare_replan` may be able to recover from an error."""
         return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch, OtherIsland))
 
     def _rescue(
-        self, step: WholeStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
+        self, step: PlannedStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:
         """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
         call, again = step.capture.call.filled(state.start.inputs), False
@@ -67,11 +67,11 @@ class Recovery:
                 if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
                     return step.runner.backward(state, tangents)
                 repeats, other = changed is None and step.runner.repeats(state), step
-                again = not again and self.again(problem, repeats)
+                again = not again and self.frees_memory(problem, repeats)
                 if again:
                     pass
                 elif not isinstance(problem, OtherTangents):
-                    self.after(problem, step, repeats)
+                    self.prepare_replan(problem, step, repeats)
                     other = self._planned_for(step, call, tangents, state.autocast)
                 elif not repeats or self._choice.on_mismatch == "raise":
                     raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
@@ -89,7 +89,7 @@ class Recovery:
                 step, problem = other, error.with_traceback(None)
 
     def _is_same(
-        self, step: WholeStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
+        self, step: PlannedStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
     ) -> bool:
         """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
         if backward is None or not step.runner.takes(tangents, None, call.tensors):
@@ -100,7 +100,7 @@ class Recovery:
             step.runner.backwards.autocasts.add(backward)
         return same
 
-    def _why_not_again(self, step: WholeStep, changed: str | None) -> str:
+    def _why_not_again(self, step: PlannedStep, changed: str | None) -> str:
         if self._choice.on_mismatch == "raise":
             return "on_mismatch is 'raise'"
         if changed is not None:
@@ -113,12 +113,12 @@ class Recovery:
 
     def _for_tangents(
         self,
-        step: WholeStep,
+        step: PlannedStep,
         call: Call,
         tangents: dict[int, torch.Tensor],
         backward: Autocast | None,
         problem: Exception,
-    ) -> WholeStep:
+    ) -> PlannedStep:
         for other in self._choice.known.whole():
             if other.mismatch(call) is not None:
                 continue
@@ -142,12 +142,12 @@ class Recovery:
 
     def _planned_for(
         self,
-        step: WholeStep,
+        step: PlannedStep,
         call: Call,
         tangents: dict[int, torch.Tensor],
         backward: Autocast | None,
         may_vary: Varying = frozenset(),
-    ) -> WholeStep:
+    ) -> PlannedStep:
         """A new step for gradients of such layouts, under this autocast, with the forward of one that has run.
 
         may_vary: sizes that may vary from call to call. Now that the step is captured once more, it is for all of them.
@@ -167,7 +167,7 @@ class Recovery:
         choice.add(other)
         return other
 
-    def again(self, problem: Exception, repeats: bool) -> bool:
+    def frees_memory(self, problem: Exception, repeats: bool) -> bool:
         """Whether a step that ran out of memory may run once more as it is. Memory that nothing holds is freed first.
 
         repeats: the step can run once more. With other ranks it may not, for it may have collectives in it.
@@ -182,7 +182,7 @@ class Recovery:
         log.info("out of memory; the step runs once more, with all free memory in one piece")
         return True
 
-    def after(self, problem: Exception, step: PlannedStep, repeats: bool) -> None:
+    def prepare_replan(self, problem: Exception, step: ServingStep, repeats: bool) -> None:
         """Get ready to plan again after an error of a step. Raises the error where planning again does not help.
 
         It helps after running out of memory, after ops gave other results than were traced, and where forward takes
@@ -199,7 +199,7 @@ class Recovery:
             self._choice.planner.capturing.make_no_island_of(problem.called, str(problem))
             self._choice.known.forget()
             return
-        sized = isinstance(step, WholeStep) and step.sized is not None
+        sized = isinstance(step, PlannedStep) and step.sized is not None
         fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
         if fixed or not repeats or not isinstance(problem, OtherResults):
             raise problem
@@ -211,7 +211,7 @@ class Recovery:
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._choice.known.forget()
 
-    def _after_out_of_memory(self, step: PlannedStep, problem: Exception, repeats: bool) -> None:
+    def _after_out_of_memory(self, step: ServingStep, problem: Exception, repeats: bool) -> None:
         """Plan with a larger margin from now on, or raise the error with advice.
 
         It is raised where planning again is not wanted or does not help. repeats: the step can run once more.
@@ -233,12 +233,12 @@ class Recovery:
         limits = self._choice.planner.limits
         limit_bytes = limits.budget_bytes or plan.peak_bytes
         pieces_bytes = private.unallocated_bytes(problem)
-        less_bytes = min(plan.peak_bytes / (1 + max(_STEP, limits.margin)), plan.peak_bytes - pieces_bytes)
-        limits.after_error = max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1)
+        less_bytes = min(plan.peak_bytes / (1 + max(_LEAST_REDUCTION, limits.margin)), plan.peak_bytes - pieces_bytes)
+        limits.keep_free(max(limits.margin, limit_bytes / max(plan.floor_bytes, less_bytes) - 1))
         log.warning("out of memory%s; planning again with a margin of %.0f%%", told, 100 * limits.margin)
         self._choice.known.forget()
 
-    def _compared(self, step: WholeStep, measured_bytes: int, excess: float) -> None:
+    def _compared(self, step: PlannedStep, measured_bytes: int, excess: float) -> None:
         """Keep a margin from now on where a step held more than predicted. One that was not needed is halved."""
         limits, problem = self._choice.planner.limits, step.plan.problem
         if not self._choice.alone or problem.costs.source == "estimated":
@@ -253,9 +253,9 @@ class Recovery:
             limits.learn(step.runner.device, limits.learnt / 2)
 
 
-def _islands_repeat(step: PlannedStep) -> bool:
+def _islands_repeat(step: ServingStep) -> bool:
     """Whether a forward may run again without a trace in Python that it would not leave in one run."""
-    kernels = step.capture.traced.kernels if isinstance(step, WholeStep) else ()
+    kernels = step.capture.traced.kernels if isinstance(step, PlannedStep) else ()
     return not any(k.target.island.once for k in kernels if isinstance(k.target, IslandKernel))
 
 

@@ -16,7 +16,7 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept, ChangesState, SetsAttribute
 from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
-from memplan.capture.capture import Capture, capture
+from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
@@ -164,16 +164,21 @@ class Capturing:
         varying: Varying,
     ) -> Capture:
         settings = self._settings
-        trace = functools.partial(
-            capture, self._model, self._forward, sample, settings.loss_fn, self._placement.device, tangents,
-            settings.shards, backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
+        options = CaptureOptions(
+            loss_fn=settings.loss_fn, device=self._placement.device, tangents=tangents, shards=settings.shards,
+            backward=backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
             capability=settings.capability,
         )  # fmt: skip
+
+        def trace(islands: Islands, seen: Sequence[Answer] | None) -> Capture:
+            changed = dataclasses.replace(options, islands=islands, seen=seen)
+            return capture(self._model, self._forward, sample, changed)
+
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
         decides, looks = self.decides and is_real, self.looks and is_real
         looks &= not varying or self._islands is not NO_ISLANDS  # one run does not tell how islands go with sizes
 
-        def once(islands: Islands) -> Capture:
+        def capture_with(islands: Islands) -> Capture:
             def traced() -> Capture:
                 try:
                     return trace(islands=islands, seen=seen or None)
@@ -191,7 +196,7 @@ class Capturing:
                 return _with_caches(self._model, self._run, found, traced, error)
 
         try:
-            captured = self._through_islands(once, sample, looks)
+            captured = self._through_islands(capture_with, sample, looks)
         except UnsupportedModel as error:
             if looks and not varying:
                 self._raise_own(error, sample)
@@ -202,8 +207,10 @@ class Capturing:
             captured = captured.changed(_as_cuda_allocates)
         return captured if settings.update == "step" else self._with_updates(captured)
 
-    def _through_islands(self, once: Callable[[Islands], Capture], sample: Sample | Call, looks: bool) -> Capture:
-        """The capture of `once(islands)`, where calls that can't be captured are islands: the smallest that can be.
+    def _through_islands(
+        self, capture_with: Callable[[Islands], Capture], sample: Sample | Call, looks: bool
+    ) -> Capture:
+        """The capture of `capture_with(islands)`. Calls that can't be captured are islands, the smallest that can be.
 
         looks: forward may run on the sample. Raises the refusal that islands do not help against.
         """
@@ -213,7 +220,7 @@ class Capturing:
             applied = dict[Any, None]()
             try:
                 with private.functions_applied_by(functools.partial(_note, applied)):
-                    captured = once(islands)
+                    captured = capture_with(islands)
                 self._islands = islands
                 return captured
             except UnsupportedModel as error:

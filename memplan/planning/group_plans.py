@@ -12,15 +12,15 @@ from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_needs
 from memplan.errors import MemplanError
 from memplan.logs import log
-from memplan.planning.at_hand import AtHand
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
+from memplan.planning.plan_search import PlanSearch
 from memplan.planning.settings import Settings
-from memplan.planning.whole_plans import WholePlans
+from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
 from memplan.plans.uneven import kind_of, sizes_of, widest
 from memplan.problem.data import Problem
-from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.program.step import ServingStep
 from memplan.runtime.ranks.agreement import Share
 
 
@@ -28,10 +28,10 @@ class GroupPlans:
     """Gets plans of one model's steps together with the other ranks that train it."""
 
     def __init__(
-        self, settings: Settings, limits: Limits, placement: Placement, plans: WholePlans, at_hand: AtHand
+        self, settings: Settings, limits: Limits, placement: Placement, plans: PlanSearch, without: WithoutSearch
     ) -> None:
         self._settings, self._limits, self._placement = settings, limits, placement
-        self._plans, self._at_hand = plans, at_hand
+        self._plans, self._without_search = plans, without
 
     def shared(
         self, captured: Capture, provisional: bool, share: Share, make: Callable[[], tuple[Plan, bool]]
@@ -58,7 +58,7 @@ class GroupPlans:
         return plan, provisional
 
     def for_all(
-        self, captured: Capture, known: Sequence[PlannedStep], share: Share, problem: Callable[[], Problem]
+        self, captured: Capture, known: Sequence[ServingStep], share: Share, problem: Callable[[], Problem]
     ) -> Plan:
         """A plan with the schedule that all ranks run, because all must gather in one order.
 
@@ -83,7 +83,7 @@ class GroupPlans:
             most = widest(own(), of_all) if of_all else own()
             if of_all:
                 log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
-            return plan_to_bytes(self._at_hand.in_known_order(most, known) or self._plans.with_gathers(most))
+            return plan_to_bytes(self._without_search.in_known_order(most, known) or self._plans.with_gathers(most))
 
         host_budget = self._placement.host_budget
         kind = (
@@ -97,14 +97,14 @@ class GroupPlans:
         if _need(largest) > _need(plan):
             limits.reset(known_limit)
             self.take_over(largest)
-            found = self._at_hand.with_schedule(own(), largest, limits.budget_bytes or 0)
+            found = self._without_search.with_schedule(own(), largest, limits.budget_bytes or 0)
             if found is not None:
                 return found
             log.warning("this rank's batch takes other ops, and can't run in the order of other ranks'")
         self.take_over(plan)
         if not uneven:
             return plan
-        found = self._at_hand.with_schedule(own(), plan, limits.budget_bytes or 0)
+        found = self._without_search.with_schedule(own(), plan, limits.budget_bytes or 0)
         if found is None:  # no step peaks above the widest, but copies lie on the host in another way
             raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
         return found

@@ -49,10 +49,10 @@ class Limits:
         budget = self._settings.budget
         return budget is None or device_bytes(budget) is not None
 
-    def settle(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
+    def fix_budget(self, unplanned_bytes: int, resident_bytes: int, floor_bytes: int) -> int:
         """The budget in bytes, which is fixed from now on. The figures are of the step that is being planned.
 
-        With on_infeasible="min" it is raised to the floor of a step that can't do with less.
+        With on_infeasible="min" it is at least `floor_bytes`.
         """
         if self.budget_bytes is None:
             budget = self._settings.budget
@@ -60,6 +60,11 @@ class Limits:
             self.budget_bytes = budget_bytes_of(budget, unplanned_bytes, resident_bytes, floor_bytes)
             if isinstance(budget, str):
                 log.info("the budget %r is %s", budget, format_bytes(self.budget_bytes))
+        return self.raised_to(floor_bytes)
+
+    def raised_to(self, floor_bytes: int) -> int:
+        """The budget in bytes, which on_infeasible="min" raises to the floor of a step that can't do with less."""
+        assert self.budget_bytes is not None
         if self._settings.on_infeasible == "min" and self.budget_bytes < floor_bytes:
             log.warning(
                 "no schedule fits %s; the budget is raised to the least, %s",
@@ -87,6 +92,10 @@ class Limits:
         """
         self.learnt = known_margin(self._model, device)
 
+    def keep_free(self, margin: float) -> None:
+        """Use this margin from now on, in this process."""
+        self.after_error = margin
+
     def learn(self, device: torch.device, margin: float) -> None:
         """Use this margin for the model from now on, in later processes too."""
         self.learnt = margin
@@ -94,7 +103,7 @@ class Limits:
 
     @property
     def may_hold_gradients(self) -> bool:
-        """Whether there may be gradients when forward begins that plans do not count yet, and could count."""
+        """Whether forward may begin with gradients of earlier steps that plans could count, and do not yet."""
         return not (self.accumulate or self._settings.theirs or self._settings.update == "backward")
 
     @contextlib.contextmanager

@@ -21,7 +21,7 @@ from memplan.runtime.host.place import materialise, place
 from memplan.runtime.host.transfers import Transfers, measure_link
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.gathers import Gathers
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 
 
 class Placement:
@@ -154,7 +154,7 @@ class Placement:
             place(self._model, self.host, self.device, settings.optimizer)
             captured.key.moved()
 
-    def serve(self, step: WholeStep) -> None:
+    def serve(self, step: PlannedStep) -> None:
         """Let a new step share copies and updates with the earlier ones."""
         transfers = self._transfers or step.runner.store.transfers
         if self.updates is not None:

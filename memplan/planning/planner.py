@@ -20,23 +20,23 @@ from memplan.capture.trace.raw_trace import Answer, Autocast
 from memplan.costs.libraries import make_workspaces, multiplies_matrices
 from memplan.errors import BudgetInfeasible, PlanMismatch, UnsupportedModel
 from memplan.logs import log
-from memplan.planning.at_hand import AtHand
 from memplan.planning.capturing import Capturing
 from memplan.planning.group_plans import GroupPlans
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
+from memplan.planning.plan_search import PlanSearch
 from memplan.planning.problems import Problems
 from memplan.planning.remedies import Remedies
 from memplan.planning.settings import Settings
 from memplan.planning.unplanned_steps import UnplannedSteps
-from memplan.planning.whole_plans import WholePlans
+from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem, Surroundings
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import first_difference, same_structure
 from memplan.runtime.program.checkpointed import layers_of
 from memplan.runtime.program.lower import Grads, Program, lower
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.ranks.agreement import Share
 
@@ -62,9 +62,9 @@ class Planner:
         self.placement = Placement(model, settings)
         self.capturing = Capturing(model, forward, settings, self.placement, decides, looks)
         self._problems = Problems(model, settings, self.limits, self.placement)
-        self._plans = WholePlans(settings, self.limits, self.placement, self._problems)
-        self._at_hand = AtHand(self.limits, self.placement, self._problems)
-        self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._at_hand)
+        self._plans = PlanSearch(settings, self.limits, self.placement, self._problems)
+        self._without_search = WithoutSearch(self.limits, self.placement, self._problems)
+        self._group = GroupPlans(settings, self.limits, self.placement, self._plans, self._without_search)
         self._unplanned = UnplannedSteps(
             model, forward, settings, self.limits, self.placement, self._problems.optimizer_needs
         )
@@ -126,11 +126,11 @@ class Planner:
     def step(
         self,
         sample: Sample | Call,
-        known: Sequence[PlannedStep] = (),
+        known: Sequence[ServingStep] = (),
         share: Share | None = None,
-        like: WholeStep | None = None,
+        like: PlannedStep | None = None,
         varying: Varying = frozenset(),
-    ) -> PlannedStep:
+    ) -> ServingStep:
         """A step that serves calls like this one.
 
         - known: steps of other calls. With them a new call gets a plan that needs no search, provisionally.
@@ -173,7 +173,7 @@ class Planner:
                 other = Planner(
                     self.model, self.forward, settings, decides=self.capturing.decides, looks=self.capturing.looks
                 )
-                other.limits.learnt = self.limits.margin
+                other.limits.keep_free(self.limits.margin)
                 return other.plan(call)
 
             raise Remedies(self.settings, self.model, call, error, limit_bytes, plan_with).error() from None
@@ -194,7 +194,7 @@ class Planner:
                 found.add(Dimension(position, index % call.tensors[position].dim()))
         return frozenset(found)
 
-    def _at_most(self, captured: Capture) -> Capture:
+    def _at_largest(self, captured: Capture) -> Capture:
         """The captured step at the largest sizes of which the user says that they occur."""
         dynamic, traced = self.settings.dynamic, captured.traced
         if not isinstance(dynamic, Mapping) or traced.sizes is None or any(s.is_stride for s in traced.sizes.sources):
@@ -216,27 +216,27 @@ class Planner:
         ]
         return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
-    def resized(self, step: WholeStep, call: Call) -> WholeStep:
+    def resized(self, step: PlannedStep, call: Call) -> PlannedStep:
         """Another step for calls of any size, from a search at the size of this one."""
         traced = at_sizes(step.capture.traced, step.numbers(call))
         return self._sized(dataclasses.replace(step.capture, traced=traced, call=call))
 
-    def _sized(self, captured: Capture) -> WholeStep:
+    def _sized(self, captured: Capture) -> PlannedStep:
         """A step for calls of any size, with others beside it that suit longer and shorter calls."""
         plans: tuple[Plan, ...] = ()
         if self._given is not None:
-            plans = self._at_hand.at_other_sizes(self._problems.problem(captured), self._given)
+            plans = self._without_search.at_other_sizes(self._problems.problem(captured), self._given)
         first, *others = [self._whole(captured, p) for p in plans or self._plans.ladder(captured)]
         return dataclasses.replace(first, others=tuple(others))
 
     def _step(
         self,
         sample: Sample | Call,
-        known: Sequence[PlannedStep],
+        known: Sequence[ServingStep],
         share: Share | None,
-        like: WholeStep | None = None,
+        like: PlannedStep | None = None,
         varying: Varying = frozenset(),
-    ) -> PlannedStep:
+    ) -> ServingStep:
         """One try of `step`. Raises OtherResults where the trace turns out to be wrong about results of ops."""
         refusal: UnsupportedModel | None = None
         with without_collections():
@@ -259,12 +259,12 @@ class Planner:
             return found
         if sized and captured.islands and share is None:
             try:
-                return self._sized(self._at_most(captured))
+                return self._sized(self._at_largest(captured))
             except BudgetInfeasible:  # a step of this size alone has other ways to fit
                 capture = functools.partial(capture, varying=Varying())
                 captured = capture()
         elif sized:
-            return self._sized(self._at_most(captured))
+            return self._sized(self._at_largest(captured))
         if share is None and captured.islands:
             return self._with_islands(sample, known, captured, capture)
         if share is None:
@@ -277,14 +277,14 @@ class Planner:
     def _with_islands(
         self,
         sample: Sample | Call,
-        known: Sequence[PlannedStep],
+        known: Sequence[ServingStep],
         captured: Capture,
         capture: Callable[[], Capture],
-    ) -> PlannedStep:
+    ) -> ServingStep:
         """A step of a capture with islands. It runs unplanned where no plan fits.
 
-        capture: captures it once more. With the budget "min" the step runs unplanned where that takes less, which it
-        may if layers differ from step to step: an island of all layers saves what they save at one time.
+        capture: captures it once more. With the budget "min" the step runs unplanned if that takes less. It may, if the
+        layers that run differ from step to step: an island around them then saves at one time what all of them save.
         """
         refusal = UnsupportedModel("; ".join(captured.islands))
         unplanned = functools.partial(self._unplanned.step, sample, known, refusal)
@@ -305,32 +305,32 @@ class Planner:
                 self.limits.reset(limit_bytes)
         return self._whole(captured, plan)
 
-    def _unsearched(self, captured: Capture, known: Sequence[PlannedStep], in_group: bool) -> WholeStep | None:
+    def _unsearched(self, captured: Capture, known: Sequence[ServingStep], in_group: bool) -> PlannedStep | None:
         """A step whose plan needs no search; None where there is none."""
         in_one_order = in_group and self.settings.shards is not None  # other ranks may know another schedule
         same = None if in_one_order else self._equal_step(captured, known)
         if same is not None:  # what changed is of no concern to the step
             return same
-        plan = self._at_hand.hurried(captured, known) if known and not in_group else None
+        plan = self._without_search.hurried(captured, known) if known and not in_group else None
         return None if plan is None else self._whole(captured, plan, plan.overhead > 0)
 
-    def _equal_step(self, captured: Capture, known: Sequence[PlannedStep]) -> WholeStep | None:
+    def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._at_hand.equal_step(self.placement.homed(captured), known)
+        found = self._without_search.equal_step(self.placement.homed(captured), known)
         return None if found is None else self._whole(captured, found[1], found[0].provisional)
 
-    def _soon(self, captured: Capture, known: Sequence[PlannedStep]) -> tuple[Plan, bool]:
+    def _soon(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[Plan, bool]:
         """A plan, and whether it is provisional."""
-        plan = self._at_hand.hurried(captured, known) if known else None
+        plan = self._without_search.hurried(captured, known) if known else None
         return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
 
-    def join(self, step: WholeStep, known: Sequence[PlannedStep], share: Share) -> WholeStep:
+    def join(self, step: PlannedStep, known: Sequence[ServingStep], share: Share) -> PlannedStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
         homed = self.placement.homed(step.capture)
         plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
         return self._whole(step.capture, plan)
 
-    def _for_all(self, captured: Capture, known: Sequence[PlannedStep], share: Share) -> Plan:
+    def _for_all(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> Plan:
         """A plan with the schedule that all ranks run."""
         homed = self.placement.homed(captured)
         return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(homed))
@@ -342,9 +342,9 @@ class Planner:
         tangents: dict[int, TangentLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
-        known: Sequence[PlannedStep],
+        known: Sequence[ServingStep],
         varying: Varying = frozenset(),
-    ) -> WholeStep:
+    ) -> PlannedStep:
         """A step for gradients that arrive at these outputs, in these layouts, and under this autocast.
 
         - tangents: outputs at which gradients arrive, with their layouts.
@@ -362,7 +362,7 @@ class Planner:
 
     def is_same(
         self,
-        step: WholeStep,
+        step: PlannedStep,
         call: Call,
         tangents: dict[int, TangentLayout],
         backward: Autocast,
@@ -375,7 +375,7 @@ class Planner:
         return same and step.key.heed(captured.key)
 
     @once_more_where_results_differ
-    def adopt(self, sample: Sample, plan: Plan) -> WholeStep:
+    def adopt(self, sample: Sample, plan: Plan) -> PlannedStep:
         """A step that runs a given plan, at the sizes of the sample.
 
         Raises PlanMismatch where the plan is for another step, or peaks beyond its budget at these sizes.
@@ -396,7 +396,7 @@ class Planner:
         if self.settings.takes_any_size and self.placement.host_budget is None:
             self._given = plan
             if difference is not None:
-                plans = self._at_hand.at_other_sizes(self._problems.problem(captured), plan)
+                plans = self._without_search.at_other_sizes(self._problems.problem(captured), plan)
                 plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
             if plan.problem.costs.source != "estimated":  # the plan may know of results that nobody has seen here yet
@@ -415,7 +415,7 @@ class Planner:
         shards = self.settings.shards
         return contextlib.nullcontext() if shards is None else shards.tracing()
 
-    def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> WholeStep:
+    def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
         captured = self.placement.homed(captured)
         plan = self._saying_more(plan, captured)
@@ -424,7 +424,7 @@ class Planner:
             make_workspaces(captured.traced.device)
         programs = _programs(captured, plan, self.settings.grads)
         sized = self._problems.sized(captured, plan)
-        step = WholeStep.of(self.model, captured, programs, plan, provisional, self.placement.gathers, sized)
+        step = PlannedStep.of(self.model, captured, programs, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step)
         return step
 

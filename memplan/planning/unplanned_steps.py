@@ -18,13 +18,13 @@ from memplan.capture.trace.source_lines import first_line
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
 from memplan.logs import log
-from memplan.planning.at_hand import unplanned_bytes
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
+from memplan.planning.without_search import unplanned_bytes
 from memplan.problem.data import Buffers
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
-from memplan.runtime.program.step import EagerStep, PlannedStep
+from memplan.runtime.program.step import EagerStep, ServingStep
 from memplan.runtime.trial.unplanned_peak import UnplannedPeak, unplanned_peak
 from memplan.units import format_bytes
 
@@ -48,7 +48,7 @@ class UnplannedSteps:
     def step(
         self,
         sample: Sample | Call,
-        known: Sequence[PlannedStep],
+        known: Sequence[ServingStep],
         error: UnsupportedModel,
     ) -> EagerStep:
         """A step for a call that can't be captured, once its peak is known to fit the budget.
@@ -137,7 +137,7 @@ class UnplannedSteps:
                     if found.left == plain.left:
                         ways[layers] = peak_bytes
         least_bytes = min(ways.values())
-        limit_bytes = self._limits.settle(plain_bytes, plain.resident_bytes + held_bytes, least_bytes)
+        limit_bytes = self._limits.fix_budget(plain_bytes, plain.resident_bytes + held_bytes, least_bytes)
         fitting = [layers for layers, peak_bytes in ways.items() if peak_bytes <= limit_bytes]
         if not fitting:
             raise BudgetInfeasible(

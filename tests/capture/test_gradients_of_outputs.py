@@ -14,7 +14,7 @@ from torch.autograd.graph import register_multi_grad_hook
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from tests.support.zoo import assert_same_bits, copied
 
 Notes = list[Any]
@@ -158,7 +158,7 @@ def test_all_others_are_those_of_eager(kind: type[Net], ask: Ask, loss: Any, gra
     net = planned(plain, x, grads=grads)
     for _ in range(3):
         assert_same_bits(step(plain, x, ask, loss), step(net, x, ask, loss))
-    assert all(isinstance(s, WholeStep) for s in planned_forward(net).steps)  # type: ignore[union-attr]
+    assert all(isinstance(s, PlannedStep) for s in planned_forward(net).steps)  # type: ignore[union-attr]
 
 
 def test_a_hook_that_waits_for_backward_is_none_that_asks() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from memplan.runtime.watch.meter import LiveMeter
 from tests.capture.test_islands import HABITS, SEEN, Net, dropout, two_steps
 from tests.support.zoo import assert_same_bits
@@ -159,7 +159,7 @@ def sizes_of(net: nn.Module, samples: Sequence[torch.Tensor]) -> list[bool]:
         planned = planned_forward(net)
         assert planned is not None
         (step, *_) = planned.steps
-        assert isinstance(step, WholeStep)
+        assert isinstance(step, PlannedStep)
         assert step.capture.islands
         plan = step.plan_for(planned.choice.reader.read_sample(sample))
         assert live_peak(net, sample) <= plan.live_peak_bytes

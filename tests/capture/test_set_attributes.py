@@ -13,7 +13,7 @@ from torch import nn
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from tests.support.meter import LiveMeter
 from tests.support.parameters import quickly
 from tests.support.zoo import assert_same_bits, copied
@@ -244,8 +244,8 @@ def test_what_forward_leaves_is_what_eager_leaves(way: Way) -> None:
     for i, (x, want) in enumerate(zip(xs, expected, strict=True)):
         assert_same_bits(want, step(net, x, way.term, i), f"step {i}")
         if way.whole:
-            assert isinstance(planned_forward(net).steps[0], WholeStep)  # type: ignore[union-attr]
-    captures = {id(s.key) for s in planned_forward(net).steps if isinstance(s, WholeStep)}  # type: ignore[union-attr]
+            assert isinstance(planned_forward(net).steps[0], PlannedStep)  # type: ignore[union-attr]
+    captures = {id(s.key) for s in planned_forward(net).steps if isinstance(s, PlannedStep)}  # type: ignore[union-attr]
     assert not way.whole or len(captures) <= 4  # two shapes, and another loss than was thought for each
 
 
@@ -268,7 +268,7 @@ def test_the_loss_inside_may_read_what_forward_has_left() -> None:
             loss.backward()
         assert_same_bits([p.grad for p in plain.parameters()], [p.grad for p in net.parameters()])
         assert_same_bits([*plain.losses, plain.found], [*net.losses, net.found])
-    assert all(isinstance(s, WholeStep) for s in planned_forward(net).steps)  # type: ignore[union-attr]
+    assert all(isinstance(s, PlannedStep) for s in planned_forward(net).steps)  # type: ignore[union-attr]
 
 
 def test_it_is_the_very_tensor_that_forward_returns_or_takes() -> None:

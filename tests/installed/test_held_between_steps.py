@@ -164,7 +164,7 @@ def test_an_interrupted_search_changes_nothing(monkeypatch: pytest.MonkeyPatch) 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("memplan.planning.whole_plans.WholePlans.plan", interrupted)
+        patched.setattr("memplan.planning.plan_search.PlanSearch.plan", interrupted)
         with pytest.raises(KeyboardInterrupt):
             net(sample)
     assert vars(net)["forward"].steps == steps

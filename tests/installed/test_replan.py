@@ -18,7 +18,7 @@ from memplan.costs.margin import known_margin, remember_margin
 from memplan.installed import known_steps
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning import whole_plans
-from memplan.runtime.program.step import EagerStep, WholeStep
+from memplan.runtime.program.step import EagerStep, PlannedStep
 from memplan.units import format_bytes, parse_bytes
 from tests.capture.test_key import MODEL_CHANGES, SURROUNDINGS, Keyed, outcome, smallest_plan
 from tests.support.meter import LiveMeter
@@ -64,7 +64,7 @@ def test_a_changed_model_gives_the_plain_models_bits(name: str) -> None:
             results.append([outcome(net, lambda net=net: net(sample)) for _ in range(3)])
         results[-1].append(outcome(net, lambda net=net: net(sample)))
     assert_same_bits(*results)
-    assert WholeStep in kinds(planned)
+    assert PlannedStep in kinds(planned)
 
 
 @pytest.mark.filterwarnings("ignore:TF32 acceleration")
@@ -151,7 +151,7 @@ def test_a_library_model_through_many_changes(
             change(each)
         assert_same_bits(run_steps(net, changed, 2), run_steps(planned, changed, 2), what)
     assert plans_made() > plans
-    assert set(kinds(planned)) == {WholeStep}
+    assert set(kinds(planned)) == {PlannedStep}
 
 
 @pytest.mark.slow
@@ -320,12 +320,12 @@ def test_a_module_with_a_hook_added_later_is_an_island() -> None:
     handles = [each.transformer.h[1].register_forward_hook(lambda *args: calls.append(1)) for each in (net, planned)]
     assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
     assert len(calls) == 4
-    assert kinds(planned)[0] is WholeStep
+    assert kinds(planned)[0] is PlannedStep
     assert [told.partition(" at ")[0] for told in memplan.plan_of(planned).islands] == ["transformer.h.1"]
     for handle in handles:
         handle.remove()
     assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
-    assert kinds(planned)[0] is WholeStep
+    assert kinds(planned)[0] is PlannedStep
     assert not memplan.plan_of(planned).islands
 
 
@@ -343,7 +343,7 @@ def test_what_can_not_be_captured_any_more_runs_unplanned_where_that_fits(caplog
     torch.manual_seed(0)
     net, sample = BranchesLater(), torch.randn(64, 8)
     planned = planned_twin(net, sample, 200_000)
-    for branches, kind in ((False, WholeStep), (True, EagerStep), (False, WholeStep)):
+    for branches, kind in ((False, PlannedStep), (True, EagerStep), (False, PlannedStep)):
         net.branches = planned.branches = branches
         assert_same_bits(run_steps(net, sample, 2), run_steps(planned, sample, 2))
         assert kinds(planned)[0] is kind

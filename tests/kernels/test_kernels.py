@@ -16,7 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 
 import memplan
 from memplan.installed.planned_forward import planned_forward
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from tests.support.meter import LiveMeter
 from tests.support.plannings import plannings
 from tests.support.zoo import assert_same_bits, run_steps
@@ -134,7 +134,7 @@ def test_liger_at_several_lengths(loss: str) -> None:
         for sample in samples:
             assert_same_bits(run_steps(plain, sample, steps=1), run_steps(planned, sample, steps=1))
             (step, *_) = forward.steps
-            assert isinstance(step, WholeStep)
+            assert isinstance(step, PlannedStep)
             plan = step.plan_for(forward.choice.reader.read_sample(sample))
             assert live_peak(planned, sample) <= plan.live_peak_bytes
     assert len(reasons) == 1  # for all lengths but the first

@@ -21,7 +21,7 @@ from memplan.errors import MemplanError
 from memplan.planning import planner as planner_module
 from memplan.planning import whole_plans
 from memplan.planning.capturing import Capturing
-from memplan.planning.whole_plans import WholePlans
+from memplan.planning.plan_search import PlanSearch
 from tests.installed.test_replan import NoMemory
 from tests.ranks.spawn import Cell
 from tests.support.fake_shards import FakeShards
@@ -157,7 +157,7 @@ def no_room() -> str | None:
 
 def broken_planning() -> str | None:
     """Something breaks while one rank plans for both, and while the other one captures."""
-    for owner, name, breaks in ((WholePlans, "plan", 0), (Capturing, "capture", 1)):
+    for owner, name, breaks in ((PlanSearch, "plan", 0), (Capturing, "capture", 1)):
 
         def broken(*args: Any, **kwargs: Any) -> Any:
             raise ZeroDivisionError("of all things")

@@ -20,11 +20,11 @@ from torch.utils import _pytree as pytree
 
 import memplan
 from memplan.capture.analysis.sized import at_sizes
-from memplan.capture.capture import capture
+from memplan.capture.capture import CaptureOptions, capture
 from memplan.capture.ops.sizes import varying_between
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.simulate import simulate
-from memplan.runtime.program.step import WholeStep
+from memplan.runtime.program.step import PlannedStep
 from tests.support.architectures import ARCHITECTURES
 from tests.support.meter import LiveMeter
 from tests.support.parameters import examples, quickly
@@ -97,10 +97,10 @@ def train_at(net: nn.Module, samples: Sequence[Sample], budget: Any, autocast: b
     return net
 
 
-def whole_steps(net: nn.Module) -> list[WholeStep]:
+def whole_steps(net: nn.Module) -> list[PlannedStep]:
     planned = planned_forward(net)
     assert planned is not None
-    return [s for s in planned.steps if isinstance(s, WholeStep)]
+    return [s for s in planned.steps if isinstance(s, PlannedStep)]
 
 
 def captures(net: nn.Module) -> int:
@@ -119,7 +119,7 @@ def test_a_capture_for_all_sizes_is_that_of_each_size(name: str) -> None:
     size = tensors_in(sample)[0].shape[dim]
     one, other = sample, with_size(sample, dim, size, size + 3)
     shapes = [[tuple(t.shape) for t in capture(net, net.forward, s).call.tensors] for s in (one, other)]
-    general = capture(net, net.forward, other, varying=varying_between(*shapes)).traced
+    general = capture(net, net.forward, other, CaptureOptions(varying=varying_between(*shapes))).traced
     assert general.graph == capture(net, net.forward, other).traced.graph
     assert general.sizes is not None
     for n in (size, size + 1, size + 5):
@@ -520,7 +520,7 @@ def test_a_plan_file_serves_all_sizes(first: int, tmp_path: Path, monkeypatch: p
     def refused(*arguments: Any) -> Any:
         raise AssertionError("there was a search")
 
-    monkeypatch.setattr("memplan.planning.whole_plans.solve_front", refused)
+    monkeypatch.setattr("memplan.planning.plan_search.solve_front", refused)
     overheads = {}
     for n in (first, 30, 64, 12, 50, 7):
         batch = with_size(sample, 1, 64, n)

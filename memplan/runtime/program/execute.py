@@ -217,7 +217,7 @@ class Runner:
         if state.spent:
             self._check_repeats(state)
             return self.repeat(state, tangents)
-        run = run if state.program is self.program else state.program.backward
+        run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
         self.store.begin()

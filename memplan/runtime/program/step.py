@@ -35,7 +35,7 @@ _BYTES_A_NODE = 4500  # of host memory that a step takes for each node of its tr
 _UNPLANNED = Collectives.of([f"{GRADIENT}of an unplanned step, in autograd's order"])
 
 
-class PlannedStep(Protocol):
+class ServingStep(Protocol):
     """A step that serves one kind of call of a model."""
 
     @property
@@ -47,7 +47,7 @@ class PlannedStep(Protocol):
     @property
     def sized(self) -> SizedPlan | None: ...
     @property
-    def others(self) -> tuple[WholeStep, ...]: ...
+    def others(self) -> tuple[PlannedStep, ...]: ...
     @property
     def kind(self) -> int:
         """A number that is the same for all steps of one capture."""
@@ -72,7 +72,7 @@ class PlannedStep(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class WholeStep:
+class PlannedStep:
     """One plan of a model for one kind of call.
 
     - programs: the plan, lowered; a second one serves gradients of another layout.
@@ -91,7 +91,7 @@ class WholeStep:
     collectives: Collectives
     provisional: bool = False
     sized: SizedPlan | None = None
-    others: tuple[WholeStep, ...] = ()
+    others: tuple[PlannedStep, ...] = ()
 
     @staticmethod
     def of(
@@ -102,7 +102,7 @@ class WholeStep:
         provisional: bool = False,
         gathers: Gathers | None = None,
         sized: SizedPlan | None = None,
-    ) -> WholeStep:
+    ) -> PlannedStep:
         """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
         runner = _runner(model, capture, programs, plan, gathers)
@@ -110,7 +110,7 @@ class WholeStep:
             runner.check_first_runs()
         events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
         collectives = Collectives.of(event for of_program in events for event in of_program)
-        return WholeStep(plan, capture, programs, capture.key, runner, collectives, provisional, sized)
+        return PlannedStep(plan, capture, programs, capture.key, runner, collectives, provisional, sized)
 
     @property
     def plan(self) -> Plan:
@@ -211,7 +211,7 @@ class EagerStep:
     plan: None = None
     provisional: bool = False
     sized: None = None
-    others: tuple[WholeStep, ...] = ()
+    others: tuple[PlannedStep, ...] = ()
     kept_bytes: int = 0
     collectives: Collectives = _UNPLANNED
 

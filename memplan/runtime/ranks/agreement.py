@@ -38,7 +38,7 @@ import torch
 from memplan import errors
 from memplan import torch_private as private
 from memplan.errors import BudgetInfeasible, MemplanError, PlanMismatch, UnsupportedModel
-from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.program.step import ServingStep
 
 _T = TypeVar("_T")
 
@@ -184,10 +184,10 @@ class Agreement:
 
     def step(
         self,
-        look: Callable[[], PlannedStep | None],
-        plan: Callable[[Share], PlannedStep] | None,
-        others: Callable[[], Sequence[PlannedStep]] = tuple,
-    ) -> PlannedStep | None:
+        look: Callable[[], ServingStep | None],
+        plan: Callable[[Share], ServingStep] | None,
+        others: Callable[[], Sequence[ServingStep]] = tuple,
+    ) -> ServingStep | None:
         """The step that this rank runs next.
 
         - look: returns the known step that serves the call, if there is one.
@@ -233,7 +233,7 @@ class Agreement:
 
         return _attempt(alone)
 
-    def keep(self, before: PlannedStep, after: PlannedStep) -> None:
+    def keep(self, before: ServingStep, after: ServingStep) -> None:
         """Check a step that takes the place of the agreed one on this rank alone.
 
         Raises PlanMismatch where other ranks would notice: here, and at the next step of every rank.
@@ -253,17 +253,17 @@ class Agreement:
         raise self._broken
 
     def _one_that_all_have(
-        self, step: PlannedStep | None, others: Callable[[], Sequence[PlannedStep]]
-    ) -> tuple[bool, PlannedStep | None]:
+        self, step: ServingStep | None, others: Callable[[], Sequence[ServingStep]]
+    ) -> tuple[bool, ServingStep | None]:
         """Whether there are steps with equal collectives on all ranks, and the one that this rank has."""
-        own: dict[str, PlannedStep] = {}
+        own: dict[str, ServingStep] = {}
         for one in () if step is None else (step, *others()):
             own.setdefault(one.collectives.digest.hex(), one)
         first, *rest = [digests for digests in self._ranks.messages(list(own)) if digests]
         common = next((digest for digest in first if all(digest in digests for digests in rest)), None)
         return (False, step) if common is None else (True, own.get(common))
 
-    def _mismatch(self, words: Sequence[_Word], step: PlannedStep | None) -> PlanMismatch:
+    def _mismatch(self, words: Sequence[_Word], step: ServingStep | None) -> PlanMismatch:
         """The error for every rank where steps have different collectives."""
         told = self._ranks.messages(None if step is None else list(step.collectives.events))
         names = self._ranks.names
@@ -359,7 +359,7 @@ def _are_equal(words: Sequence[_Word]) -> bool:
     return len({word.digest for word in words if word.state == _RankState.READY}) <= 1
 
 
-def _word(step: PlannedStep | None, problem: Exception | None, idle: bool) -> _Word:
+def _word(step: ServingStep | None, problem: Exception | None, idle: bool) -> _Word:
     if problem is not None:
         return _Word(_RankState.FAILED)
     if step is not None:

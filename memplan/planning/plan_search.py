@@ -36,7 +36,7 @@ _RUNGS = 6  # schedules for calls of other sizes
 _HOST_POINTS = 12  # budgets of a curve with copies, each a search of its own
 
 
-class WholePlans:
+class PlanSearch:
     """Searches for plans of one model's steps."""
 
     def __init__(self, settings: Settings, limits: Limits, placement: Placement, problems: Problems) -> None:
@@ -69,8 +69,8 @@ class WholePlans:
 
     def _within(self, problem: Problem, front: Front) -> Plan:
         """The fastest plan of a front within the budget. Raises BudgetInfeasible."""
-        limit = self._limits.settle(unplanned(problem).peak_bytes, problem.resident_bytes, front.floor.peak_bytes)
-        within = self._limits.less_margin(limit)
+        limit = self._limits.fix_budget(unplanned(problem).peak_bytes, problem.resident_bytes, front.floor.peak_bytes)
+        within = self._limits.less_margin(limit)  # a wish, where the limit itself has to be kept
         chosen = front.best(within) or front.floor
         if chosen.peak_bytes > limit:
             raise infeasible(problem, front.floor, limit)
@@ -103,7 +103,7 @@ class WholePlans:
         host_limit = self._placement.host_limit
         nowhere = frozenset[str]()  # no parameter moves to the host
         least = least_peak_bytes(nowhere, front, lambda _: problem)
-        limit = self._limits.settle(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
+        limit = self._limits.fix_budget(front.keep_all.peak_bytes + gathered_bytes, problem.resident_bytes, least)
         search = functools.partial(choose_homes, (), front, None, lambda _: problem, host_limit, nowhere)
         chosen = search(self._limits.less_margin(limit)) or search(limit)
         if chosen is None:
@@ -114,7 +114,7 @@ class WholePlans:
         """A plan that may offload values, and may have parameters live on the host."""
         parts, problem_of = self._problems.by_homes(captured, problem)
         plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.settle(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
+        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
         within = self._limits.less_margin(limit)
         alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= within
@@ -124,7 +124,7 @@ class WholePlans:
             choose_homes, parts, front, alone, problem_of, placement.host_limit, placement.host
         )  # fmt: skip
         chosen = search(within) or search(limit)
-        if chosen is None and self._limits.settle(0, 0, least) > limit:
+        if chosen is None and self._limits.raised_to(least) > limit:
             limit = within = least
             chosen = search(limit)
         if chosen is None:

@@ -17,30 +17,30 @@ from memplan.problem.data import Graph, Problem
 from memplan.problem.schedule import order_of
 from memplan.problem.simulate import simulate
 from memplan.problem.structure import same_structure
-from memplan.runtime.program.step import PlannedStep, WholeStep
+from memplan.runtime.program.step import PlannedStep, ServingStep
 from memplan.solvers import candidate, textbook
 from memplan.solvers.bounds.offload_bound import gather_bound_s
 
 
-class AtHand:
+class WithoutSearch:
     """Finds plans without a search. `known`, in its methods, are the steps of one model that there are."""
 
     def __init__(self, limits: Limits, placement: Placement, problems: Problems) -> None:
         self._limits, self._placement, self._problems = limits, placement, problems
 
-    def equal_step(self, captured: Capture, known: Sequence[PlannedStep]) -> tuple[WholeStep, Plan] | None:
+    def equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[PlannedStep, Plan] | None:
         """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
 
         Names of arguments may differ. captured: with its parameters where they live.
         """
         graph = captured.traced.graph
         for step in known:
-            if isinstance(step, WholeStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
+            if isinstance(step, PlannedStep) and _unnamed(step.plan.problem.graph) == _unnamed(graph):
                 problem = dataclasses.replace(step.plan.problem, graph=graph)
                 return step, dataclasses.replace(step.plan, problem=problem)
         return None
 
-    def hurried(self, captured: Capture, known: Sequence[PlannedStep]) -> Plan | None:
+    def hurried(self, captured: Capture, known: Sequence[ServingStep]) -> Plan | None:
         """The fastest schedule in the budget among no plan at all, those of other calls, and the textbook methods'."""
         limit = self._limits.budget_bytes
         if limit is None or self._placement.host_budget is not None or self._placement.gathers is not None:
@@ -48,7 +48,7 @@ class AtHand:
         problem = self._problems.problem(captured, quick=True)
         found = list(textbook(problem))
         for step in known:
-            if isinstance(step, WholeStep) and same_structure(step.plan.problem.graph, problem.graph):
+            if isinstance(step, PlannedStep) and same_structure(step.plan.problem.graph, problem.graph):
                 found.append(candidate(problem, step.plan.solver, order_of(step.plan.schedule)))
         fitting = [c for c in found if c.peak_bytes <= self._limits.less_margin(limit)]
         if not fitting:
@@ -59,7 +59,7 @@ class AtHand:
             problem, best.schedule, best.timeline, best.solver, problem.baseline_time_s, floor.peak_bytes, floor.time_s
         )
 
-    def in_known_order(self, problem: Problem, known: Sequence[PlannedStep]) -> Plan | None:
+    def in_known_order(self, problem: Problem, known: Sequence[ServingStep]) -> Plan | None:
         """The fastest schedule of known steps that serves this problem and fits the budget.
 
         With it, all ranks gather in the order of the steps that they have.
@@ -67,7 +67,7 @@ class AtHand:
         limit = self._limits.budget_bytes
         if limit is None:
             return None
-        plans = {step.plan.schedule: step.plan for step in known if isinstance(step, WholeStep)}
+        plans = {step.plan.schedule: step.plan for step in known if isinstance(step, PlannedStep)}
         most_bytes = self._limits.less_margin(limit)
         fitting = [self.with_schedule(problem, plan, limit, most_bytes) for plan in plans.values()]
         return min((plan for plan in fitting if plan is not None), key=lambda plan: plan.time_s, default=None)
@@ -115,10 +115,10 @@ class AtHand:
         return tuple(found) if found[0].peak_bytes <= limit else ()
 
 
-def unplanned_bytes(call: Call, known: Sequence[PlannedStep]) -> int | None:
+def unplanned_bytes(call: Call, known: Sequence[ServingStep]) -> int | None:
     """Peak bytes of such a call without a plan, as far as the plan of an equal one tells."""
     for step in known:
-        if isinstance(step, WholeStep) and step.key.mismatch(call, hooks=False) is None:
+        if isinstance(step, PlannedStep) and step.key.mismatch(call, hooks=False) is None:
             return int(step.plan_for(call).baseline_peak_bytes)
     return None
 
