@@ -209,9 +209,12 @@ def loss_of(output: Any) -> Tensor:
 def train(
     model: nn.Module, sample: dict[str, Any], optimizer: torch.optim.Optimizer | None = None, steps: int = 1
 ) -> None:
-    """Steps on one batch."""
+    """Steps on one batch. As plans count on, outputs are held until the model is called again."""
+    output = None
     for _ in range(steps):
-        loss_of(model(**sample)).backward()
+        output = None
+        output = model(**sample)
+        loss_of(output).backward()
         if optimizer is not None:
             optimizer.step()
         model.zero_grad()

@@ -332,6 +332,10 @@ class AttributesKept:
 
     def __exit__(self, *error: object) -> None:
         self._imports.__exit__(*error)
+        self.restore()
+
+    def restore(self) -> None:
+        """Put back what there was."""
         self.added_hooks = tuple(
             AddedHook(name, kind, key, hook)
             for name, kind, table, before in self._hooks

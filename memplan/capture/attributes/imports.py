@@ -34,19 +34,25 @@ class ImportsHeard(importlib.abc.MetaPathFinder):
             sys.meta_path.remove(self)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
-        """What the finders after this one find, with a loader that is heard."""
+        """What the finders after this one find, with a loader that all open contexts hear.
+
+        Nothing for `importlib.reload` (target), which runs a module's code each time that forward runs.
+        """
+        heard = [finder for finder in sys.meta_path if isinstance(finder, ImportsHeard)]
+        if target is not None or heard[0] is not self:  # the first has asked all finders
+            return None
         after = sys.meta_path[sys.meta_path.index(self) + 1 :]
-        found = (f.find_spec(fullname, path, target) for f in after if hasattr(f, "find_spec"))
-        spec = next((s for s in found if s is not None), None)
+        others = (f for f in after if hasattr(f, "find_spec") and not isinstance(f, ImportsHeard))
+        spec = next((s for f in others if (s := f.find_spec(fullname, path, target)) is not None), None)
         if spec is not None and hasattr(spec.loader, "exec_module") and not self.imports:
-            spec.loader = _HeardLoader(spec.loader, self)
+            spec.loader = _HeardLoader(spec.loader, heard)
         return spec
 
 
 class _HeardLoader(importlib.abc.Loader):
     """Loads a module as another loader does, which the module has for its own from then on."""
 
-    def __init__(self, loader: Any, heard: ImportsHeard) -> None:
+    def __init__(self, loader: Any, heard: Sequence[ImportsHeard]) -> None:
         self._loader, self._heard = loader, heard
 
     def __getattr__(self, name: str) -> Any:
@@ -61,15 +67,18 @@ class _HeardLoader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         assert module.__spec__ is not None
         module.__spec__.loader = module.__loader__ = self._loader
-        if self._heard.imports:
+        if self._heard[0].imports:
             self._loader.exec_module(module)
             return
-        self._heard.imports = True
+        self._heard[0].imports = True
         try:
-            with self._heard.around(), private.outside_of_tracing():
+            with contextlib.ExitStack() as stack:
+                for heard in self._heard:
+                    stack.enter_context(heard.around())
+                stack.enter_context(private.outside_of_tracing())
                 self._loader.exec_module(module)
         finally:
-            self._heard.imports = False
+            self._heard[0].imports = False
 
 
 @contextlib.contextmanager

@@ -208,7 +208,7 @@ class IslandRuns(private.RealOps):
             around=autocast.context,
             attributes=attributes_in_short,
             like=None if instance is None else attributes_in_short(instance),
-            kept=kept,
+            kept=functools.partial(_restored, kept),
         )
         gradients, reads, shapes = [p.grad for p in self._parameters], self._reads, self._shapes
         writes, island.varies = self._writes, False
@@ -353,6 +353,13 @@ def _state_kept(path: str | None, run: Any, given: Sequence[Any], model: nn.Modu
     """A context that puts back the Python state which a call may change: of the module with this path, or of `run`."""
     module = nn.Identity() if path is None else model.get_submodule(path)
     return AttributesKept(module, run=module.forward if path is not None else run, given=given)
+
+
+def _restored(kept: Callable[[nn.Module], AttributesKept], model: nn.Module) -> contextlib.ExitStack:
+    """A context that does so at its end, and can be dropped before it, which then puts nothing back."""
+    stack = contextlib.ExitStack()
+    stack.callback(kept(model).restore)
+    return stack
 
 
 def _has_shape_of_data(func: Any, args: tuple[Any, ...]) -> bool:
