@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
 from memplan.command_line.plan_figures import figures_as_json
 from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count
 from memplan.command_line.target import device_budget_bytes
-from memplan.errors import BudgetInfeasible
+from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ def _plan(given: argparse.Namespace) -> Outcome:
     lines, facts, items = [_heading(asked), ""], _told(asked), float(asked.step.items)
     try:
         if given.largest_batch is None:
-            plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
+            with _errors_of_the_model():
+                plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
         else:
             choice, rows = _largest_batch(given, asked), given.batch or 1
             plan, items = choice.plan, items * choice.size / rows
@@ -69,6 +71,18 @@ def _plan(given: argparse.Namespace) -> Outcome:
         facts["file"] = str(given.out)
         lines.append(f"saved    {given.out}")
     return Outcome("\n".join(lines), facts)
+
+
+@contextlib.contextmanager
+def _errors_of_the_model() -> Iterator[None]:
+    """A context in which errors that the model's own forward raises are mistakes of the user."""
+    try:
+        yield
+    except MemplanError:
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        raise Mistake("the step fails", said, "run the model on the sample without memplan, and mend it") from error
 
 
 def _largest_batch(given: argparse.Namespace, asked: AskedStep) -> SizedChoice:
@@ -129,7 +143,8 @@ def _save(plan: Plan, path: Path) -> None:
 def _explore(given: argparse.Namespace) -> Outcome:
     asked = asked_step(given)
     budget = asked.settings.pop("budget")
-    points = memplan.explore(asked.step.model, asked.step.sample, **asked.settings)
+    with _errors_of_the_model():
+        points = memplan.explore(asked.step.model, asked.step.sample, **asked.settings)
     budget_bytes = device_budget_bytes(budget, points[0])
     taken = [point for point in points if point.peak_bytes <= budget_bytes]
     facts = _told(asked) | {

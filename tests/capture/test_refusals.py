@@ -136,7 +136,7 @@ def test_arguments_that_forward_does_not_take() -> None:
 
 def test_a_shape_that_forward_refuses() -> None:
     net, sample = net_and_sample()
-    with nothing_changes(net, sample), pytest.raises(memplan.UnsupportedModel, match="inner"):
+    with nothing_changes(net, sample), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         memplan.apply(net, sample[:, :3], 0.5, costs="estimate")
 
 
