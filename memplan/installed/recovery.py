@@ -201,7 +201,12 @@ class Recovery:
             return
         sized = isinstance(step, PlannedStep) and step.sized is not None
         fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
-        if fixed or not repeats or not isinstance(problem, OtherResults):
+        if fixed or not isinstance(problem, OtherResults):
+            raise problem
+        if not repeats:
+            if sized and self._choice.alone and self._choice.agreement is None:  # the next such call gets its own plan
+                self._choice.plan_each_size()
+                self._choice.known.forget()
             raise problem
         if sized:  # in a group, the ranks have agreed on its order of gradients, which a plan of this size has too
             self._choice.plan_each_size()

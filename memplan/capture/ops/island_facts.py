@@ -16,6 +16,7 @@ from memplan.capture.ops.sizes import Evaluation, Expression, Numbers, Size, exp
 from memplan.torch_private import pytree
 
 _HIGHEST_POWER = 3
+_ROUNDED = 64  # the part of scratch that rounding may add
 SCRATCH_MARGIN_BYTES = 512  # by which scratch may grow more than in proportion
 
 
@@ -117,10 +118,9 @@ class SizeRules:
             raise private.FixedSize("it has not run at enough sizes yet")
         for small, large in itertools.permutations(seen, 2):
             growth = max(1, *(n / max(m, 1) for n, m in zip(large.held_bytes, small.held_bytes, strict=True)))
-            if any(
-                n > (m + SCRATCH_MARGIN_BYTES) * growth
-                for n, m in zip(large.scratch_bytes, small.scratch_bytes, strict=True)
-            ):
+            scratch = [(n, m * growth) for n, m in zip(large.scratch_bytes, small.scratch_bytes, strict=True)]
+            # The margin is for rounding; of little scratch it would hide squares.
+            if any(n > most + min(SCRATCH_MARGIN_BYTES, most / _ROUNDED) for n, most in scratch):
                 raise private.FixedSize("it needs memory that grows faster than what it is given and gives")
         rows = zip(*(numbers_in(s.facts) for s in seen), strict=True)
         found: Iterator[Size] = iter([_rule(row, columns) for row in rows])
