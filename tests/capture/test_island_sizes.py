@@ -202,10 +202,14 @@ def test_other_shapes_than_rules_tell_are_planned_for_each_size(
     assert "planning again" in caplog.text
 
 
-@pytest.mark.parametrize("function", [InPieces, Quadratic])
-def test_what_follows_no_rule_is_planned_for_each_size(function: Any, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("function", "sizes"), [(InPieces, (128, 192)), (Quadratic, (128, 192)), (Quadratic, (16, 20))]
+)
+def test_what_follows_no_rule_is_planned_for_each_size(
+    function: Any, sizes: tuple[int, int], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "memplan"):
-        assert sizes_of(Net(applied(function), 1), rows(128, 192)) == [False, False]
+        assert sizes_of(Net(applied(function), 1), rows(*sizes)) == [False, False]
     assert "planned for each size" in caplog.text
     assert function.__name__ in caplog.text
 
