@@ -17,7 +17,7 @@ import memplan
 from memplan.costs.margin import known_margin, remember_margin
 from memplan.installed import known_steps
 from memplan.installed.planned_forward import planned_forward
-from memplan.planning import whole_plans
+from memplan.planning import plan_search
 from memplan.runtime.program.step import EagerStep, PlannedStep
 from memplan.units import format_bytes, parse_bytes
 from tests.capture.test_key import MODEL_CHANGES, SURROUNDINGS, Keyed, outcome, smallest_plan
@@ -563,8 +563,8 @@ def test_arguments_passed_in_another_way_are_told_of_and_not_searched_again(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
-    solve = whole_plans.solve_front
-    monkeypatch.setattr(whole_plans, "solve_front", lambda *args: (searched.append(1), solve(*args))[1])
+    solve = plan_search.solve_front
+    monkeypatch.setattr(plan_search, "solve_front", lambda *args: (searched.append(1), solve(*args))[1])
     plain, (x, y) = TakesAnything().train(), torch.randn(2, 16, 8)
     net = memplan.apply(copy.deepcopy(plain), (x, y), 1.0, costs="estimate")
     for run in ({"x": x, "y": y}, {"x": x, "y": y}, {"x": x, "y": y}, None, None):

@@ -10,7 +10,7 @@ import torch
 
 import memplan
 from memplan.costs.optimizer import fused_host_update_s_per_byte, host_update_s_per_byte
-from memplan.planning import problems, whole_plans
+from memplan.planning import plan_search, problems
 from tests.support.zoo import MODELS
 
 AdamW = torch.optim.AdamW
@@ -67,7 +67,7 @@ def test_it_is_said_that_a_fused_optimizer_would_save_time(
 ) -> None:
     """Once, where that is much of a step. The rates are made up."""
     monkeypatch.setattr(problems, "host_update_s_per_byte", lambda optimizer, measured: rate)
-    monkeypatch.setattr(whole_plans, "fused_host_update_s_per_byte", lambda optimizer: fused)
+    monkeypatch.setattr(plan_search, "fused_host_update_s_per_byte", lambda optimizer: fused)
     net, sample = MODELS["handmade"](0)
     optimizer = AdamW(net.parameters())
     low = memplan.plan(net, sample, 1.0, optimizer=optimizer, costs="estimate").floor_bytes

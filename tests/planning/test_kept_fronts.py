@@ -17,7 +17,7 @@ import torch
 import memplan
 from memplan import cache
 from memplan.costs import known_costs
-from memplan.planning import kept_fronts, whole_plans
+from memplan.planning import kept_fronts, plan_search
 from memplan.solvers import Front, solve_front
 from tests.support.parameters import quickly
 from tests.support.zoo import MODELS, assert_same_bits, run_steps
@@ -35,7 +35,7 @@ def searches(cost_cache: Path, monkeypatch: pytest.MonkeyPatch) -> list[Front]:
         return found[-1]
 
     monkeypatch.setattr(kept_fronts, "kept", cache.kept)
-    monkeypatch.setattr(whole_plans, "solve_front", search)
+    monkeypatch.setattr(plan_search, "solve_front", search)
     return found
 
 
@@ -180,7 +180,7 @@ SECOND = """
 import torch
 import memplan
 from memplan.config import PRESETS
-from memplan.planning import whole_plans
+from memplan.planning import plan_search
 from tests.conftest import QUICK
 from tests.support.zoo import MODELS, run_steps
 
@@ -189,7 +189,7 @@ def fail(*args):
 
 PRESETS["auto"] = QUICK
 torch.set_num_threads({threads})
-whole_plans.solve_front = fail
+plan_search.solve_front = fail
 net, sample = MODELS["handmade"](0)
 memplan.apply(net, sample, 0.95)
 torch.save((run_steps(net, sample, 2), memplan.plan_of(net).schedule), {file!r})

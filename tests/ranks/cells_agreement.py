@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import memplan
 from memplan.errors import MemplanError
+from memplan.planning import plan_search
 from memplan.planning import planner as planner_module
-from memplan.planning import whole_plans
 from memplan.planning.capturing import Capturing
 from memplan.planning.plan_search import PlanSearch
 from tests.installed.test_replan import NoMemory
@@ -74,13 +74,13 @@ def told_by_all(found: Any) -> list[Any]:
 def counted_plans() -> Iterator[list[int]]:
     """The number of plans that this rank looks for itself, as the list's length."""
     searched: list[int] = []
-    original = whole_plans.solve_front
+    original = plan_search.solve_front
 
     def solve(*args: Any, **kwargs: Any) -> Any:
         searched.append(1)
         return original(*args, **kwargs)
 
-    with mock.patch.object(whole_plans, "solve_front", solve):
+    with mock.patch.object(plan_search, "solve_front", solve):
         yield searched
 
 

@@ -19,7 +19,8 @@ import memplan
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.arguments_key import ArgumentsKey
-from memplan.capture.capture import _check_devices, capture
+from memplan.capture.capturable import check_devices
+from memplan.capture.capture import capture
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import device_bytes_of
 from memplan.capture.ops.real_outputs import corrected_outputs
@@ -130,9 +131,9 @@ def test_arguments_may_be_on_the_host_beside_those_on_the_device() -> None:
     there = torch.device("meta")  # stands for one
     read = CallReader(lambda ids, lengths: None).read
     call: Call = read((torch.empty(2, 4, device=there), torch.tensor([3, 4])), {})
-    _check_devices(call, there, given=False)
+    check_devices(call, there, given=False)
     with pytest.raises(ValueError, match="ids is on cpu, the model on meta"):
-        _check_devices(read((torch.ones(2, 4), torch.tensor([3, 4])), {}), there, given=False)
+        check_devices(read((torch.ones(2, 4), torch.tensor([3, 4])), {}), there, given=False)
     key = ArgumentsKey(call, None)
     assert key.mismatch(call) is None
     moved = read((torch.empty(2, 4, device=there), torch.empty(2, dtype=torch.int64, device=there)), {})
