@@ -119,7 +119,7 @@ class StepChoice:
         return None if step is None else self.known.use(step)
 
     def _counts_more(self, step: ServingStep) -> bool:
-        """Whether a step counts gradients of earlier steps, of which there are none now."""
+        """Whether a step counts gradients of earlier steps, though none are there now."""
         return not self._held.extra_bytes and self._held.are_counted_by(step)
 
     def _no_room(self, step: ServingStep, call: Call) -> str | None:

@@ -18,7 +18,7 @@ Mismatches = dict[int, str | None]  # by kind of step: what keeps it from servin
 class KnownSteps:
     """The steps of one model, one for each kind of call, the last one used first.
 
-    - no_room: why a call for which a step is made does not fit beside what is there; None where it does.
+    - no_room: why a call that a step is made for does not fit into the budget now; None if it does.
     - counts_more: a step counts something that is not there now, so that another one would do with less.
     - declined: steps that the present call has left by another branch, and where.
     """
@@ -82,7 +82,7 @@ class KnownSteps:
         return mismatches[step.kind]
 
     def of_same_kind(self, call: Call, mismatches: Mismatches) -> Iterator[PlannedStep]:
-        """Steps for calls of any size, of which this is one."""
+        """Steps for calls of any size that serve this call, if there is room."""
         sized = (step for step in self.whole() if step.sized is not None)
         return (step for step in sized if self._other_kind(step, call, mismatches) is None)
 
@@ -98,7 +98,7 @@ class KnownSteps:
         return step
 
     def add(self, step: ServingStep) -> None:
-        """Take in a step and those beside it, as the ones that were used last. The oldest ones may go for them."""
+        """Add a step and its `others`, as the ones that were used last. The oldest steps may go for them."""
         self.all[:0] = [step, *step.others]
         kept, kept_bytes = set[int](), 0
         for known in self.all:

@@ -14,7 +14,7 @@ from memplan.problem.data import Surroundings
 class Voice:
     """Says things of one model, each once.
 
-    surroundings: an engine says by itself what it runs. Of several ranks, the first one speaks.
+    surroundings: if there is an engine, it shows what it runs. Of several ranks, the first one speaks.
     """
 
     def __init__(self, surroundings: Surroundings) -> None:

@@ -10,7 +10,7 @@ What is not a chain needs no rule of its own. A block with branches inside has c
 local search works on its ops. Branches are a chain, too, for ops have an order. (Cuts where branches begin and end find
 nothing more: docs/research.md.)
 
-What nests (a U-Net) is a chain of three, the middle of which is solved by itself. What repeats is solved once: options
+What nests (a U-Net) is a chain of three, whose middle is a chain of its own. What repeats is solved once: options
 are remembered by a block's signature, across places, levels and granularities.
 
 Which granularity pays depends on the step: narrow cuts alone leave good whole-layer options to the children, and pairs
