@@ -41,11 +41,8 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
     gradient_of: dict[str, int] = {}
     shared: set[int] = set()
     for gradient in traced.gradients:
-        for name, _ in gradient.nodes:
-            kind, _, leaf = name.partition(" ")
-            if kind == "parameter":
-                gradient_of[leaf] = gradient.value
-        if len(gradient.nodes) != 1 or not gradient.nodes[0][0].startswith("parameter "):
+        gradient_of |= dict.fromkeys(gradient.parameters, gradient.value)
+        if len(gradient.nodes) != 1 or not gradient.parameters:
             shared.add(gradient.value)
     found = []
     in_order = _in_order_of_use(traced)
@@ -109,7 +106,6 @@ def with_shards(traced: Traced, sharded: Mapping[str, Shard]) -> Traced:
         size_bytes = allocated_bytes(shard.gathered_bytes, traced.device)
         values[value] = dataclasses.replace(values[value], home="sharded", size_bytes=size_bytes)
     for gradient in traced.gradients:
-        kinds = [name.partition(" ") for name, _ in gradient.nodes]
-        if all(kind == "parameter" and leaf in sharded for kind, _, leaf in kinds):
+        if len(gradient.parameters) == len(gradient.nodes) and all(name in sharded for name in gradient.parameters):
             values[gradient.value] = dataclasses.replace(values[gradient.value], home="sharded")
     return dataclasses.replace(traced, graph=dataclasses.replace(traced.graph, values=tuple(values)))

@@ -44,13 +44,15 @@ class Value:
           there once it is final.
         - "sharded": each rank has a part of the parameter, which is gathered to be read. Its gradient, sharded too, is
           on the device until it is handed over.
-    - updates: of a gradient: the parameters that are updated as soon as it is handed over. After that nothing may read
-      them, and the gradient is gone. Empty where the caller updates them after the step.
+    - updates: of a gradient: its parameters are updated as soon as it is handed over, and then it is gone. False where
+      the caller updates them after the step.
     - update_bytes: what that update takes on the device for a while.
     - lasting: of a parameter that lives on the host: nothing writes to it between steps, so that its copy on the device
       may stay there from one step to the next.
     - tensor: dtype and shape of what is stored there when it is made, as in "float32[8, 128, 768]"; "" where that is
       not known. It is there to be read: values that differ in it alone are equal.
+    - parameters: of a gradient: the values that hold its parameters. Nothing may read them once it is handed over, for
+      a hook may write to them. Values that differ in it alone are equal, since files of older versions don't say it.
     """
 
     name: str
@@ -59,10 +61,11 @@ class Value:
     held: bool = False
     reuses: int | None = None
     home: Home = "device"
-    updates: tuple[int, ...] = ()
+    updates: bool = False
     update_bytes: int = 0
     lasting: bool = False
     tensor: str = field(default="", compare=False, repr=False)
+    parameters: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def resident(self) -> bool:
@@ -177,6 +180,15 @@ class Graph:
     @property
     def gradients(self) -> tuple[int, ...]:
         return tuple(i for i, v in enumerate(self.values) if v.role == "gradient")
+
+    @property
+    def gradients_of(self) -> dict[int, list[int]]:
+        """By value that holds a parameter, the parameter's gradients."""
+        found: dict[int, list[int]] = {}
+        for gradient in self.gradients:
+            for parameter in self.values[gradient].parameters:
+                found.setdefault(parameter, []).append(gradient)
+        return found
 
     def op_bytes(self, index: int) -> int:
         """Bytes that an op takes beside what is resident: its operands and results."""
@@ -432,7 +444,7 @@ class Problem:
         if all(v.home == "device" and not v.updates for v in self.graph.values):
             return self
         values = tuple(
-            replace(v, home="device", held=v.held or v.role == "gradient", updates=(), update_bytes=0, lasting=False)
+            replace(v, home="device", held=v.held or v.role == "gradient", updates=False, update_bytes=0, lasting=False)
             if v.home == "host" or v.fetched or v.updates
             else v
             for v in self.graph.values

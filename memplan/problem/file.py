@@ -265,6 +265,7 @@ def _read_value(content: Any, index: int) -> Value:
     home = Reader.typed(content, "home", str)
     if home not in ("device", "host", "sharded") or (home != "device" and role not in ("parameter", "gradient")):
         raise InvalidPlanFile(f"value {index}, a {role}, has its home on {home!r}")
+    updates = content["updates"] or []  # older files have the parameters here, and only of what updates them
     return Value(
         Reader.typed(content, "name", str),
         Reader.typed(content, "size_bytes", int),
@@ -272,10 +273,11 @@ def _read_value(content: Any, index: int) -> Value:
         Reader.typed(content, "held", bool),
         reuses,
         home,  # type: ignore[arg-type]
-        Reader.indices(content["updates"], index, "updates"),
+        bool(updates),
         Reader.typed(content, "update_bytes", int),
         Reader.typed(content, "lasting", bool),
         Reader.typed({"tensor": ""} | content, "tensor", str),  # older files do not say
+        Reader.indices(content.get("parameters", updates), index, "parameters"),
     )
 
 

@@ -135,18 +135,20 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
     """A schedule that runs ops in this order (op indices, and `BOUNDARY` once).
 
     A read is served by the latest run before it of the op that makes the value, so each such instance is freed right
-    after its last read. Gradients with which parameters are updated at once are handed over as soon as nothing reads
-    those parameters any more. Each collective is waited for at once; `overlapped` moves starts and waits apart. The
-    order is not judged here; `simulate` does that.
+    after its last read. Gradients are handed over when nothing reads their parameters any more: at once where it
+    updates these, else several together, in the order in which they were made. Each collective is waited for at once;
+    `overlapped` moves starts and waits apart. The order is not judged here; `simulate` does that.
     """
     drops = _last_uses(graph, order)
+    final = _final_positions(graph, order)
     updates = update_positions(graph, order)
     runs: dict[int, int] = {}
     for ran in order:
         runs[ran] = runs.get(ran, 0) + 1
     left = dict(runs)
     steps: list[Step] = []
-    pending: list[int] = []
+    pending: list[int] = []  # gradients, of which the first `ready` can be handed over
+    ready = 0
     for position, index in enumerate(order):
         if index == BOUNDARY:
             steps.append(Boundary())
@@ -168,9 +170,11 @@ def schedule_of(graph: Graph, order: Sequence[int]) -> Schedule:
             if not graph.values[v].held:
                 steps.append(Drop(v))
         pending.extend(v for v in op.outputs if graph.values[v].role == "gradient" and not graph.values[v].updates)
-        if len(pending) >= SURFACE_BATCH:
-            steps.append(SurfaceGrads(tuple(pending)))
-            pending = []
+        while ready < len(pending) and final[pending[ready]] <= position:
+            ready += 1
+        if ready >= SURFACE_BATCH:
+            steps.append(SurfaceGrads(tuple(pending[:ready])))
+            pending, ready = pending[ready:], 0
     if pending:
         steps.append(SurfaceGrads(tuple(pending)))
     return tuple(steps)
@@ -186,23 +190,24 @@ def order_of(schedule: Schedule) -> tuple[int, ...]:
 def update_positions(graph: Graph, order: Sequence[int]) -> dict[int, list[int]]:
     """Gradients with which parameters are updated, by the position after which nothing reads the parameters."""
     gradients = [g for g in graph.gradients if graph.values[g].updates]
-    if not gradients:
-        return {}
-    gradients_of: dict[int, list[int]] = {}
+    final = _final_positions(graph, order) if gradients else {}
+    found: dict[int, list[int]] = {}
     for g in gradients:
-        for parameter in graph.values[g].updates:
-            gradients_of.setdefault(parameter, []).append(g)
-    last: dict[int, int] = {}
+        found.setdefault(final[g], []).append(g)
+    return found
+
+
+def _final_positions(graph: Graph, order: Sequence[int]) -> dict[int, int]:
+    """For each gradient, the position after which it is there and nothing reads its parameters."""
+    gradients_of = graph.gradients_of
+    final: dict[int, int] = {}
     for position, index in enumerate(order):
         if index == BOUNDARY:
             continue
         op = graph.ops[index]
-        last.update((v, position) for v in op.outputs if graph.values[v].updates)
-        last.update((g, position) for v in op.inputs for g in gradients_of.get(v, ()) if g in last)
-    found: dict[int, list[int]] = {}
-    for g in gradients:
-        found.setdefault(last[g], []).append(g)
-    return found
+        final.update((v, position) for v in op.outputs if graph.values[v].role == "gradient")
+        final.update((g, position) for v in op.inputs for g in gradients_of.get(v, ()) if g in final)
+    return final
 
 
 def _last_uses(graph: Graph, order: Sequence[int]) -> list[list[int]]:

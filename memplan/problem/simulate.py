@@ -129,7 +129,7 @@ class _Machine:
         self.runs = [0] * len(graph.ops)
         self.saved_rng: set[int] = set()
         self.surfaced: set[int] = set()
-        self.updated: set[int] = set()
+        self.changed: set[int] = set()  # parameters that hooks or updates may have written to
         self.staying: set[int] = set()
         self.next_random = 0
         self.random_ops = [i for i, op in enumerate(graph.ops) if op.random]
@@ -184,8 +184,8 @@ class _Machine:
         for v in op.inputs:
             if not live[v]:
                 raise _Refusal(self._missing(op, v))
-            if v in self.updated:
-                raise _Refusal(f"{op.name} reads {values[v].name}, which has been updated")
+            if v in self.changed:
+                raise _Refusal(f"{op.name} reads {values[v].name}, whose gradient has been handed over")
             if v in self.copying and self.copying[v].direction != "out":
                 raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
         new_bytes = gone_bytes = 0
@@ -310,8 +310,8 @@ class _Machine:
             if value.role != "gradient" or index in self.surfaced:
                 raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
             self.surfaced.add(index)
+            self._let_change(value)
             if value.updates:
-                self._update(value)
                 peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
             if value.home == "host":
                 if not self.elsewhere[index] or index in self.copying:
@@ -325,11 +325,13 @@ class _Machine:
                 self.live_bytes -= value.size_bytes
         return peak
 
-    def _update(self, gradient: Value) -> None:
-        for parameter in gradient.updates:
+    def _let_change(self, gradient: Value) -> None:
+        """The gradient's parameters may be written to from now on, by the update or by a hook."""
+        for parameter in gradient.parameters:
             if parameter in self.copying or self.sent[parameter]:
-                raise _Refusal(f"{self.graph.values[parameter].name} would be updated while it is being copied")
-            self.updated.add(parameter)
+                name = self.graph.values[parameter].name
+                raise _Refusal(f"the gradient of {name} is handed over while {name} is being copied")
+            self.changed.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
     def _stay(self, index: int) -> int:
@@ -362,8 +364,8 @@ class _Machine:
         value = _indexed(index, self.graph.values, "value")
         if self.live[index] or not self.elsewhere[index] or index in self.copying:
             raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied")
-        if index in self.updated:
-            raise _Refusal(f"{value.name} can't be fetched: it has been updated")
+        if index in self.changed:
+            raise _Refusal(f"{value.name} can't be fetched: its gradient has been handed over")
         self.live[index] = True
         self.live_bytes += value.size_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)

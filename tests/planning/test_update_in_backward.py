@@ -190,9 +190,9 @@ def test_what_was_updated_is_not_read_again() -> None:
     plan = memplan.plan(net, sample, 1.0, costs="estimate", optimizer=optimizer, update="backward")
     values, schedule = plan.problem.graph.values, list(plan.schedule)
     surfaced = next(i for i, s in enumerate(schedule) if isinstance(s, SurfaceGrads) and values[s.values[0]].updates)
-    (parameter, *_) = values[schedule[surfaced].values[0]].updates  # type: ignore[union-attr]
+    (parameter, *_) = values[schedule[surfaced].values[0]].parameters  # type: ignore[union-attr]
     reader = next(i for i, op in enumerate(plan.problem.graph.ops) if parameter in op.inputs)
-    with pytest.raises(IllegalSchedule, match="has been updated"):
+    with pytest.raises(IllegalSchedule, match="has been handed over"):
         simulate(plan.problem, (*schedule[: surfaced + 1], Compute(reader), *schedule[surfaced + 1 :]))
 
 
@@ -244,7 +244,8 @@ def with_random_updates(problem: Problem, picks: list[bool]) -> Problem:
     for index, value in enumerate(values):
         if value.role == "gradient" and parameters and picks[index % len(picks)]:
             parameter = parameters[index % len(parameters)]
-            values[index] = replace(value, held=False, updates=(parameter,), update_bytes=7 * (index % 3))
+            values[index] = replace(value, held=False, updates=True, parameters=(parameter,))
+            values[index] = replace(values[index], update_bytes=7 * (index % 3))
     return replace(problem, graph=replace(problem.graph, values=tuple(values)))
 
 

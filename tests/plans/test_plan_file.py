@@ -21,7 +21,7 @@ from memplan.plans.plan import plan_from_bytes
 from memplan.problem.simulate import simulate
 from tests.support.zoo import assert_same_bits, run_steps
 
-NEWER = {"knows_optimizer", "tensor"}  # what older files do not say
+NEWER = {"knows_optimizer", "tensor", "parameters"}  # what older files do not say
 
 FUZZ = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 

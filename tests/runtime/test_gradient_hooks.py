@@ -136,3 +136,38 @@ def test_only_the_thread_that_updates_waits_for_gradients_on_the_host(monkeypatc
         names = {name.partition("_")[0] for name in during}
         assert ("memplan-updates" in names) == (update == "backward")
     assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_hooks_that_write_to_parameters_find_nobody_reading_them(accumulate: bool) -> None:
+    """A gradient is handed over when no op reads its parameter any more: here each is also read for its input's.
+
+    Tied weights, in two layers each, are read long after their gradient has begun.
+    """
+
+    def trained(budget: float | str | None) -> Any:
+        torch.manual_seed(0)
+        layers: list[Any] = [nn.Linear(16, 16, bias=False) for _ in range(22)]
+        layers += layers[3:5]
+        net = nn.Sequential(*(nn.Sequential(layer, nn.Tanh()) for layer in layers))
+        sample = torch.randn(8, 16)
+        if budget is not None:
+            memplan.apply(net, (sample,), budget, costs="estimate", accumulate=accumulate)
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(stepped)
+        losses = []
+        for scale in (1.0, -2.0, 0.5, 3.0):
+            loss = net(scale * sample).square().sum()
+            loss.backward()
+            losses.append(loss.detach())
+        return losses, [*net.parameters()], [p.grad for p in net.parameters()]
+
+    def stepped(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.01)
+        if not accumulate:
+            parameter.grad = None
+
+    for budget in (1.0, "min"):
+        assert_same_bits(trained(budget), trained(None))

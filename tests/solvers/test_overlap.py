@@ -151,8 +151,8 @@ def test_parameters_that_are_updated_in_backward(options: dict[str, Any], replic
     parameters = [i for i, value in enumerate(values) if value.role == "parameter"]
     if "in_flight" not in options:
         for layer, gradient in enumerate(reversed(problem.graph.gradients)):
-            updates = tuple(parameters[2 * layer : 2 * layer + 2])
-            values[gradient] = replace(values[gradient], held=False, updates=updates, update_bytes=50)
+            owners = tuple(parameters[2 * layer : 2 * layer + 2])
+            values[gradient] = replace(values[gradient], held=False, updates=True, parameters=owners, update_bytes=50)
     problem = replace(problem, graph=replace(problem.graph, values=tuple(values)), **options)
     for schedule in (kept(problem), schedule_of(problem.graph, gathered_twice(problem))):
         before = simulate(problem, schedule)

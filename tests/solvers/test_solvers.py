@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import runpy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from memplan.errors import IllegalSchedule
 from memplan.problem.data import Problem
-from memplan.problem.schedule import schedule_of
+from memplan.problem.schedule import BOUNDARY, Compute, SurfaceGrads, schedule_of
 from memplan.problem.simulate import simulate
 from memplan.solvers import lower_bound, solve_front
 from memplan.solvers.chain.baselines import baselines, keep_all
@@ -57,6 +58,22 @@ def fast(flat: Flat, order: Ints) -> tuple[int, float]:
 def accounted(problem: Problem, order: Ints) -> tuple[int, float]:
     timeline = simulate(problem, schedule_of(problem.graph, order.tolist()))
     return timeline.peak_bytes, timeline.time_s
+
+
+def test_gradients_are_handed_over_when_nothing_reads_their_parameters() -> None:
+    """Each parameter is read once more after its gradient is made, and one of the last layer's long after."""
+    step = replace(llama_like(3, tokens=64, width=64), accumulate=True)
+    graph, boundary = step.graph, step.graph.boundary
+    order = [*range(boundary), BOUNDARY, *range(boundary, len(graph.ops))]
+    reader = max(i for i, op in enumerate(graph.ops) if op.kind == "mm" and op.phase == "forward")
+    for runs in (order, [*order[: boundary + 60], reader, *order[boundary + 60 :]]):
+        assert accounted(step, np.array(runs)) == fast(flatten(step), np.array(runs))
+        schedule = schedule_of(graph, runs)
+        handed_over = [(i, v) for i, s in enumerate(schedule) if isinstance(s, SurfaceGrads) for v in s.values]
+        assert [v for _, v in handed_over] == sorted(graph.gradients)
+        for position, gradient in handed_over:
+            later = [graph.ops[s.op] for s in schedule[position:] if isinstance(s, Compute)]
+            assert not any({*op.inputs} & {*graph.values[gradient].parameters} for op in later)
 
 
 def improved(flat: Flat, order: Ints, limit_bytes: int, tries: int) -> tuple[Ints, int]:

@@ -85,7 +85,8 @@ class StepBuilder:
         if forward.parameter is not None:
             parameter = self.values[forward.parameter]
             made = self.value(parameter.size_bytes, "gradient", held=True)
-            self.values[made] = replace(self.values[made], name=f"gradient of parameter {parameter.name}")
+            name = f"gradient of parameter {parameter.name}"
+            self.values[made] = replace(self.values[made], name=name, parameters=(forward.parameter,))
             self.op(source.kind + " weight", read, (made,), phase="backward", time_s=time_s)
         for v in dict.fromkeys(forward.inputs):
             if self.values[v].role != "activation":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from torch import fx
@@ -40,8 +41,9 @@ def freeze(draft: Draft, raw: RawTrace, outputs: Sequence[OutputTensor]) -> Trac
     number = {old: new for new, old in enumerate(used)}
     roots = {number[v]: tuple(dict.fromkeys(draft.values[v].roots)) for v in used}
     rooted = {node for nodes in roots.values() for node in nodes}
+    parameters = _parameters(draft, used)
     graph = Graph(
-        values=tuple(_value(draft.values[v], number) for v in used),
+        values=tuple(_value(draft.values[v], number, parameters.get(v, ())) for v in used),
         ops=tuple(_op(draft, op, number) for op in draft.ops),
         boundary=sum(op.phase == "forward" for op in draft.ops),
         rng_state_bytes=generator_state_bytes(draft.device),
@@ -92,9 +94,29 @@ def _used_values(draft: Draft, outputs: Sequence[OutputTensor], guards: Sequence
     return used
 
 
-def _value(value: DraftValue, number: Renumbering) -> Value:
-    reuses = None if value.reuses is None else number[value.reuses]
-    return Value(value.name, value.size_bytes, value.role, value.held, reuses, tensor=tensor_in(value.roots))
+def _parameters(draft: Draft, used: Sequence[int]) -> dict[int, list[int]]:
+    """By gradient, the values that hold its parameters. They may be several: parameters may share memory, and ops may
+    write to it.
+    """
+    memory: dict[str, list[int]] = defaultdict(list)
+    for index in used:
+        for node in draft.values[index].roots:
+            source = draft.residents.get(node)
+            if source is not None and source.kind == "parameter":
+                memory[source.name].append(index)
+    return {g.value: [v for name in g.parameters for v in memory[name]] for g in draft.gradients}
+
+
+def _value(value: DraftValue, number: Renumbering, parameters: Sequence[int]) -> Value:
+    return Value(
+        value.name,
+        value.size_bytes,
+        value.role,
+        value.held,
+        reuses=None if value.reuses is None else number[value.reuses],
+        tensor=tensor_in(value.roots),
+        parameters=tuple(sorted({number[v] for v in parameters})),
+    )
 
 
 def tensor_in(roots: Sequence[fx.Node]) -> str:

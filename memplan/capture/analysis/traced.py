@@ -94,6 +94,12 @@ class Gradient:
     value: int
     nodes: tuple[tuple[str, fx.Node], ...]
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of its parameters."""
+        pairs = [name.partition(" ") for name, _ in self.nodes]
+        return [leaf for kind, _, leaf in pairs if kind == "parameter"]
+
 
 @dataclass(frozen=True, slots=True)
 class Guard:

@@ -655,8 +655,7 @@ class _Lowering:
         )
 
     def _parameters_with_gradient(self) -> list[str]:
-        names = [name.partition(" ") for gradient in self.traced.gradients for name, _ in gradient.nodes]
-        return [leaf for kind, _, leaf in names if kind == "parameter"]
+        return [name for gradient in self.traced.gradients for name in gradient.parameters]
 
     def _input_position(self, name: str) -> int:
         return next(r.position for r in self.traced.residents.values() if r.kind == "input" and r.name == name)

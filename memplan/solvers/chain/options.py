@@ -181,6 +181,8 @@ def _local_arrays(
         in_place=in_place,
         held=held,
         gradient=np.zeros(len(values), dtype=np.bool_),
+        awaiting_start=np.zeros(len(ops) + 1, dtype=np.int64),
+        awaiting=np.zeros(0, dtype=np.int64),
         producer=producer,
         overwritten=a.overwritten[chosen],
         rerunnable=rerunnable,

@@ -58,6 +58,8 @@ def whole_step(flat: Flat) -> LocalBlock:
         in_place=np.append(a.in_place, False),
         held=np.append(a.held & ~(a.gradient & a.accumulate), True),
         gradient=np.zeros(tangents + 1, dtype=np.bool_),
+        awaiting_start=np.zeros(flat.op_count + 2, dtype=np.int64),
+        awaiting=a.awaiting[:0],
         producer=np.append(producer, n),
         overwritten=np.append(a.overwritten, False),
         rerunnable=np.insert(a.rerunnable, n, False),

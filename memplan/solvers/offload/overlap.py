@@ -150,7 +150,7 @@ class _Overlap:
                 yield from (effect.new for effect in op.effects)
             case SurfaceGrads(gradients):
                 yield from gradients
-                yield from (parameter for g in gradients for parameter in self.graph.values[g].updates)
+                yield from (parameter for g in gradients for parameter in self.graph.values[g].parameters)
             case Boundary():
                 yield from self.graph.outputs
             case _ if (value := getattr(step, "value", None)) is not None:

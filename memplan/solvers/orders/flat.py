@@ -30,6 +30,8 @@ class Arrays(NamedTuple):
     - taken[v]: the value whose memory v takes over, -1 where there is none that is tracked here.
     - in_place[v]: v needs no new memory.
     - held[v]: v is never freed.
+    - awaiting: gradients that can't be handed over before op i has run, which reads their parameters, are
+      awaiting[awaiting_start[i]:awaiting_start[i + 1]].
     - producer[v]: the op that makes v, or -1.
     - overwritten[v]: an op of the forward pass writes over v, so that v can't be kept for the backward pass.
     - rerunnable[i]: op i belongs to the forward pass and can run again.
@@ -50,6 +52,8 @@ class Arrays(NamedTuple):
     in_place: Flags
     held: Flags
     gradient: Flags
+    awaiting_start: Ints
+    awaiting: Ints
     producer: Ints
     overwritten: Flags
     rerunnable: Flags
@@ -106,7 +110,7 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         taken = tuple(t for v in op.outputs if (t := values[v].reuses) is not None)
         reads.append(tuple(dict.fromkeys(v for v in (*op.inputs, *taken) if tracked[v])))
         makes.append(tuple(v for v in op.outputs if not values[v].resident))
-    overwritten = _overwritten(graph)
+    overwritten, gradients_of = _overwritten(graph), graph.gradients_of
     producer = [-1] * len(values)
     for index, row in enumerate(makes):
         for v in row:
@@ -122,6 +126,7 @@ def flatten(problem: Problem, updates: bool = True) -> Flat:
         in_place=np.array([v.reuses is not None for v in values], dtype=np.bool_),
         held=np.array([v.held or v.resident or v.role == "tangent" for v in values], dtype=np.bool_),
         gradient=np.array([v.role == "gradient" and v.home != "host" and not v.updates for v in values], np.bool_),
+        awaiting=[[g for v in op.inputs for g in gradients_of.get(v, ())] for op in graph.ops],
         producer=_ints(producer),
         overwritten=np.array(overwritten, dtype=np.bool_),
         rerunnable=np.array(rerunnable, dtype=np.bool_),
@@ -149,10 +154,21 @@ def _scratch_with_updates(problem: Problem) -> list[int]:
     ]
 
 
-def _arrays(reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], **rest: Any) -> Arrays:
+def _arrays(
+    reads: Sequence[Sequence[int]], makes: Sequence[Sequence[int]], awaiting: Sequence[Sequence[int]], **rest: Any
+) -> Arrays:
     read_start, read = compressed(reads)
     made_start, made = compressed(makes)
-    return Arrays(read_start=read_start, read=read, made_start=made_start, made=made, **rest)
+    awaiting_start, awaited = compressed(awaiting)
+    return Arrays(
+        read_start=read_start,
+        read=read,
+        made_start=made_start,
+        made=made,
+        awaiting_start=awaiting_start,
+        awaiting=awaited,
+        **rest,
+    )
 
 
 def _ints(items: Sequence[int]) -> Ints:

@@ -51,8 +51,22 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
     done = np.zeros(len(a.time_s), dtype=np.int64)
     live = a.base_bytes
     rng = 0
-    pending = 0
-    pending_bytes = 0
+    final = np.full(values, -1, dtype=np.int64)  # for each gradient: where nothing reads its parameters any more
+    for p in range(n):
+        op = order[p]
+        if op < 0:
+            continue
+        for e in range(a.made_start[op], a.made_start[op + 1]):
+            if a.gradient[a.made[e]]:
+                final[a.made[e]] = p
+        for e in range(a.awaiting_start[op], a.awaiting_start[op + 1]):
+            if final[a.awaiting[e]] >= 0:
+                final[a.awaiting[e]] = p
+    gradients = np.empty(values, dtype=np.int64)  # as they are made: handed over, ready for that, and not ready
+    over = 0
+    ready = 0
+    made = 0
+    ready_bytes = 0
     peak = live
     where = 0
     time_s = 0.0
@@ -84,8 +98,8 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
                 gone += a.size_bytes[v]
             alive[v] = True
             if a.gradient[v]:
-                pending += 1
-                pending_bytes += a.size_bytes[v]
+                gradients[made] = v
+                made += 1
         now = live + rng + a.scratch_bytes[op]
         if a.random[op] and done[op] > 0:
             now += a.rng_state_bytes
@@ -98,13 +112,16 @@ def replay(a: Arrays, order: Ints, during: Ints) -> tuple[int, int, float]:
         live -= gone + freed[p]
         if again and done[op] == runs[op]:
             rng -= a.rng_state_bytes
-        if pending >= SURFACE_BATCH:
+        while ready < made and final[gradients[ready]] <= p:
+            ready_bytes += a.size_bytes[gradients[ready]]
+            ready += 1
+        if ready - over >= SURFACE_BATCH:
             if a.accumulate:
-                live -= pending_bytes
-            pending = 0
-            pending_bytes = 0
+                live -= ready_bytes
+            over = ready
+            ready_bytes = 0
     if a.accumulate:
-        live -= pending_bytes
+        live -= ready_bytes
     if waiting != 0:
         for p in range(n):
             during[p] += waiting
