@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from memplan.capture.attributes.tables import is_plain
+from memplan.capture.guards import OtherRead
 from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.ops.sizes import Sizes, Varying, varying_between
+from memplan.capture.ops.sizes import FROM_DATA, DataSize, Numbers, Sizes, Varying, varying_between
 from memplan.capture.trace.call import Call
 
 
@@ -73,9 +74,9 @@ class ArgumentsKey:
         self._aliases = _aliases(call.tensors)
         self._sizes: Sizes | None = None
 
-    def generalise(self, sizes: Sizes) -> None:
-        """Let other calls pass whose sizes keep the conditions of the step."""
-        self._sizes = sizes
+    def generalise(self, sizes: Sizes, numbers: Callable[[Call], Numbers | OtherRead]) -> None:
+        """Let other calls pass whose sizes keep the conditions of the step. numbers: gives the sizes of a call."""
+        self._sizes, self._numbers = sizes, numbers
 
     def varying(self, call: Call) -> Varying:
         """The sizes in which a call differs from this one; empty where it differs in something else, or in nothing."""
@@ -84,7 +85,8 @@ class ArgumentsKey:
         for tensor, expected in zip(call.tensors, self._tensors, strict=True):
             if not self._is_like(tensor, expected):
                 return frozenset()
-        known = () if self._sizes is None else self._sizes.sources
+        sources = () if self._sizes is None else self._sizes.sources
+        known = {FROM_DATA if isinstance(s, DataSize) else s for s in sources}
         shapes = [expected.shape for expected in self._tensors]
         return varying_between(shapes, [t.shape for t in call.tensors]) | {d for d in known if not d.is_stride}
 
@@ -103,7 +105,9 @@ class ArgumentsKey:
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
         layouts: Sequence[tuple[Sequence[int], Sequence[int]]] = [(t.shape, t.stride) for t in self._tensors]
         if self._sizes is not None:
-            numbers = self._sizes.numbers(tensors)
+            numbers = self._numbers(call)
+            if isinstance(numbers, OtherRead):
+                return numbers.why
             broken = self._sizes.mismatch(numbers)
             if broken is not None:
                 return broken

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -15,14 +15,28 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
-from memplan.capture.ops.sizes import expressions_in, put
+from memplan.capture.ops.sizes import Dimension, Expression, expressions_in, put, symbols_in
+from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import line_of_place
 
 _FEW = 8  # numbers that are read one by one on a CPU, which takes less time than to gather them
 
 
+class OtherRead(NamedTuple):
+    """What forward would read from the data of a call, other than from that of the captured one.
+
+    - line: the line that reads it.
+    - why: what differs, in words.
+    - of_shape: the shape of a result differs, and no number.
+    """
+
+    line: str
+    why: str
+    of_shape: bool
+
+
 class Guards:
-    """One small fx program for all numbers that forward read, and their values at capture."""
+    """One small fx program for all that forward read from data, and what it was at capture."""
 
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
@@ -33,13 +47,19 @@ class Guards:
     def _compile(self, traced: Traced) -> fx.GraphModule:
         needed = {node for guard in traced.guards for node in guard.nodes}
         written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
-        graph, made = fx.Graph(), dict[fx.Node, fx.Node]()
+        graph, made, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
         varying = {} if traced.sizes is None else traced.sizes.nodes
-        expressions = list(dict.fromkeys(expressions_in([varying[n.name] for n in needed if n.name in varying])))
-        self._evaluate = private.evaluator([expression.text for expression in expressions])
-        sizes = {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(expressions)}
+        numbers = self._sizes_before(graph, [varying[n.name] for n in needed if n.name in varying])
         by_name = {n.name: n for n in needed}
-        root = nn.Module()
+
+        def number(expression: Expression) -> fx.Node:
+            """An expression, of sizes among which are some of earlier results."""
+            if expression not in numbers:
+                sizes = {i: self._size(i, graph, numbers, made) for i in symbols_in(expression)}
+                root.add_module(f"number_{len(numbers)}", _Number(expression, [*sizes]))
+                numbers[expression] = graph.call_module(f"number_{len(numbers)}", tuple(sizes.values()))
+            return numbers[expression]
+
         for node in traced.guards[0].node.graph.nodes:
             if node not in needed:
                 continue
@@ -49,17 +69,37 @@ class Guards:
             elif node.op == "get_attr":
                 root.register_buffer(str(node.target), traced.constants[str(node.target)], persistent=False)
                 made[node] = graph.get_attr(str(node.target))
+            elif node.name in varying:
+                call = put((varying[node.name].args, varying[node.name].kwargs), number)
+                made[node] = graph.node_copy(node, made.__getitem__)
+                made[node].args, made[node].kwargs = fx.map_arg(
+                    call, lambda n: n if n.graph is graph else made[by_name[n.name]]
+                )
             else:
                 made[node] = graph.node_copy(node, made.__getitem__)
-                if node.name in varying:
-                    call = put((varying[node.name].args, varying[node.name].kwargs), sizes.__getitem__)
-                    made[node].args, made[node].kwargs = fx.map_arg(
-                        call, lambda n: n if n.graph is graph else made[by_name[n.name]]
-                    )
         for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
             self._copy_first(graph, made[node])
         graph.output([made[guard.node] for guard in traced.guards])
         return fx.GraphModule(root, graph, class_name="Guards")
+
+    def _sizes_before(self, graph: fx.Graph, things: Any) -> dict[Expression, fx.Node]:
+        """Placeholders for expressions of sizes of inputs, which are known before the program runs."""
+        sources = () if self._sizes is None else self._sizes.sources
+        known = {i for i, source in enumerate(sources) if isinstance(source, Dimension)}
+        wanted = [*expressions_in(things), *(Expression(f"s[{i}]") for i in known if len(known) < len(sources))]
+        before = list(dict.fromkeys(e for e in wanted if known.issuperset(symbols_in(e))))
+        self._evaluate = private.evaluator([expression.text for expression in before])
+        return {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(before)}
+
+    def _size(
+        self, symbol: int, graph: fx.Graph, numbers: dict[Expression, fx.Node], made: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        """The value of a symbol, in the program."""
+        assert self._sizes is not None
+        source = self._sizes.sources[symbol]
+        if isinstance(source, Dimension):
+            return numbers[Expression(f"s[{symbol}]")]
+        return graph.call_method("size", (made[self._guards[source.read].node], source.index))
 
     @staticmethod
     def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
@@ -74,33 +114,62 @@ class Guards:
         """The lines that read numbers."""
         return [line_of_place(guard.where) for guard in self._guards]
 
-    def changed(
-        self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]
-    ) -> tuple[str, str] | None:
-        """(the line that reads it, what it says in words) of a number that forward would now read another of.
+    @property
+    def of_shapes(self) -> bool:
+        """Whether shapes of results depend on data."""
+        return any(isinstance(guard.value, tuple) for guard in self._guards)
 
-        None where nothing differs.
-        """
+    def reads(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> tuple[Any, ...] | OtherRead:
+        """The numbers and shapes that forward would read in a call. They are worked out once for each call."""
+        if id(self) not in call.reads:
+            call.reads[id(self)] = self._read(call.tensors, buffer)
+        return call.reads[id(self)]  # type: ignore[no-any-return]
+
+    def _read(
+        self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]
+    ) -> tuple[Any, ...] | OtherRead:
         if self._program is None:
-            return None
+            return ()
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
-        sizes = () if self._sizes is None else self._evaluate(self._sizes.numbers(inputs))
+        symbols = () if self._sizes is None else self._sizes.sources
+        sizes = self._evaluate([s.of(inputs) if isinstance(s, Dimension) else 0 for s in symbols])
         try:
             with torch.no_grad():
                 found = self._program.forward(*sizes, *sources)
         except Exception as error:  # of an op for the sizes of the sample: a result before it has another shape now
             where = self._guards[0].where
-            return line_of_place(where), f"forward reads other data: {type(error).__name__} ({where})"
+            why = f"forward reads other data: {type(error).__name__} ({where})"
+            return OtherRead(line_of_place(where), why, self.of_shapes)
         pairs = list(zip(self._guards, found, strict=True))
-        numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, torch.Size)]))
-        for guard, tensor in pairs:
-            is_shape = isinstance(guard.value, torch.Size)
-            value = tensor.shape if is_shape else next(numbers)
-            if value != guard.value:
-                what = ("a result has the shape {}", "{}") if is_shape else ("forward reads {!r} from the data", "{!r}")
-                said = [text.format(tuple(v) if is_shape else v) for text, v in zip(what, (value, guard.value))]
-                return line_of_place(guard.where), f"{said[0]}, planned for {said[1]} ({guard.where})"
+        numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, tuple)]))
+        return tuple(tuple(t.shape) if isinstance(guard.value, tuple) else next(numbers) for guard, t in pairs)
+
+    def changed(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> OtherRead | None:
+        """A number, or a shape, that forward would now read another of; None where nothing differs."""
+        found = self.reads(call, buffer)
+        if isinstance(found, OtherRead):
+            return found
+        for guard, value in zip(self._guards, found, strict=True):
+            then = guard.value
+            if isinstance(then, tuple):
+                if len(value) != len(then) or any(m not in (None, n) for n, m in zip(value, then, strict=True)):
+                    why = f"a result has the shape {value}, planned for {then} ({guard.where})"
+                    return OtherRead(line_of_place(guard.where), why, True)
+            elif value != then:
+                why = f"forward reads {value!r} from the data, planned for {then!r} ({guard.where})"
+                return OtherRead(line_of_place(guard.where), why, False)
         return None
+
+
+class _Number(nn.Module):
+    """The value of an expression. It is called with the values of some symbols."""
+
+    def __init__(self, expression: Expression, symbols: Sequence[int]) -> None:
+        super().__init__()
+        self._symbols, self._evaluate = symbols, private.evaluator([expression.text])
+
+    def forward(self, *values: int) -> Any:
+        return self._evaluate(dict(zip(self._symbols, values, strict=True)))[0]
 
 
 def _numbers(tensors: Sequence[torch.Tensor]) -> list[Any]:

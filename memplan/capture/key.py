@@ -18,8 +18,8 @@ from memplan.capture.arguments_key import ArgumentsKey, _same, _stride, _Tensor
 from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
 from memplan.capture.attributes.tables import attribute_tables
-from memplan.capture.guards import Guards
-from memplan.capture.ops.sizes import Varying
+from memplan.capture.guards import Guards, OtherRead
+from memplan.capture.ops.sizes import FROM_DATA, Numbers, Sizes, Varying
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import AttributeRead, Autocast, RawTrace, line_of_place
@@ -76,6 +76,7 @@ class StepKey:
         self._state_facts = _facts_of(model, shards)
         self._hook_counts = tuple(unplanned_hooks(table, shards) for _, table in _hook_tables(model))
         self._guards: Guards | None = None
+        self._sizes: Sizes | None = None
         self._attribute_reads: tuple[AttributeRead, ...] = ()
         self._tensor_reads: Mapping[tuple[str, str], Any] = {}
         self._model = model
@@ -104,8 +105,17 @@ class StepKey:
     def guard(self, traced: Traced, raw: RawTrace) -> None:
         """Attach what forward read from tensors, to be read again before each call."""
         self._guards, self._attribute_reads, self._tensor_reads = Guards(traced), raw.attribute_reads, raw.tensor_reads
+        self._sizes = traced.sizes
         if traced.sizes is not None:
-            self.arguments.generalise(traced.sizes)
+            self.arguments.generalise(traced.sizes, self.numbers)
+
+    def numbers(self, call: Call) -> Numbers | OtherRead:
+        """The values of what varies from call to call; why there are none, where forward would read other data."""
+        if self._sizes is None:
+            return ()
+        assert self._guards is not None
+        reads = self._guards.reads(call, self._model.get_buffer) if self._sizes.from_data else ()
+        return reads if isinstance(reads, OtherRead) else self._sizes.numbers(call.tensors, reads)
 
     def attributes(self, owner: str) -> dict[str, Any]:
         """The attributes of the module, or of the object behind one, that has this name."""
@@ -134,8 +144,13 @@ class StepKey:
 
     def varying(self, call: Call) -> Varying:
         """The sizes in which a call differs from the captured one; empty where it differs in anything else."""
-        changed = self._model_changed() or self._hooks_changed() or self._environment_changed()
-        return frozenset() if changed else self.arguments.varying(call)
+        if self._model_changed() or self._hooks_changed() or self._environment_changed():
+            return frozenset()
+        varying = self.arguments.varying(call)
+        if not varying and self.arguments.mismatch(call) is None:
+            other = self._other_read(call)
+            return frozenset() if other is None or not other.of_shape else Varying({FROM_DATA})
+        return varying | {FROM_DATA} if varying and self._guards is not None and self._guards.of_shapes else varying
 
     def mismatch(self, call: Call, hooks: bool = True) -> str | None:
         """Why a call of the model now would not run the captured step, in words; None where it would.
@@ -147,7 +162,7 @@ class StepKey:
             or self._model_changed()
             or (self._hooks_changed() if hooks else None)
             or self._environment_changed()
-            or (None if (problem := self._data_changed(call)) is None else problem[1])
+            or (None if (other := self._data_changed(call)) is None else other.why)
         )
 
     def other_value(self, call: Call) -> str | None:
@@ -162,7 +177,7 @@ class StepKey:
             return problem[0]
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
             return None
-        return None if (problem := self._data_changed(call)) is None else problem[0]
+        return None if (other := self._data_changed(call)) is None else other.line
 
     def depends_on(self, values: Collection[str]) -> str | None:
         """The first of these values, as `other_value` names them, on which the step depends; None for none."""
@@ -241,21 +256,25 @@ class StepKey:
                 return f"{name} is {value}, planned for {self._switches[name]}"
         return None
 
-    def _data_changed(self, call: Call) -> tuple[str, str] | None:
-        """(line or name, words) of a number, or an attribute of a tensor, that forward would now read another of."""
+    def _data_changed(self, call: Call) -> OtherRead | None:
+        """A number, or an attribute of a tensor, that forward would now read another of."""
         given = {f"argument {name}": t for name, t in zip(call.names, call.tensors)} if self._tensor_reads else {}
         for (name, key), then in self._tensor_reads.items():
             tensor = given[name] if name in given else operator.attrgetter(name)(self._model)
             now = vars(tensor).get(key, ABSENT)
             if not _same(now, then):
                 texts = ["absent" if value is ABSENT else repr(value) for value in (now, then)]
-                return f"{name}.{key}", f"the attribute {key} of {name} is {texts[0]}, planned for {texts[1]}"
+                why = f"the attribute {key} of {name} is {texts[0]}, planned for {texts[1]}"
+                return OtherRead(f"{name}.{key}", why, of_shape=False)
         for read in self._attribute_reads:
             value = getattr(self._model.get_submodule(read.module), read.key).item()
             if value != read.value:
                 text = f"forward reads {value!r} from {read.key}, planned for {read.value!r} ({read.where})"
-                return line_of_place(read.where), text
-        return None if self._guards is None else self._guards.changed(call.tensors, self._model.get_buffer)
+                return OtherRead(line_of_place(read.where), text, of_shape=False)
+        return self._other_read(call)
+
+    def _other_read(self, call: Call) -> OtherRead | None:
+        return None if self._guards is None else self._guards.changed(call, self._model.get_buffer)
 
 
 def unplanned_hooks(table: dict[int, Any], shards: Shards | None) -> int:

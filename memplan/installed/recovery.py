@@ -82,7 +82,7 @@ class Recovery:
                 raise problem
             state.spend()
             try:
-                return other.runner.repeat(state, tangents)
+                return other.runner.repeat(state, tangents, other.numbers(call))
             except Exception as error:
                 if not isinstance(error, OtherResults) and not private.is_out_of_memory(error):
                     raise
@@ -92,7 +92,7 @@ class Recovery:
         self, step: PlannedStep, call: Call, tangents: dict[int, torch.Tensor], backward: Autocast | None
     ) -> bool:
         """Whether a step serves a backward under this autocast as well, though it was planned for one without."""
-        if backward is None or not step.runner.takes(tangents, None, call.tensors):
+        if backward is None or not step.runner.takes(tangents, None, step.numbers(call)):
             return False
         with self._choice.planning():
             same = self._choice.planner.is_same(step, call, _layouts(tangents), backward)
@@ -122,7 +122,7 @@ class Recovery:
         for other in self._choice.known.whole():
             if other.mismatch(call) is not None:
                 continue
-            if not other.runner.takes(tangents, backward, call.tensors):
+            if not other.runner.takes(tangents, backward, other.numbers(call)):
                 continue
             if other.forward_ops(call) == step.forward_ops(call):
                 return other

@@ -13,7 +13,7 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
-from memplan.capture.ops.sizes import Dimension, Varying, all_sizes
+from memplan.capture.ops.sizes import DataSize, Dimension, Varying, all_sizes
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -197,10 +197,12 @@ class Planner:
     def _at_largest(self, captured: Capture) -> Capture:
         """The captured step at the largest sizes of which the user says that they occur."""
         dynamic, traced = self.settings.dynamic, captured.traced
-        if not isinstance(dynamic, Mapping) or traced.sizes is None or any(s.is_stride for s in traced.sizes.sources):
+        if not isinstance(dynamic, Mapping) or traced.sizes is None:
             return captured
         names, most = captured.call.names, []
         for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
+            if isinstance(source, DataSize) or source.is_stride:  # nobody says how large they get
+                return captured
             ranges = dynamic.get(names[source.tensor], {})
             dims = captured.call.tensors[source.tensor].dim()
             bounds = {index % dims: high for index, (_, high) in ranges.items()}

@@ -49,6 +49,7 @@ from memplan.torch_private.fakes import FakeTensorMode as FakeTensorMode
 from memplan.torch_private.fakes import attributes_set_on as attributes_set_on
 from memplan.torch_private.fakes import batch_norm_reserve_elements as batch_norm_reserve_elements
 from memplan.torch_private.fakes import ctc_loss as ctc_loss
+from memplan.torch_private.fakes import depends_on_data as depends_on_data
 from memplan.torch_private.fakes import fakes_on as fakes_on
 from memplan.torch_private.fakes import has_shape_of_data as has_shape_of_data
 from memplan.torch_private.fakes import has_symbolic_shape as has_symbolic_shape

@@ -158,7 +158,12 @@ def has_symbolic_shape(outputs: Any) -> bool:
     """Whether the size of a fake result depends on data, and not only on sizes."""
     tensors = outputs if isinstance(outputs, (list, tuple)) else [outputs]
     sizes: Iterator[Any] = (n for t in tensors if isinstance(t, torch.Tensor) for n in t.shape)
-    return any(isinstance(n, torch.SymInt) and not n.node.has_hint() for n in sizes)
+    return any(map(depends_on_data, sizes))
+
+
+def depends_on_data(size: Any) -> bool:
+    """Whether a size of a fake result depends on data."""
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
 
 
 def has_shape_of_data(op: Any) -> bool:

@@ -10,7 +10,7 @@ import builtins
 import math
 import operator
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -171,10 +171,10 @@ def varies(tensor: torch.Tensor) -> bool:
     return bool(tensor._has_symbolic_sizes_strides) or is_symbolic(tensor.untyped_storage().nbytes())
 
 
-def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int]], tuple[Any, ...]]:
+def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int] | Mapping[int, int]], tuple[Any, ...]]:
     """A function from the values of symbols to those of several texts."""
     code = f"lambda s: ({''.join(f'{text}, ' for text in texts)})"
-    function: Callable[[Sequence[int]], tuple[Any, ...]] = eval(
+    function: Callable[[Sequence[int] | Mapping[int, int]], tuple[Any, ...]] = eval(
         code, {"math": math, "abs": abs, "max": max, "min": min}
     )
     return function

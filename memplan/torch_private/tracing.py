@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     make_fx,
     set_proxy_slot,
+    track_tensor,
 )
 from torch.fx.graph import _BoxedCodeGen
 from torch.utils import _pytree as pytree
@@ -281,7 +282,7 @@ def with_layout(
             return fixed
         slot = get_proxy_slot(tensor, mode.tracer)
         _see_as(slot.proxy.node, fixed.detach())
-    set_proxy_slot(fixed, mode.tracer, slot)
+    track_tensor(fixed, slot.proxy, constant=slot.constant, tracer=mode.tracer)  # its sizes too, if they are symbols
     return fixed
 
 

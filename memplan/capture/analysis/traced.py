@@ -103,11 +103,11 @@ class Gradient:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """A number that forward read from the data of its inputs.
+    """A number that forward read from the data of its inputs, or the shape of a result that depends on it.
 
     - nodes: these compute it again.
     - node: the one of them that gives it.
-    - value: the number that was read.
+    - value: the number that was read; of a shape, None for the sizes that may vary.
     - where: the place in forward, in words.
     """
 

@@ -7,6 +7,7 @@ Wherever the step has a number that depends on them it has an `Expression`. `Siz
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,6 +46,19 @@ class Dimension:
 
 
 Varying = frozenset[Dimension]  # what varies from call to call
+FROM_DATA = Dimension(-1, 0)  # among what varies: the sizes that follow from the data of inputs
+
+
+@dataclass(frozen=True, slots=True)
+class DataSize:
+    """A size that follows from the data of inputs: of what forward read, as the guards compute it before a call.
+
+    - read: which of the guards' reads.
+    - index: the dimension.
+    """
+
+    read: int
+    index: int
 
 
 def varying_between(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Varying:
@@ -85,7 +99,8 @@ class SymbolicInputs:
         """
         self._device = device
         self.symbols = private.Symbols(fixed)
-        self.sources: list[Dimension] = []
+        self.sources: list[Dimension | DataSize] = []
+        self.from_data = FROM_DATA in varying
         self.tensors: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs):
             if not any(d.tensor == position for d in varying):
@@ -114,7 +129,24 @@ class SymbolicInputs:
             stride = [self._symbol(Dimension(position, i, True), n) for i, n in enumerate(tensor.stride())]
         return self.symbols.fake(shape, stride, tensor.dtype, self._device or tensor.device)
 
-    def _symbol(self, source: Dimension, value: int) -> Any:
+    def of_data(self, read: int, real: torch.Tensor, fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
+        """Shape and strides of a result whose shape depends on data: symbols for the sizes that do.
+
+        - read: what number among forward's reads it is.
+        - real: the result for this call. Its strides must be those of its memory without gaps.
+        """
+        shape = [
+            self._symbol(DataSize(read, i), n) if private.depends_on_data(fake.shape[i]) else fake.shape[i]
+            for i, n in enumerate(real.shape)
+        ]
+        stride, following = [1] * real.dim(), 1
+        for i in sorted(range(real.dim()), key=lambda i: (real.stride(i), -i)):
+            if real.shape[i] != 1 and real.stride(i) != private.number_here(following):
+                raise private.FixedSize("strides of a result whose shape depends on data")
+            stride[i], following = following, following * shape[i]
+        return shape, stride
+
+    def _symbol(self, source: Dimension | DataSize, value: int) -> Any:
         made = self.symbols.new(value)
         if private.is_symbolic(made):
             self.sources.append(source)
@@ -159,6 +191,11 @@ def expressions_in(things: Any) -> list[Expression]:
     if dataclasses.is_dataclass(things):
         return expressions_in([getattr(things, field.name) for field in dataclasses.fields(things)])
     return []
+
+
+def symbols_in(expression: Expression) -> tuple[int, ...]:
+    """The symbols on which an expression depends."""
+    return tuple(sorted({int(symbol) for symbol in re.findall(r"s\[(\d+)\]", expression.text)}))
 
 
 def put(things: Any, value: Callable[[Expression], Any]) -> Any:
@@ -224,7 +261,7 @@ class CallSizes:
 class Sizes:
     """How a step goes on for other sizes than those of the call that it was captured with.
 
-    - sources: where each symbol is found among a call's tensors.
+    - sources: where each symbol is found among a call's tensors, or among what forward reads from their data.
     - here: the numbers that the step beside it has.
     - fixed: places where PyTorch came to depend on the number behind a symbol.
     - conditions: what must hold of the numbers, as Python text, each where those before it do.
@@ -234,7 +271,7 @@ class Sizes:
     - kernels: arguments of those kernels that vary, by the op's index.
     """
 
-    sources: tuple[Dimension, ...]
+    sources: tuple[Dimension | DataSize, ...]
     here: Numbers
     fixed: tuple[str, ...]
     conditions: tuple[str, ...]
@@ -244,9 +281,14 @@ class Sizes:
     results: Mapping[str, tuple[TensorSizes | None, ...]]
     kernels: Mapping[int, CallSizes]
 
-    def numbers(self, tensors: Sequence[torch.Tensor]) -> Numbers:
-        """The value of each symbol in a call."""
-        return tuple(source.of(tensors) for source in self.sources)
+    def numbers(self, tensors: Sequence[torch.Tensor], reads: Sequence[Any] = ()) -> Numbers:
+        """The value of each symbol in a call. reads: what forward reads from the data of the call's inputs."""
+        return tuple(s.of(tensors) if isinstance(s, Dimension) else reads[s.read][s.index] for s in self.sources)
+
+    @property
+    def from_data(self) -> bool:
+        """Whether some of the sizes follow from data."""
+        return any(isinstance(source, DataSize) for source in self.sources)
 
     def mismatch(self, numbers: Numbers) -> str | None:
         """The first condition that does not hold, in words; None where all do."""

@@ -8,7 +8,7 @@ import gc
 import inspect
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
@@ -29,6 +29,7 @@ class Call:
     - variadic: those that can't be filed by name.
     - leaves, paths: tensors and other values in all of them, and where each stands.
     - spec: how the leaves are nested.
+    - reads: what guards read from the data of its tensors, by guards.
     """
 
     arguments: dict[str, Any]
@@ -36,6 +37,7 @@ class Call:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
+    reads: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

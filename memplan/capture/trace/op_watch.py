@@ -17,6 +17,7 @@ from memplan.capture.ops.dataflow import Dataflow, answer_to_any_draw, evaluate
 from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
+from memplan.capture.ops.sizes import SymbolicInputs
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.islands import Calls, OpenIsland
@@ -50,17 +51,25 @@ class OpWatch(private.TorchDispatchMode):
     supports_higher_order_operators = True  # they come here, to be refused
 
     def __init__(
-        self, notes: TraceNotes, memo: Memo, memory: KeptMemory, made: MadeTensors, counted: bool = False
+        self,
+        notes: TraceNotes,
+        memo: Memo,
+        memory: KeptMemory,
+        made: MadeTensors,
+        counted: bool = False,
+        symbolic: SymbolicInputs | None = None,
     ) -> None:
         """Prepare for a trace.
 
         - memory: keeps real tensors that forward writes to and that are neither parameters, buffers nor arguments.
         - made: notes the results of ops.
         - counted: masks of dropout are functions of a seed.
+        - symbolic: symbols in the place of sizes that vary.
         """
         super().__init__()  # type: ignore[no-untyped-call]  # PyTorch leaves it without annotations
         self._notes, self._memo, self._memory, self._made = notes, memo, memory, made
         self._views: list[torch.Tensor] = []  # of real tensors
+        self._symbolic = symbolic
         self._random = CountedRandom(self._run) if counted else None
         self._around = contextlib.ExitStack()
 
@@ -185,8 +194,13 @@ class OpWatch(private.TorchDispatchMode):
             if not self._derives_from_inputs(closure) or _draws(closure):
                 raise refusal
             real = evaluate(closure, node, self._notes.sources, private.tracer_constants(), self._known)
-            self._notes.reads.append(ScalarRead(node, real.shape, self._notes.place(caller_line())))
-            return private.with_layout(output, size=real.shape, stride=real.stride())
+            size, stride = list(real.shape), list(real.stride())
+            if self._symbolic is not None and self._symbolic.from_data:
+                with self._recording.unwritten():
+                    size, stride = self._symbolic.of_data(len(self._notes.reads), real, output)
+            fixed = tuple(None if private.is_symbolic(n) else n for n in size)
+            self._notes.reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
+            return private.with_layout(output, size=size, stride=stride)
 
         return pytree.tree_map(sized, outputs)
 

@@ -136,7 +136,7 @@ class _StepTrace:
             stack.enter_context(private.functions_applied_by(self._islands.apply))
             stack.enter_context(self._islands.calls(request.model))
             memory = request.memory or stack.enter_context(KeptMemory())
-            watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted)
+            watch = OpWatch(self._notes, request.memo, memory, request.made, request.counted, symbolic)
             with self._errors_in_words():
                 symbols = None if symbolic is None else symbolic.symbols
                 graph_module = private.trace_with_fakes(_under(watch, self._step), *stand_ins, symbols=symbols)

@@ -134,10 +134,11 @@ class Runner:
             return
         self.unchecked = {self.program.forward, *self.backwards.programs}
 
-    def __call__(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs of one planned forward, connected to autograd."""
+    def __call__(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[torch.Tensor, ...]:
+        """The outputs of one planned forward, connected to autograd. numbers: of its sizes, where they vary."""
         parameters = [self.store[name] for name in self.trainable]
-        outputs = _StepFunction.apply(self.anchor, self, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
+        arguments = (self.anchor, self, numbers, len(inputs), *inputs, *parameters)
+        outputs = _StepFunction.apply(*arguments)  # type: ignore[no-untyped-call]
         if self._outputs.inner or self._outputs.shared:
             node = next(t.grad_fn for t in outputs if t.grad_fn is not None)
             node.state.returned = self._outputs.returned(outputs)
@@ -147,11 +148,10 @@ class Runner:
             outputs = (*outputs[:i], same, *outputs[i + 1 :])
         return tuple(outputs)
 
-    def forward(self, inputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], InFlight]:
+    def forward(self, inputs: Sequence[torch.Tensor], numbers: Numbers) -> tuple[list[torch.Tensor], InFlight]:
         refuse_capture(self._schedule, self.store, self.device)
         self.store.begin()
         self.store.transfers.keep(self.store[name] for name in self.program.staying)
-        numbers = self._numbers(inputs)
         program = self._program_for(numbers)
         start, sizes = self._start(inputs, program), self._evaluate(program, numbers)
         may_stop = self._decisions or program is not self.program or program.forward in self.unchecked
@@ -205,9 +205,6 @@ class Runner:
             self._numbers_of[id(program)] = private.evaluator([expression.text for expression in program.sizes])
         return self._numbers_of[id(program)](numbers)
 
-    def _numbers(self, inputs: Sequence[torch.Tensor]) -> Numbers:
-        return () if self._sizes is None else self._sizes.numbers(inputs)
-
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others.
 
@@ -216,7 +213,7 @@ class Runner:
         run = self.backwards.program_for(tangents, state.autocast, state.numbers)
         if state.spent:
             self._check_repeats(state)
-            return self.repeat(state, tangents)
+            return self.repeat(state, tangents, state.numbers)
         run = run if state.program is self.program else state.program.backward  # a first run at a size is a checked one
         if state.returned is not None:
             self._outputs.check(state.returned, tangents)
@@ -308,10 +305,11 @@ class Runner:
             "call memplan.remove(model) to train without a plan"
         )
 
-    def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
+    def repeat(self, state: InFlight, tangents: dict[int, torch.Tensor], numbers: Numbers) -> Gradients:
         """Run the forward of `state` again, which another program ran first, and then its backward.
 
         Buffers and the generator are left as they are. Gradients that were handed over are not handed over again.
+        numbers: of the forward's sizes, as this program has them.
         """
         buffers = {name: self.store[name] for name in self.written.buffers}
         present = ForwardStart((), held_rng(self.device), {n: b.detach().clone() for n, b in buffers.items()})
@@ -319,7 +317,7 @@ class Runner:
             self._go_back(state.start)
             try:
                 with self._state_kept():
-                    again = self.forward(state.start.inputs)[1]
+                    again = self.forward(state.start.inputs, numbers)[1]
             finally:
                 self._go_back(present)
         again.surfaced, again.autocast, again.returned = state.surfaced, state.autocast, state.returned
@@ -335,15 +333,13 @@ class Runner:
             stack.enter_context(island.kept(self.store.model))
         return stack
 
-    def takes(
-        self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, inputs: Sequence[torch.Tensor] = ()
-    ) -> bool:
+    def takes(self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers) -> bool:
         """Whether backward was made for gradients of this layout, under this autocast.
 
-        inputs: of the forward, where sizes vary.
+        numbers: of the forward's sizes.
         """
         try:
-            self.backwards.program_for(tangents, autocast, self._numbers(inputs))
+            self.backwards.program_for(tangents, autocast, numbers)
         except OtherTangents:
             return False
         return True
@@ -387,10 +383,10 @@ class _StepFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: torch.Tensor, runner: Runner, input_count: int, *tensors: torch.Tensor
+        ctx: Any, anchor: torch.Tensor, runner: Runner, numbers: Numbers, input_count: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        outputs, state = runner.forward(tensors[:input_count])
+        outputs, state = runner.forward(tensors[:input_count], numbers)
         ctx.runner, ctx.state, ctx.input_count = runner, state, input_count
         # An output that is an input itself would otherwise come back detached from it.
         ctx.mark_non_differentiable(*(o for o, wanted in zip(outputs, runner.requires_grad, strict=True) if not wanted))
@@ -427,7 +423,7 @@ class _StepFunction(torch.autograd.Function):
         state.surfaced = set()
         gradients = runner.gradients(state, {i: t for i, t in enumerate(tangents) if t is not None})
         wanted = (*range(ctx.input_count), *runner.trainable)
-        return (None, None, None, *(gradients.get(key) for key in wanted))
+        return (None, None, None, None, *(gradients.get(key) for key in wanted))
 
 
 def _constants(programs: Iterable[fx.GraphModule]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,7 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.arguments_key import ArgumentsKey
 from memplan.capture.capture import Capture
+from memplan.capture.guards import OtherRead
 from memplan.capture.key import ModesKey, StepKey
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.sizes import Numbers
@@ -141,8 +142,9 @@ class PlannedStep:
 
     def numbers(self, call: Call) -> Numbers:
         """The values of what varies from call to call."""
-        sizes = self.capture.traced.sizes
-        return () if sizes is None else sizes.numbers(call.tensors)
+        numbers = self.key.numbers(call)
+        assert not isinstance(numbers, OtherRead)
+        return numbers
 
     def peak_bytes(self, call: Call) -> int:
         """The peak in a call that the step serves."""
@@ -179,9 +181,9 @@ class PlannedStep:
 
     def run(self, call: Call) -> Any:
         """What the model's forward would return."""
-        traced = self.capture.traced
+        traced, numbers = self.capture.traced, self.numbers(call)
         if self.sized is not None:
-            self.sized.numbers = self.numbers(call)
+            self.sized.numbers = numbers
         attributes = [(self.key.attributes(owner), key) for owner, key in traced.template.attributes]
         for table, key in attributes:  # eager lets go of what they hold at some time in forward
             if key in table:
@@ -189,7 +191,7 @@ class PlannedStep:
         for position in self.capture.requiring:
             call.tensors[position].requires_grad_()
         with self._counted():
-            outputs = self.runner(call.tensors)
+            outputs = self.runner(call.tensors, numbers)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
         for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs), strict=True):
