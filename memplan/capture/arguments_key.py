@@ -90,8 +90,8 @@ class ArgumentsKey:
         shapes = [expected.shape for expected in self._tensors]
         return varying_between(shapes, [t.shape for t in call.tensors]) | {d for d in known if not d.is_stride}
 
-    def mismatch(self, call: Call) -> str | None:
-        """What differs, in words; None where nothing does."""
+    def unlike(self, call: Call) -> str | None:
+        """What differs but for sizes, in words; None where nothing does."""
         if call.spec != self._call.spec or call.paths != self._call.paths:
             return (
                 f"arguments are {', '.join(call.paths) or 'none'}, planned for {', '.join(self._call.paths) or 'none'}"
@@ -99,10 +99,17 @@ class ArgumentsKey:
         others = self._others_differ(call)
         if others is not None:
             return others
-        tensors = call.tensors
-        for name, tensor, expected in zip(call.names, tensors, self._tensors, strict=True):
+        for name, tensor, expected in zip(call.names, call.tensors, self._tensors, strict=True):
             if not self._is_like(tensor, expected):
                 return f"argument {name} is {_Tensor.of(tensor)}, planned for {expected}"
+        return None
+
+    def mismatch(self, call: Call) -> str | None:
+        """What differs, in words; None where nothing does."""
+        unlike = self.unlike(call)
+        if unlike is not None:
+            return unlike
+        tensors = call.tensors
         layouts: Sequence[tuple[Sequence[int], Sequence[int]]] = [(t.shape, t.stride) for t in self._tensors]
         if self._sizes is not None:
             numbers = self._numbers(call)

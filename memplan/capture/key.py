@@ -19,7 +19,7 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.snapshot import Snapshot
 from memplan.capture.attributes.tables import attribute_tables
 from memplan.capture.guards import Guards, OtherRead
-from memplan.capture.ops.sizes import FROM_DATA, Numbers, Sizes, Varying
+from memplan.capture.ops.sizes import FROM_DATA, DataSize, Numbers, Sizes, Varying, symbols_in
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import AttributeRead, Autocast, RawTrace, line_of_place
@@ -114,7 +114,7 @@ class StepKey:
         if self._sizes is None:
             return ()
         assert self._guards is not None
-        reads = self._guards.reads(call, self._model.get_buffer) if self._sizes.from_data else ()
+        reads = self._guards.reads(call, self._model.get_buffer) if self.from_data else ()
         return reads if isinstance(reads, OtherRead) else self._sizes.numbers(call.tensors, reads)
 
     def attributes(self, owner: str) -> dict[str, Any]:
@@ -172,12 +172,29 @@ class StepKey:
         something else keeps it from that: an argument, a mode.
         """
         if self.arguments.mismatch(call) is not None:
-            return None
+            return self._other_size(call)
         if (problem := self._attribute_changed()) is not None:
             return problem[0]
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
             return None
         return None if (other := self._data_changed(call)) is None else other.line
+
+    def _other_size(self, call: Call) -> str | None:
+        """The line from which a size follows that breaks a condition of the step; None where another thing does."""
+        if not self.from_data or self.arguments.unlike(call) is not None:
+            return None
+        numbers = self.numbers(call)
+        if isinstance(numbers, OtherRead):
+            return numbers.line
+        assert self._sizes is not None and self._guards is not None
+        broken = self._sizes.broken(numbers)
+        sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
+        return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
+
+    @property
+    def from_data(self) -> bool:
+        """Whether the step serves calls of several sizes that follow from data."""
+        return self._sizes is not None and self._sizes.from_data
 
     def depends_on(self, values: Collection[str]) -> str | None:
         """The first of these values, as `other_value` names them, on which the step depends; None for none."""

@@ -28,6 +28,7 @@ OnMismatch = Literal["replan", "raise"]
 
 _MANY_KINDS = 12  # as many are worth a warning
 _MOST_VALUES = 4  # plans that differ by one value alone: a number that forward reads, or an attribute
+_MOST_RANGES = 16  # plans that differ by the range of one size that follows from data: 0, 1, 2 to 8, ...
 _AGAIN = (
     "a further backward through a planned forward (retain_graph=True) keeps no more memory, but runs forward again. "
     "Add losses up and call backward once if that time matters"
@@ -202,7 +203,8 @@ class StepChoice:
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
-        return value if self._moved[value] == _MOST_VALUES else None
+        most = _MOST_RANGES if any(step.key.from_data for step in self.known.whole()) else _MOST_VALUES
+        return value if self._moved[value] == most else None
 
     def _without(self, unsteady: str | None, plan: Callable[[], ServingStep]) -> ServingStep:
         """A new step that does not depend on an unsteady value. Where there is none such, one that does, as before."""
@@ -217,8 +219,9 @@ class StepChoice:
             return plan()
         self.known.keep(lambda known: not isinstance(known, PlannedStep) or not known.key.depends_on({unsteady}))
         log.warning(
-            "a value has changed in each of %d plans, so what reads it runs unplanned: %s", _MOST_VALUES, unsteady
-        )
+            "a value has changed in each of %d plans, so what reads it runs unplanned: %s",
+            self._moved[unsteady], unsteady,
+        )  # fmt: skip
         return step
 
     def _in_few_ways(self, plan: Callable[[], ServingStep]) -> ServingStep:

@@ -18,7 +18,7 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
-from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.sizes import FROM_DATA, Varying
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import (
     NO_ISLANDS,
@@ -139,9 +139,11 @@ class Capturing:
           captured for this call's alone.
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
-        if varying and self._refused < _MOST_TRIES:
+        for sizes in dict.fromkeys((varying, varying - {FROM_DATA})):
+            if not sizes or self._refused >= _MOST_TRIES:
+                continue
             try:
-                captured = self._captured(sample, tangents or like, backward, seen, dry, varying)
+                captured = self._captured(sample, tangents or like, backward, seen, dry, sizes)
                 assert captured.traced.sizes is not None
                 self._refused = 0
                 for place in captured.traced.sizes.fixed:
@@ -150,7 +152,7 @@ class Capturing:
             except (NothingToTrain, OpenBranch):
                 raise
             except (UnsupportedModel, private.FixedSize) as error:
-                self._refused += 1
+                self._refused += isinstance(error, UnsupportedModel)
                 log.info("such calls are planned for each size, because %s", error)
         return self._captured(sample, tangents, backward, seen, dry, frozenset())
 

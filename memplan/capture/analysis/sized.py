@@ -35,13 +35,15 @@ from memplan.errors import UnsupportedModel
 def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
     """A step that was analysed with symbols, with the numbers of its call, and with `Sizes`.
 
-    Raises UnsupportedModel where it is a step for this call's sizes alone.
+    Raises UnsupportedModel where it is a step for this call's sizes alone, FixedSize where none of them can vary.
     """
     symbolic = raw.symbolic
     assert symbolic is not None
     places = tuple(dict.fromkeys(place for _, place in raw.fixed))
+    if not symbolic.sources:
+        raise private.FixedSize("sizes of 0 and 1 are planned by themselves")
     if len(raw.fixed) == len(symbolic.sources):
-        raise UnsupportedModel(f"PyTorch turns sizes into numbers: {'; '.join(places) or 'those of 0 and 1'}")
+        raise UnsupportedModel(f"PyTorch turns sizes into numbers: {'; '.join(places)}")
     symbols = symbolic.symbols
 
     def written(thing: Any) -> Any:

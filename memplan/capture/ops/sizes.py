@@ -139,12 +139,22 @@ class SymbolicInputs:
             self._symbol(DataSize(read, i), n) if private.depends_on_data(fake.shape[i]) else fake.shape[i]
             for i, n in enumerate(real.shape)
         ]
+        if not real.numel():  # then none of its sizes that depend on data is a symbol
+            return shape, list(real.stride())
         stride, following = [1] * real.dim(), 1
         for i in sorted(range(real.dim()), key=lambda i: (real.stride(i), -i)):
             if real.shape[i] != 1 and real.stride(i) != private.number_here(following):
                 raise private.FixedSize("strides of a result whose shape depends on data")
             stride[i], following = following, following * shape[i]
         return shape, stride
+
+    def returned(self, number: Any) -> Any:
+        """A number that forward returns, as an expression. Raises FixedSize where it is no integer."""
+        if isinstance(number, torch.SymBool):
+            return bool(number)
+        if not isinstance(number, torch.SymInt):
+            raise private.FixedSize("forward returns a number that it computes from sizes")
+        return expression_of(number, self.symbols)
 
     def _symbol(self, source: Dimension | DataSize, value: int) -> Any:
         made = self.symbols.new(value)
@@ -290,13 +300,17 @@ class Sizes:
         """Whether some of the sizes follow from data."""
         return any(isinstance(source, DataSize) for source in self.sources)
 
-    def mismatch(self, numbers: Numbers) -> str | None:
-        """The first condition that does not hold, in words; None where all do."""
+    def broken(self, numbers: Numbers) -> Expression | None:
+        """The first condition that does not hold; None where all do."""
         if self._all_hold(numbers)[0]:
             return None
-        broken = next(c for c in self.conditions if not private.evaluator([c])(numbers)[0])
+        return Expression(next(c for c in self.conditions if not private.evaluator([c])(numbers)[0]))
+
+    def mismatch(self, numbers: Numbers) -> str | None:
+        """The first condition that does not hold, in words; None where all do."""
+        broken = self.broken(numbers)
         given = ", ".join(f"s[{i}]={n}" for i, n in enumerate(numbers))
-        return f"sizes {given} break the condition {broken} of the plan"
+        return None if broken is None else f"sizes {given} break the condition {broken.text} of the plan"
 
     def layouts(self, numbers: Numbers) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
         """Shape and stride that each input has at these numbers."""

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from memplan import torch_private as private
+from memplan.capture.ops.sizes import Expression, Numbers
 from memplan.torch_private import pytree
 
 Sample = torch.Tensor | Sequence[Any] | Mapping[str, Any]
@@ -158,6 +160,9 @@ class OutputTemplate:
             if isinstance(leaf, torch.Tensor):
                 kept.append(_Slot(self.add(leaf, name + path)))
                 continue
+            if private.is_symbolic(leaf):
+                kept.append(leaf)
+                continue
             inner, closed = _tensors_inside(leaf, set(self._shared))
             self.out_of_reach += [f"{name}{path} ({type(thing).__name__})".strip() for thing in closed]
             indices = tuple(self.add(tensor, f"{name}{path}.{number}") for number, tensor in enumerate(inner))
@@ -173,15 +178,20 @@ class OutputTemplate:
         self.names.append(name)
         return len(self.tensors) - 1
 
-    def let_go(self) -> None:
-        """Let go of the tensors: `fill` needs none of them. What holds others is copied with empty ones."""
-        self._output = self._emptied(self._output)
-        self._attributes = [(owner, key, self._emptied(tree)) for owner, key, tree in self._attributes]
+    def let_go(self, number: Callable[[Any], Any]) -> None:
+        """Let go of the tensors: `fill` needs none of them. What holds others is copied with empty ones.
+
+        number: gives the expression for a number that depends on sizes which vary.
+        """
+        self._output = self._emptied(self._output, number)
+        self._attributes = [(owner, key, self._emptied(tree, number)) for owner, key, tree in self._attributes]
         self.tensors = []
 
-    def _emptied(self, tree: _Tree) -> _Tree:
+    def _emptied(self, tree: _Tree, number: Callable[[Any], Any]) -> _Tree:
         leaves = []
         for leaf in tree.leaves:
+            if private.is_symbolic(leaf):
+                leaf = number(leaf)
             if isinstance(leaf, _Object):
                 empty = tuple(torch.empty(0) for _ in leaf.tensors)
                 memo = self._shared | {id(old): new for old, new in zip(leaf.tensors, empty, strict=True)}
@@ -197,20 +207,20 @@ class OutputTemplate:
         lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)
         return (self.attributes, specs, [leaf if type(leaf) in lasting else type(leaf) for leaf in leaves])
 
-    def fill(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """The output with other tensors, one for each of `self.tensors`."""
-        return self._filled(self._output, tensors)
+    def fill(self, tensors: Sequence[torch.Tensor], numbers: Numbers) -> Any:
+        """The output with other tensors, one for each of `self.tensors`. numbers: of the call's sizes."""
+        return self._filled(self._output, tensors, numbers)
 
     @property
     def attributes(self) -> list[tuple[str, str]]:
         """(name of the table, key) of each attribute that the model has set."""
         return [(owner, key) for owner, key, _ in self._attributes]
 
-    def fill_attributes(self, tensors: Sequence[torch.Tensor]) -> list[Any]:
+    def fill_attributes(self, tensors: Sequence[torch.Tensor], numbers: Numbers) -> list[Any]:
         """A value for each of `attributes`, with other tensors."""
-        return [self._filled(value, tensors) for _, _, value in self._attributes]
+        return [self._filled(value, tensors, numbers) for _, _, value in self._attributes]
 
-    def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor]) -> Any:
+    def _filled(self, tree: _Tree, tensors: Sequence[torch.Tensor], numbers: Numbers) -> Any:
         leaves = []
         for leaf in tree.leaves:
             if isinstance(leaf, _Slot):
@@ -219,6 +229,8 @@ class OutputTemplate:
                 memo = dict(self._shared)
                 memo.update((id(old), tensors[i]) for old, i in zip(leaf.tensors, leaf.indices, strict=True))
                 leaves.append(copy.deepcopy(leaf.template, memo))
+            elif isinstance(leaf, Expression):
+                leaves.append(private.evaluator([leaf.text])(numbers)[0])
             else:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, tree.spec)
@@ -269,14 +281,14 @@ def _tensors_inside(thing: Any, seen: set[int]) -> tuple[list[torch.Tensor], lis
     """Tensors that an object holds, each once, and things that hold some out of reach, or may.
 
     Tensors are found through attributes, lists, tuples, sets and dicts. Out of reach are those in closures of
-    functions, in generators and in iterators.
+    functions, in generators and in iterators, and numbers that depend on sizes which vary.
     """
     if id(thing) in seen or isinstance(thing, _NO_TENSORS_INSIDE):
         return [], []
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
         return [thing], []
-    if isinstance(thing, GeneratorType):
+    if isinstance(thing, GeneratorType) or private.is_symbolic(thing):
         return [], [thing]
     children, are_copied = _children(thing)
     tensors, closed = list[torch.Tensor](), list[Any]()

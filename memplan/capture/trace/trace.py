@@ -344,7 +344,7 @@ class _StepTrace:
         flat = list(returned.args[0])
         outputs, gradients = flat[: len(notes.requires_grad)], flat[len(notes.requires_grad) :]
         assert notes.boundary in graph_module.graph.nodes
-        notes.template.let_go()
+        notes.template.let_go(lambda size: size if symbolic is None else symbolic.returned(size))
         grad_inputs = [n for n, t in zip(names, self._inputs, strict=True) if t.requires_grad]
         wanted = [*(f"parameter {n}" for n in self._differentiated), *(f"input {n}" for n in grad_inputs)]
         return RawTrace(

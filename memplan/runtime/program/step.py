@@ -194,9 +194,9 @@ class PlannedStep:
             outputs = self.runner(call.tensors, numbers)
         for name, index in traced.reassigned.items():
             self.runner.store[name] = outputs[index]
-        for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs), strict=True):
+        for (table, key), value in zip(attributes, traced.template.fill_attributes(outputs, numbers), strict=True):
             table[key] = value
-        return traced.template.fill(outputs)
+        return traced.template.fill(outputs, numbers)
 
 
 @dataclass(frozen=True, slots=True)
