@@ -22,9 +22,12 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("budget", ["1TiB", "39MiB"])
-def test_fine_tuning(budget: str) -> None:
+def test_fine_tuning(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The head takes `hidden[mask]`, the labelled positions alone: no count needs a plan of its own."""
+    caplog.set_level("INFO", "memplan")
     callback = MemplanCallback(budget, costs="estimate")
-    plain, planned = Run(build("llama", layers=2, width=64), 3), Run(build("llama", layers=2, width=64), 3, callback)
+    plain, planned = Run(build("llama", layers=2, width=64), 6), Run(build("llama", layers=2, width=64), 6, callback)
+    assert sum(record.getMessage().startswith("planning, because") for record in caplog.records) <= 3
     assert isinstance(callback.plan, memplan.Plan)
     assert any("LogProb" in line for line in callback.plan.islands)
     assert planned.equals(plain)
