@@ -13,7 +13,7 @@ import torch
 from memplan.capture.attributes.tables import is_plain
 from memplan.capture.guards import OtherRead
 from memplan.capture.ops.layout import storage_key, strided_parts
-from memplan.capture.ops.sizes import FROM_DATA, DataSize, Numbers, Sizes, Varying, varying_between
+from memplan.capture.ops.sizes import DataSize, Numbers, Sizes, Varying, varying_between
 from memplan.capture.trace.call import Call
 
 
@@ -86,7 +86,7 @@ class ArgumentsKey:
             if not self._is_like(tensor, expected):
                 return frozenset()
         sources = () if self._sizes is None else self._sizes.sources
-        known = {FROM_DATA if isinstance(s, DataSize) else s for s in sources}
+        known = {s.varies if isinstance(s, DataSize) else s for s in sources}
         shapes = [expected.shape for expected in self._tensors]
         return varying_between(shapes, [t.shape for t in call.tensors]) | {d for d in known if not d.is_stride}
 

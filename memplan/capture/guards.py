@@ -15,7 +15,16 @@ from torch import fx, nn
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Resident, Traced
 from memplan.capture.ops.dataflow import storage_of, written_nodes
-from memplan.capture.ops.sizes import Dimension, Expression, expressions_in, put, symbols_in
+from memplan.capture.ops.sizes import (
+    FROM_DATA,
+    Dimension,
+    Expression,
+    Varying,
+    expressions_in,
+    number_read,
+    put,
+    symbols_in,
+)
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import line_of_place
 
@@ -99,7 +108,8 @@ class Guards:
         source = self._sizes.sources[symbol]
         if isinstance(source, Dimension):
             return numbers[Expression(f"s[{symbol}]")]
-        return graph.call_method("size", (made[self._guards[source.read].node], source.index))
+        tensor = made[self._guards[source.read].node]
+        return graph.call_method(*("item", (tensor,)) if source.index is None else ("size", (tensor, source.index)))
 
     @staticmethod
     def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
@@ -144,6 +154,21 @@ class Guards:
         numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, tuple)]))
         return tuple(tuple(t.shape) if isinstance(guard.value, tuple) else next(numbers) for guard, t in pairs)
 
+    def varying(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> Varying:
+        """In which shapes and integers a call differs from the captured one; empty if it differs in another number."""
+        found, varying = self.reads(call, buffer), set[Dimension]()
+        if isinstance(found, OtherRead):
+            return frozenset({FROM_DATA} if found.of_shape else ())
+        for place, (guard, value) in enumerate(zip(self._guards, found, strict=True)):
+            then = guard.value
+            if isinstance(then, tuple):
+                varying |= set() if _fits(value, then) else {FROM_DATA}
+            elif then is not None and value != then:
+                if type(value) is not int:
+                    return frozenset()
+                varying.add(number_read(place))
+        return frozenset(varying)
+
     def changed(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> OtherRead | None:
         """A number, or a shape, that forward would now read another of; None where nothing differs."""
         found = self.reads(call, buffer)
@@ -152,13 +177,18 @@ class Guards:
         for guard, value in zip(self._guards, found, strict=True):
             then = guard.value
             if isinstance(then, tuple):
-                if len(value) != len(then) or any(m not in (None, n) for n, m in zip(value, then, strict=True)):
+                if not _fits(value, then):
                     why = f"a result has the shape {value}, planned for {then} ({guard.where})"
                     return OtherRead(line_of_place(guard.where), why, True)
-            elif value != then:
+            elif then is not None and value != then:
                 why = f"forward reads {value!r} from the data, planned for {then!r} ({guard.where})"
                 return OtherRead(line_of_place(guard.where), why, False)
         return None
+
+
+def _fits(shape: Sequence[int], then: Sequence[int | None]) -> bool:
+    """Whether a shape is the captured one, in which None stands for any size."""
+    return len(shape) == len(then) and all(m in (None, n) for n, m in zip(shape, then, strict=True))
 
 
 class _Number(nn.Module):

@@ -114,7 +114,7 @@ class StepKey:
         if self._sizes is None:
             return ()
         assert self._guards is not None
-        reads = self._guards.reads(call, self._model.get_buffer) if self.from_data else ()
+        reads = self._guards.reads(call, self._model.get_buffer) if self._sizes.from_data else ()
         return reads if isinstance(reads, OtherRead) else self._sizes.numbers(call.tensors, reads)
 
     def attributes(self, owner: str) -> dict[str, Any]:
@@ -147,10 +147,10 @@ class StepKey:
         if self._model_changed() or self._hooks_changed() or self._environment_changed():
             return frozenset()
         varying = self.arguments.varying(call)
-        if not varying and self.arguments.mismatch(call) is None:
-            other = self._other_read(call)
-            return frozenset() if other is None or not other.of_shape else Varying({FROM_DATA})
-        return varying | {FROM_DATA} if varying and self._guards is not None and self._guards.of_shapes else varying
+        if self._guards is None or (not varying and self.arguments.mismatch(call) is not None):
+            return varying
+        from_data = self._guards.varying(call, self._model.get_buffer)
+        return varying | from_data | ({FROM_DATA} if varying and self._guards.of_shapes else frozenset())
 
     def mismatch(self, call: Call, hooks: bool = True) -> str | None:
         """Why a call of the model now would not run the captured step, in words; None where it would.
@@ -181,20 +181,21 @@ class StepKey:
 
     def _other_size(self, call: Call) -> str | None:
         """The line from which a size follows that breaks a condition of the step; None where another thing does."""
-        if not self.from_data or self.arguments.unlike(call) is not None:
+        if self.arguments.unlike(call) is not None or self._sizes is None or not self._sizes.from_data:
             return None
         numbers = self.numbers(call)
         if isinstance(numbers, OtherRead):
             return numbers.line
-        assert self._sizes is not None and self._guards is not None
+        assert self._guards is not None
         broken = self._sizes.broken(numbers)
         sources = [self._sizes.sources[i] for i in (() if broken is None else symbols_in(broken))]
         return next((self._guards.lines[s.read] for s in sources if isinstance(s, DataSize)), None)
 
     @property
-    def from_data(self) -> bool:
-        """Whether the step serves calls of several sizes that follow from data."""
-        return self._sizes is not None and self._sizes.from_data
+    def lines_of_sizes(self) -> Collection[str]:
+        """The lines from which sizes follow of which the step serves several."""
+        sources = () if self._sizes is None else self._sizes.sources
+        return {self._guards.lines[s.read] for s in sources if isinstance(s, DataSize) and self._guards is not None}
 
     def depends_on(self, values: Collection[str]) -> str | None:
         """The first of these values, as `other_value` names them, on which the step depends; None for none."""

@@ -203,8 +203,8 @@ class StepChoice:
         if value is None or value in self.planner.capturing.unsteady:
             return None
         self._moved[value] += 1
-        most = _MOST_RANGES if any(step.key.from_data for step in self.known.whole()) else _MOST_VALUES
-        return value if self._moved[value] == most else None
+        is_size = any(value in step.key.lines_of_sizes for step in self.known.whole())
+        return value if self._moved[value] == (_MOST_RANGES if is_size else _MOST_VALUES) else None
 
     def _without(self, unsteady: str | None, plan: Callable[[], ServingStep]) -> ServingStep:
         """A new step that does not depend on an unsteady value. Where there is none such, one that does, as before."""

@@ -18,7 +18,7 @@ from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions, capture
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
-from memplan.capture.ops.sizes import FROM_DATA, Varying
+from memplan.capture.ops.sizes import FROM_DATA, Varying, without_numbers
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import (
     NO_ISLANDS,
@@ -139,7 +139,7 @@ class Capturing:
           captured for this call's alone.
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
-        for sizes in dict.fromkeys((varying, varying - {FROM_DATA})):
+        for sizes in dict.fromkeys((varying, without_numbers(varying), without_numbers(varying) - {FROM_DATA})):
             if not sizes or self._refused >= _MOST_TRIES:
                 continue
             try:

@@ -101,6 +101,11 @@ class Symbols:
         """Those in the trace."""
         return tuple(self._values)
 
+    @property
+    def fixed(self) -> list[int]:
+        """The symbols, by their places, of which the trace depends on the value."""
+        return [i for i, symbol in enumerate(self._symbols) if self._env.replace(symbol).is_number]
+
     def text(self, size: int | torch.SymInt) -> str | int:
         """A size as text; a number where it does not vary."""
         if not isinstance(size, torch.SymInt):

@@ -30,6 +30,7 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_slot,
     make_fx,
     set_proxy_slot,
+    thunkify,
     track_tensor,
 )
 from torch.fx.graph import _BoxedCodeGen
@@ -220,6 +221,12 @@ class Recording:
         node = slot.force().node
         assert isinstance(node, torch.fx.Node)
         return node
+
+    def bind_number(self, size: torch.SymInt, node: torch.fx.Node) -> None:
+        """Let a new node that reads the number in a tensor stand for a symbol. node: the tensor's."""
+        read = self.write(READ_SCALAR, (node,), {})
+        read.meta["val"] = size
+        set_proxy_slot(size, self._tracer, thunkify(self._tracer, lambda: torch.fx.Proxy(read, self._tracer)))
 
     def unwritten(self) -> contextlib.AbstractContextManager[Any]:
         """A context in which arithmetic with sizes that vary is not written to the trace."""

@@ -23,11 +23,14 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("budget", ["1TiB", "39MiB"])
 def test_fine_tuning(budget: str, caplog: pytest.LogCaptureFixture) -> None:
-    """The head takes `hidden[mask]`, the labelled positions alone: no count needs a plan of its own."""
+    """The head takes `hidden[mask]`, the labelled positions alone: no count needs a plan of its own.
+
+    Planned are the first batch, its other start of backward, and all sizes; in the budget also the longest batch.
+    """
     caplog.set_level("INFO", "memplan")
     callback = MemplanCallback(budget, costs="estimate")
     plain, planned = Run(build("llama", layers=2, width=64), 6), Run(build("llama", layers=2, width=64), 6, callback)
-    assert sum(record.getMessage().startswith("planning, because") for record in caplog.records) <= 3
+    assert sum(record.getMessage().startswith("planning, because") for record in caplog.records) <= 4
     assert isinstance(callback.plan, memplan.Plan)
     assert any("LogProb" in line for line in callback.plan.islands)
     assert planned.equals(plain)

@@ -20,6 +20,7 @@ from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, MetaT
 from memplan.capture.ops.signature import signature
 from memplan.capture.ops.sizes import (
     CallSizes,
+    DataSize,
     Evaluation,
     Numbers,
     Sizes,
@@ -45,6 +46,8 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
     if len(raw.fixed) == len(symbolic.sources):
         raise UnsupportedModel(f"PyTorch turns sizes into numbers: {'; '.join(places)}")
     symbols = symbolic.symbols
+    if any(isinstance(symbolic.sources[i], DataSize) and symbolic.sources[i].index is None for i in symbols.fixed):
+        raise UnsupportedModel(f"PyTorch depends on a number that forward reads from data: {'; '.join(places)}")
 
     def written(thing: Any) -> Any:
         return expression_of(thing, symbols) if private.is_symbolic(thing) else thing

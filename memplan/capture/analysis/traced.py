@@ -107,7 +107,7 @@ class Guard:
 
     - nodes: these compute it again.
     - node: the one of them that gives it.
-    - value: the number that was read; of a shape, None for the sizes that may vary.
+    - value: the number or shape that was read; None for a number or a size that may vary.
     - where: the place in forward, in words.
     """
 

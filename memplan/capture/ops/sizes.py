@@ -46,19 +46,37 @@ class Dimension:
 
 
 Varying = frozenset[Dimension]  # what varies from call to call
-FROM_DATA = Dimension(-1, 0)  # among what varies: the sizes that follow from the data of inputs
+FROM_DATA = Dimension(-1, 0)  # among what varies: the shapes that follow from the data of inputs
+
+
+def number_read(read: int) -> Dimension:
+    """Among what varies: a number that forward reads from the data of inputs, by its place among all that it reads."""
+    return Dimension(-1, 1 + read)
+
+
+def without_numbers(varying: Varying) -> Varying:
+    """What varies but for numbers that forward reads."""
+    return frozenset(d for d in varying if d.tensor >= 0 or d == FROM_DATA)
 
 
 @dataclass(frozen=True, slots=True)
 class DataSize:
-    """A size that follows from the data of inputs: of what forward read, as the guards compute it before a call.
+    """A number that follows from the data of inputs: of what forward read, as the guards compute it before a call.
 
     - read: which of the guards' reads.
-    - index: the dimension.
+    - index: the dimension of a result; None for a number that forward reads.
     """
 
     read: int
-    index: int
+    index: int | None
+
+    def of(self, reads: Sequence[Any]) -> int:
+        return reads[self.read] if self.index is None else reads[self.read][self.index]  # type: ignore[no-any-return]
+
+    @property
+    def varies(self) -> Dimension:
+        """How it is named among what varies."""
+        return number_read(self.read) if self.index is None else FROM_DATA
 
 
 def varying_between(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> Varying:
@@ -100,7 +118,7 @@ class SymbolicInputs:
         self._device = device
         self.symbols = private.Symbols(fixed)
         self.sources: list[Dimension | DataSize] = []
-        self.from_data = FROM_DATA in varying
+        self._varying = varying
         self.tensors: list[torch.Tensor] = []
         for position, tensor in enumerate(inputs):
             if not any(d.tensor == position for d in varying):
@@ -129,12 +147,20 @@ class SymbolicInputs:
             stride = [self._symbol(Dimension(position, i, True), n) for i, n in enumerate(tensor.stride())]
         return self.symbols.fake(shape, stride, tensor.dtype, self._device or tensor.device)
 
-    def of_data(self, read: int, real: torch.Tensor, fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
-        """Shape and strides of a result whose shape depends on data: symbols for the sizes that do.
+    def number(self, read: int, value: Any) -> Any:
+        """A number that forward reads from data; a symbol if it varies. read: its place among forward's reads."""
+        if number_read(read) not in self._varying or type(value) is not int:
+            return value
+        return self._symbol(DataSize(read, None), value)
 
-        - read: what number among forward's reads it is.
+    def shaped(self, read: int, real: torch.Tensor, fake: torch.Tensor) -> tuple[list[Any], list[Any]]:
+        """Shape and strides of a result whose shape depends on data; symbols for its sizes, if they vary.
+
+        - read: its place among forward's reads.
         - real: the result for this call. Its strides must be those of its memory without gaps.
         """
+        if FROM_DATA not in self._varying:
+            return list(real.shape), list(real.stride())
         shape = [
             self._symbol(DataSize(read, i), n) if private.depends_on_data(fake.shape[i]) else fake.shape[i]
             for i, n in enumerate(real.shape)
@@ -293,7 +319,7 @@ class Sizes:
 
     def numbers(self, tensors: Sequence[torch.Tensor], reads: Sequence[Any] = ()) -> Numbers:
         """The value of each symbol in a call. reads: what forward reads from the data of the call's inputs."""
-        return tuple(s.of(tensors) if isinstance(s, Dimension) else reads[s.read][s.index] for s in self.sources)
+        return tuple(s.of(tensors if isinstance(s, Dimension) else reads) for s in self.sources)
 
     @property
     def from_data(self) -> bool:

@@ -115,7 +115,7 @@ class OpWatch(private.TorchDispatchMode):
                 place = lines_within(self._depth)
                 seen = self._notes.next_seen(args[0], place)
                 value = self._read_attribute(args[0]) if node is None else self._read(args[0], node, seen)
-                self._notes.answers.append(Answer(value, place))
+                self._notes.answers.append(Answer(private.number_here(value), place))
                 return value
         trace = functools.partial(self._trace, func, args, kwargs or {})
         if private.has_shape_of_data(func):
@@ -195,9 +195,9 @@ class OpWatch(private.TorchDispatchMode):
                 raise refusal
             real = evaluate(closure, node, self._notes.sources, private.tracer_constants(), self._known)
             size, stride = list(real.shape), list(real.stride())
-            if self._symbolic is not None and self._symbolic.from_data:
+            if self._symbolic is not None:
                 with self._recording.unwritten():
-                    size, stride = self._symbolic.of_data(len(self._notes.reads), real, output)
+                    size, stride = self._symbolic.shaped(len(self._notes.reads), real, output)
             fixed = tuple(None if private.is_symbolic(n) else n for n in size)
             self._notes.reads.append(ScalarRead(node, fixed, self._notes.place(caller_line())))
             return private.with_layout(output, size=size, stride=stride)
@@ -261,8 +261,12 @@ class OpWatch(private.TorchDispatchMode):
         value = evaluate(closure, node, self._notes.sources, attributes, self._known).item()
         if seen is not None and seen.value != value:
             raise UnsupportedModel(f"{OTHER_READS}, at {source}")
-        self._notes.reads.append(ScalarRead(node, value, self._notes.place(source)))
-        return value
+        number: Any = value if self._symbolic is None else self._symbolic.number(len(self._notes.reads), value)
+        varies = private.is_symbolic(number)
+        self._notes.reads.append(ScalarRead(node, None if varies else value, self._notes.place(source)))
+        if varies:
+            self._recording.bind_number(number, node)
+        return number
 
     def _decide(self, tensor: torch.Tensor, source: str, seen: Answer | None) -> bool:
         """The branch that forward took when it ran. A copy of the boolean is kept: it may be written to later."""

@@ -77,7 +77,7 @@ class ScalarRead:
     """A value that forward read from tensor data.
 
     - node: what was read.
-    - value: what it was; of a result whose shape depends on data the shape, with None for a size that may vary.
+    - value: what it was; of a result whose shape depends on data the shape. None stands for what may vary.
     - where: the place in forward, in words.
     """
 

@@ -66,9 +66,9 @@ class SizedPlan:
             timeline = simulate(problem, self.planned.schedule)
             self._plans = {
                 self._sizes.here: self.planned,
-                numbers: Plan(
-                    problem, self.planned.schedule, timeline, self.planned.solver, problem.baseline_time_s,
-                    timeline.peak_bytes, timeline.time_s, self.planned.truncated,
+                numbers: dataclasses.replace(
+                    self.planned, problem=problem, timeline=timeline, lower_bound_s=problem.baseline_time_s,
+                    floor_bytes=timeline.peak_bytes, floor_time_s=timeline.time_s,
                 ),
             }  # fmt: skip
         return self._plans[numbers]
