@@ -339,6 +339,7 @@ def test_modules(kind: Any) -> None:
     assert_same(plain, two_steps(planned, x))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo asks for it
 def test_a_module_that_changes_between_forward_and_backward() -> None:
     class Scaled(Compiled):
         scale = 1.0

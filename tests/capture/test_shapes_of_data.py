@@ -49,6 +49,12 @@ def images(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return torch.cat(pieces) * (ends.max() / (widest + ends.numel()))
 
 
+def pieces(x: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A row of several lengths, cut into these."""
+    lengths = mask.sum(1).tolist()
+    return torch.cat([piece * n / 64 for piece, n in zip(torch.split(x[mask], lengths), lengths)])
+
+
 WAYS: dict[str, Select] = {
     "a mask": lambda x, ids, mask: x[mask],
     "a mask of rows and one of columns": lambda x, ids, mask: x[mask.any(1)][:, mask.any(0)],
@@ -60,6 +66,7 @@ WAYS: dict[str, Select] = {
     "unique": lambda x, ids, mask: x.flatten(0, 1)[torch.unique(ids[mask])],
     "unique with counts": lambda x, ids, mask: x.flatten(0, 1)[torch.unique(ids, return_counts=True)[1]],
     "a count of nonzero": lambda x, ids, mask: x * mask.nonzero().shape[0],
+    "pieces": pieces,
     "images": images,
 }
 

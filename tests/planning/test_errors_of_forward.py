@@ -70,3 +70,16 @@ def test_an_error_of_a_loss_function() -> None:
 
     with pytest.raises(OwnError, match="no labels"):
         memplan.apply(Within(ValueError), torch.randn(8, WIDTH), "1MiB", costs="estimate", loss_fn=loss)
+
+
+def test_the_cause_of_an_error_stays() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return {}["scale"] * x  # type: ignore[no-any-return]
+            except KeyError as error:
+                raise ValueError("no scale") from error
+
+    with pytest.raises(ValueError, match="no scale") as caught:
+        memplan.apply(nn.Sequential(nn.Linear(4, 4), Reads()), torch.randn(2, 4), "1MiB", costs="estimate")
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -106,7 +106,7 @@ def errors_of_forward() -> Iterator[None]:
     try:
         yield
     except ForwardFails as failure:
-        raise failure.error from None
+        raise failure.error from failure.error.__cause__
 
 
 def nothing_saved() -> contextlib.AbstractContextManager[object]:
