@@ -284,7 +284,7 @@ def _settled_trace(
 
 def _seen_of(raw: RawTrace) -> tuple[Any, ...]:
     """What one trace has in common with another that differs in nothing."""
-    return str(raw.module.graph), raw.template.plain
+    return str(raw.module.graph), raw.template.plain()
 
 
 def _lasting_ops(raw: RawTrace) -> list[str]:

@@ -131,9 +131,9 @@ class Guards:
 
     def reads(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> tuple[Any, ...] | OtherRead:
         """The numbers and shapes that forward would read in a call. They are worked out once for each call."""
-        if id(self) not in call.reads:
-            call.reads[id(self)] = self._read(call.tensors, buffer)
-        return call.reads[id(self)]  # type: ignore[no-any-return]
+        if self not in call.reads:
+            call.reads[self] = self._read(call.tensors, buffer)
+        return call.reads[self]  # type: ignore[no-any-return]
 
     def _read(
         self, inputs: tuple[torch.Tensor, ...], buffer: Callable[[str], torch.Tensor]

@@ -42,6 +42,7 @@ from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.in_flight import Written
+from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.trial.island_runs import IslandRuns
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
@@ -145,6 +146,10 @@ class Capturing:
             try:
                 captured = self._captured(sample, tangents or like, backward, seen, dry, sizes)
                 assert captured.traced.sizes is not None
+                arriving = _arriving(captured.traced) if tangents or like else None
+                for_one = self._captured(sample, arriving, backward, seen, dry, frozenset())
+                if not _is_at_its_sizes(captured.traced, for_one.traced):
+                    raise UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
                 self._refused = 0
                 for place in captured.traced.sizes.fixed:
                     log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
@@ -306,6 +311,26 @@ class Capturing:
         with torch.no_grad():
             fetched = FetchedWhereUsed(self._placement.away(), device, model)
             return one_forward(model, run, call.detached(device), fetched, islands)
+
+
+def _arriving(traced: Traced) -> dict[int, GradientLayout]:
+    """The gradients with which the backward of a step begins, by output."""
+    nodes = {i: traced.tangent_nodes[o.tangent] for i, o in enumerate(traced.outputs) if o.tangent is not None}
+    return {i: TangentLayout.of(node.name, node.meta["val"]) for i, node in nodes.items()}
+
+
+def _is_at_its_sizes(traced: Traced, for_one: Traced) -> bool:
+    """Whether a step for many sizes is, at those of its call, the step that was traced for these alone.
+
+    It is not where forward does something else for a size that is no int: `isinstance(n, int)`, `str(n)`.
+    """
+    assert traced.sizes is not None
+    returned = traced.template.plain(traced.sizes.here)
+    # The keys of islands say for which sizes they are.
+    ops, alone = (
+        [dataclasses.replace(op, key="") if op.is_island else op for op in t.graph.ops] for t in (traced, for_one)
+    )
+    return ops == alone and returned == for_one.template.plain()
 
 
 def _note(applied: dict[Any, None], function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:

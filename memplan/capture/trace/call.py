@@ -39,7 +39,7 @@ class Call:
     leaves: tuple[Any, ...]
     spec: pytree.TreeSpec
     paths: tuple[str, ...]
-    reads: dict[int, Any] = field(default_factory=dict, compare=False, repr=False)
+    reads: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -199,10 +199,13 @@ class OutputTemplate:
             leaves.append(leaf)
         return _Tree(tree.spec, tuple(leaves))
 
-    @property
-    def plain(self) -> tuple[Any, ...]:
-        """All but the tensors: structures, positions of tensors, and other leaves. An object is there as its class."""
-        leaves = [leaf for tree in (self._output, *(t for _, _, t in self._attributes)) for leaf in tree.leaves]
+    def plain(self, numbers: Numbers = ()) -> tuple[Any, ...]:
+        """All but the tensors: structures, positions of tensors, and other leaves. An object is there as its class.
+
+        numbers: of a call's sizes, where they vary.
+        """
+        trees = (self._output, *(t for _, _, t in self._attributes))
+        leaves = [_number(leaf, numbers) for tree in trees for leaf in tree.leaves]
         specs = [self._output.spec, *(tree.spec for _, _, tree in self._attributes)]
         lasting = (bool, int, float, complex, str, bytes, type(None), _Slot)
         return (self.attributes, specs, [leaf if type(leaf) in lasting else type(leaf) for leaf in leaves])
@@ -229,11 +232,14 @@ class OutputTemplate:
                 memo = dict(self._shared)
                 memo.update((id(old), tensors[i]) for old, i in zip(leaf.tensors, leaf.indices, strict=True))
                 leaves.append(copy.deepcopy(leaf.template, memo))
-            elif isinstance(leaf, Expression):
-                leaves.append(private.evaluator([leaf.text])(numbers)[0])
             else:
-                leaves.append(leaf)
+                leaves.append(_number(leaf, numbers))
         return pytree.tree_unflatten(leaves, tree.spec)
+
+
+def _number(leaf: Any, numbers: Numbers) -> Any:
+    """The number that an expression is; any other thing as it is."""
+    return private.evaluator([leaf.text])(numbers)[0] if isinstance(leaf, Expression) and numbers else leaf
 
 
 def _leaf_names(output: Any, count: int) -> list[str]:
