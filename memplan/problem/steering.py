@@ -28,9 +28,11 @@ from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES
 from memplan.problem.packing import LiveRange, most_alive, pack_slab
 
 # Packings that are tried until one leads to a good arena: what sizes are rounded up to, and which slab is small enough,
-# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest.
+# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest. The
+# last is what first fit finds.
 _PACKINGS = (
     (MIN_BLOCK_BYTES, 1.015), (SMALL_BYTES // 16, 1.015), (MIN_BLOCK_BYTES, 1.03), (SMALL_BYTES // 4, 1.02),
+    (MIN_BLOCK_BYTES, 2.0),
 )  # fmt: skip
 _GOOD = 1.02  # of the least, for an arena
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
