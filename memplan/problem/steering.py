@@ -322,7 +322,7 @@ class _Leader:
         top, end = max(target, wanted) + wrong.size_bytes, wanted + holes.holes[wanted]
         if taken == wanted:
             below = [r for r in later if wanted - SMALL_BYTES <= targets[r.name] < target]
-            below = [r for r in below if self._lasts(r, requests) or not self._has_room(begin, r, wanted, top)]
+            below = [r for r in below if self._lasts(r, requests) or not self._has_room(begin, r, {wanted: top})]
             cut = max((targets[r.name] + r.size_bytes for r in below), default=wanted)
             if target - cut > SMALL_BYTES:  # theirs and ours become holes of their own
                 return _close(begin, cut, target - cut)
@@ -331,7 +331,8 @@ class _Leader:
                 return []
             return _close(begin, wanted, target - wanted)
         takings = [r for r in later if begin.hole_at(targets[r.name]) == taken]
-        takings = [r for r in takings if self._lasts(r, requests) or not self._has_room(begin, r, taken, math.inf)]
+        closed = {taken: math.inf, wanted: top}
+        takings = [r for r in takings if self._lasts(r, requests) or not self._has_room(begin, r, closed)]
         taking = next(iter(takings), None)
         if taking is None:
             return _close(begin, taken, holes.holes[taken])
@@ -346,9 +347,9 @@ class _Leader:
         """Whether a block is there when others are asked for after the step."""
         return self.ranges[request.name].last > self.ranges[requests[-1].name].first + 1
 
-    def _has_room(self, holes: _Holes, request: Request, hole: int, top: float) -> bool:
-        """Whether there is room for a block within the slab, in another hole than this, or in it above `top`."""
-        parts = ((max(o, top) if o == hole else o, o + n) for o, n in holes.holes.items())
+    def _has_room(self, holes: _Holes, request: Request, closed: dict[int, float]) -> bool:
+        """Whether there is room for a block within the slab. closed: up to where holes are taken, by their offset."""
+        parts = ((max(o, closed.get(o, o)), o + n) for o, n in holes.holes.items())
         return any(o + request.size_bytes <= min(end, self.limit_bytes) for o, end in parts)
 
     def _put_in_order(self, holes: _Holes, requests: Sequence[Request]) -> None:
