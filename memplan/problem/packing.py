@@ -8,7 +8,8 @@
 That is two-dimensional packing, with time given. First fit comes first, the largest blocks before others, and is mostly
 within a few parts in a thousand of the least. Where it is not, an ejection search tries a smaller slab: a block that
 fits nowhere goes where it evicts the least, and what it evicts is placed again. Evicted blocks get heavier, as clauses
-do in breakout local search (Morris, AAAI 1993). The slab is never smaller than the most that lives at one time.
+do in breakout local search (Morris, AAAI 1993). Where that fails, the next search is for a slab with twice as much to
+spare. No slab is smaller than the most that lives at one time.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 _CLOSE = 0.008  # of the bound: what is not worth a search
 _FEW = 3000  # a block is small if so many take no more than the bound, and it does not last
 _SHORT = 10  # it does not last if so many in a row would
-_TRIES = 2  # searches
+_TRIES = 2  # searches for the smallest slab; one for each larger one
 _STEPS = 10_000  # placements of one search
 _EJECTED = 0.5  # how much heavier a block becomes, of its first weight
 _NOISE = 0.3  # of the weights, so that a search does not go in circles
@@ -70,13 +71,15 @@ def pack_slab(blocks: Sequence[LiveRange], enough_bytes: int = 0) -> Packing:
     matters = (size * _FEW >= bound_bytes) | (lasting * _SHORT >= last.max() - first.min())
     large, small = np.nonzero(matters)[0], orders[0][~matters[orders[0]]]  # small ones fall into gaps
     draws = np.random.default_rng(0)
-    for _ in range(_TRIES):
-        if _height(best, size) <= limit_bytes:
-            break
+    tries = 0
+    while _height(best, size) > limit_bytes:
         found = _eject(size[large], first[large], last[large], limit_bytes, draws)
         if found is not None:
             order = np.concatenate((large[np.argsort(found, kind="stable")], small))
             best = min(best, _first_fit(size, first, last, order), key=lambda at: _height(at, size))
+        tries += 1
+        if tries >= _TRIES:
+            limit_bytes += max(1, limit_bytes - bound_bytes)
     return Packing(tuple(best.tolist()), _height(best, size), bound_bytes)
 
 

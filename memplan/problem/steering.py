@@ -28,9 +28,11 @@ from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, ROUND_LARGE_BYTES
 from memplan.problem.packing import LiveRange, most_alive, pack_slab
 
 # Packings that are tried until one leads to a good arena: what sizes are rounded up to, and which slab is small enough,
-# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest.
+# as a multiple of the least. Those with room to spare can be led through an arena more often than the tightest. The
+# last is what first fit finds.
 _PACKINGS = (
     (MIN_BLOCK_BYTES, 1.015), (SMALL_BYTES // 16, 1.015), (MIN_BLOCK_BYTES, 1.03), (SMALL_BYTES // 4, 1.02),
+    (MIN_BLOCK_BYTES, 2.0),
 )  # fmt: skip
 _GOOD = 1.02  # of the least, for an arena
 GUARD_BYTES = ROUND_LARGE_BYTES  # a block at the end of an arena, so that its last hole is one like others
@@ -320,7 +322,7 @@ class _Leader:
         top, end = max(target, wanted) + wrong.size_bytes, wanted + holes.holes[wanted]
         if taken == wanted:
             below = [r for r in later if wanted - SMALL_BYTES <= targets[r.name] < target]
-            below = [r for r in below if self._lasts(r, requests) or not self._has_room(begin, r, wanted, top)]
+            below = [r for r in below if self._lasts(r, requests) or not self._has_room(begin, r, {wanted: top})]
             cut = max((targets[r.name] + r.size_bytes for r in below), default=wanted)
             if target - cut > SMALL_BYTES:  # theirs and ours become holes of their own
                 return _close(begin, cut, target - cut)
@@ -329,7 +331,8 @@ class _Leader:
                 return []
             return _close(begin, wanted, target - wanted)
         takings = [r for r in later if begin.hole_at(targets[r.name]) == taken]
-        takings = [r for r in takings if self._lasts(r, requests) or not self._has_room(begin, r, taken, math.inf)]
+        closed = {taken: math.inf, wanted: top}
+        takings = [r for r in takings if self._lasts(r, requests) or not self._has_room(begin, r, closed)]
         taking = next(iter(takings), None)
         if taking is None:
             return _close(begin, taken, holes.holes[taken])
@@ -344,9 +347,9 @@ class _Leader:
         """Whether a block is there when others are asked for after the step."""
         return self.ranges[request.name].last > self.ranges[requests[-1].name].first + 1
 
-    def _has_room(self, holes: _Holes, request: Request, hole: int, top: float) -> bool:
-        """Whether there is room for a block within the slab, in another hole than this, or in it above `top`."""
-        parts = ((max(o, top) if o == hole else o, o + n) for o, n in holes.holes.items())
+    def _has_room(self, holes: _Holes, request: Request, closed: dict[int, float]) -> bool:
+        """Whether there is room for a block within the slab. closed: up to where holes are taken, by their offset."""
+        parts = ((max(o, closed.get(o, o)), o + n) for o, n in holes.holes.items())
         return any(o + request.size_bytes <= min(end, self.limit_bytes) for o, end in parts)
 
     def _put_in_order(self, holes: _Holes, requests: Sequence[Request]) -> None:

@@ -76,7 +76,7 @@ def test_a_default_device_leaves_the_host_alone() -> None:
 
 def test_fused_kernels_run_on_the_models_device() -> None:
     if torch.cuda.device_count() < 2:
-        pytest.skip("needs a twin of two devices (TWIN_DEVICES=2)")
+        pytest.skip("needs two devices, and the twin is one")
     gc.collect()
     before_bytes = torch.cuda.memory_allocated(0)
     net, x = Network("cuda:1", 11).train(), torch.zeros(500, 700, device="cuda:1")

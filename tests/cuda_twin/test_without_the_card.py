@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import subprocess
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 import memplan
 from memplan.capture.trace.cuda_ops import AttentionCall
 from tests.cuda_twin import twin
+from tests.cuda_twin.table import LOOPS, in_process
 
 pytestmark = [pytest.mark.twin, pytest.mark.skipif(twin.missing() is not None, reason=str(twin.missing()))]
 
@@ -110,3 +112,29 @@ def test_plans_with_and_without_the_card_have_the_same_ops(
     assert here.baseline_peak_bytes == pytest.approx(there.baseline_peak_bytes, rel=0.001)
     assert here.peak_bytes == pytest.approx(there.peak_bytes, rel=0.001)
     assert here.reserved_bytes == pytest.approx(there.reserved_with(expandable=True), rel=0.001)
+
+
+LLAMA = (
+    "num_hidden_layers=4", "hidden_size=4096", "intermediate_size=14336", "num_attention_heads=32",
+    "num_key_value_heads=8", "vocab_size=128256",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "budget", "config"), [("llama", "min", LLAMA), ("gpt2", "min", ()), ("gpt2", "0.7", ())]
+)
+def test_the_command_says_what_the_card_reserves(
+    name: str, budget: str, config: tuple[str, ...], tmp_path: Path
+) -> None:
+    sets = [word for field in config for word in ("--set", field)]
+    words = ["plan", name, *sets, "--batch", "8", "--length", "512", "--gpu", "H100", "--json"]
+    done = subprocess.run(
+        [sys.executable, "-m", "memplan", *words, "--budget", budget if budget == "min" else f"{float(budget):.0%}"],
+        check=True, capture_output=True, text=True, env=os.environ | {"MEMPLAN_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    here, there = (
+        json.loads(done.stdout),
+        in_process([name, budget, LOOPS[0], "yes"], str(tmp_path), "expandable_segments"),
+    )
+    assert here["peak_bytes"] == pytest.approx(there["predicted"], rel=0.02)
+    assert here["reserved_bytes"] == pytest.approx(there["reserved"], rel=0.02)

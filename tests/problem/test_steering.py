@@ -19,7 +19,7 @@ from memplan.problem.packing import most_alive
 from memplan.problem.reserved import reserved_bytes, steering_of
 from memplan.problem.schedule import Compute, Schedule
 from memplan.problem.simulate import simulate, unplanned_step
-from memplan.problem.steering import Moment, Release, Request, _Holes, _live_ranges, lead
+from memplan.problem.steering import Moment, Release, Request, _Holes, _Leader, _live_ranges, lead
 from memplan.solvers import solve_front
 from tests.problem.test_reserved import in_units
 from tests.support.parameters import examples
@@ -78,6 +78,34 @@ def test_plugs_land_where_they_should(seed: int, expandable: bool) -> None:
     moments = random_moments(seed)
     reserved_by_it, alive_bytes = led_blocks(moments, expandable)
     assert reserved_by_it >= alive_bytes or not reserved_by_it
+
+
+def test_a_short_block_keeps_the_hole_that_alone_has_room_for_it() -> None:
+    """An op asks for `out`, then for `indices`, which are gone a step later. Both fit both holes, but not in any order.
+
+    MiB 200 |-------|
+        168 |-------|
+            |  out  |
+        136 |-------|
+            |       |  rest, once indices are gone
+         72 |-------|
+            | fixed |
+         64 |-------|
+            |indices|
+          0 |-------|
+    """
+    fixed, out, indices, rest = 1, 2, 3, 4
+    targets = {fixed: 64 * MIB, out: 136 * MIB, indices: 0, rest: 72 * MIB}
+    moments: list[Moment] = [
+        (0, (Request(fixed, 8 * MIB),)),
+        (1, (Request(out, 32 * MIB), Request(indices, 64 * MIB))),
+        (2, (Release(indices),)),
+        (3, (Request(rest, 64 * MIB),)),
+    ]
+    leader = _Leader(200 * MIB, True, targets, _live_ranges(moments))
+    leader.run(moments)
+    assert not leader.missed and leader.outside_bytes == 0
+    assert [leader.places[name] for name in (fixed, out, rest)] == [64 * MIB, 136 * MIB, 72 * MIB]
 
 
 def test_most_random_moments_are_led() -> None:

@@ -33,8 +33,10 @@ void put(TwinKind kind, const c10::IValue& value) {
   else if (value.isList()) for (const c10::IValue& v : value.toListRef()) put(kind, v);
 }
 
-// Ops that change what a tensor is and touch no bytes. Views are known by their schema.
+// Ops that change what a tensor is and touch no bytes. Views are known by their schema, which autograd's own record of
+// `detach`, inside of `aten::detach`, has not.
 bool is_of_metadata(const std::string& name) {
+  if (name == "detach" || name == "detach_") return true;
   for (const char* other : {"set_", "resize_", "detach_", "as_strided_", "t_", "transpose_", "squeeze_", "unsqueeze_"})
     if (name == std::string("aten::") + other) return true;
   return false;
