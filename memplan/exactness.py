@@ -61,7 +61,9 @@ class Finding:
     note: str = ""
 
     def __str__(self) -> str:
-        figures = f"by {self.largest:.2g} at most ({self.relative:.1g} of the largest), {self.count} of {self.total}"
+        figures = (
+            f"by {self.largest:.2g} at most ({self.relative:.1g} of the largest number), {self.count} of {self.total}"
+        )
         first = f"; first in {self.module}" if self.kind == "output" and self.module else ""
         noise = f"; two equal runs differ by {self.noise:.2g}" if self.noise else ""
         return f"{self.kind:10}  {self.name}  {self.note or figures}{first}{noise}"
@@ -90,7 +92,7 @@ class Audit:
         return not self.findings and not self.nondeterministic
 
     def __str__(self) -> str:
-        without = f"without {', '.join(self.switched_off)}" if self.switched_off else "with nothing to switch off"
+        without = f"without {', '.join(self.switched_off)}" if self.switched_off else "with nothing switched off"
         if self.exact:
             counts = ", ".join(_counted(count, kind) for kind, count in self.compared.items())
             lines = [f"exact: {counts} have the same bits {without}"]
@@ -195,12 +197,18 @@ def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
 
 def _differences(right: StepRecord, other: StepRecord) -> Iterator[tuple[ResultKey, Finding]]:
     """What differs from the reference, by kind."""
+    runs_backward = not other.differentiable and any(kind == "gradient" for kind, _ in other.values)
     for place in sorted({**right.values, **other.values}, key=lambda place: _ORDER.index(place[0])):
         kind, name = place
         owner = name.rpartition(".")[0] if kind in ("gradient", "buffer", "parameter") else ""
         found = _difference(right.values.get(place), other.values.get(place))
-        if found is None and kind == "output" and (name in right.differentiable) != (name in other.differentiable):
-            found = {"note": f"{'requires no grad' if name in right.differentiable else 'requires grad'} as it is"}
+        if (
+            found is None
+            and kind == "output"
+            and not runs_backward
+            and name in right.differentiable - other.differentiable
+        ):
+            found = {"note": "requires no grad as it is"}
         if found is not None:
             if "note" in found:
                 found |= {"largest": float("inf")}

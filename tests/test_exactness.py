@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memplan
 from memplan import torch_private as private
+from tests.support.architectures import ARCHITECTURES
+from tests.support.zoo import MODELS
 
 EXACT: dict[str, Any] = {"use_reentrant": False}
 Run = Callable[..., Any]
@@ -437,7 +439,7 @@ def test_checkpoints_that_are_right(options: dict[str, Any]) -> None:
 def test_a_model_without_anything() -> None:
     audit = memplan.audit(net(plainly), sample())
     assert audit.exact
-    assert "with nothing to switch off" in str(audit)
+    assert "with nothing switched off" in str(audit)
 
 
 def test_saving_on_the_cpu() -> None:
@@ -493,6 +495,49 @@ def test_a_planned_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.exact, str(audit)
     assert audit.switched_off == ("1 plan of memplan",)
     assert memplan.plan_of(model) is not None
+
+
+def checkpoint_all(model: nn.Module, **options: Any) -> None:
+    """Switch gradient checkpointing on, by the method that the library has for it."""
+    for module in model.modules():
+        if hasattr(module, "enable_gradient_checkpointing"):  # of diffusers
+            module.enable_gradient_checkpointing()
+            return
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable(options)  # type: ignore[operator]
+
+
+QUICK = ("gpt2", "bert", "dit")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in ARCHITECTURES]
+)
+@pytest.mark.filterwarnings("ignore")  # of libraries, about their own defaults
+def test_architectures_under_gradient_checkpointing(name: str) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("diffusers")
+    model, batch = ARCHITECTURES[name].build(0)
+    checkpoint_all(model, use_reentrant=False)
+    audit = memplan.audit(model, batch)
+    assert audit.exact, str(audit)
+    assert any("checkpoint" in text for text in audit.switched_off) or name == "convnext"  # which has none
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_llama_with_dropout(reentrant: bool) -> None:
+    pytest.importorskip("transformers")
+    model, batch = MODELS["llama_eager"](0)
+    for module in model.modules():
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.2
+    checkpoint_all(model, use_reentrant=reentrant)
+    assert memplan.audit(model, batch).exact
+    checkpoint_all(model, use_reentrant=reentrant, preserve_rng_state=False)
+    audit = memplan.audit(model, batch)
+    assert audit.findings[0].kind == "second run"
+    assert audit.findings[0].name.startswith("model.layers.1.self_attn")
 
 
 def test_a_device_that_does_not_repeat_itself() -> None:
