@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,7 +20,7 @@ from memplan.capture.ops.layout import tensor_text
 from memplan.capture.trace.call import Sample
 from memplan.errors import NothingToTrain
 from memplan.installed.planned_forward import plans_set_aside
-from memplan.planning.settings import LossFunction
+from memplan.planning.settings import LossFunction, Settings
 from memplan.runtime.trial.recorded_step import (
     ModulesHeard,
     Parts,
@@ -33,6 +35,7 @@ Kind = Literal["error", "output", "second run", "gradient", "input", "buffer", "
 
 _ORDER = ("error", "output", "second run", "gradient", "input", "buffer", "parameter", "generator")
 _NOISE = 10  # times as much as two equal runs differ: more is no noise of the device
+_MORE = 3  # runs of a reference that two runs show not to repeat itself
 _SHOWN = 12  # findings in a text
 
 
@@ -76,7 +79,7 @@ class Audit:
     - findings: what differs, the earliest first: outputs, second runs, gradients in the order of backward, the rest.
     - nondeterministic: what differs no more than two runs of the reference do, so that nothing can be said of it.
     - switched_off: what the reference ran without, as ("4 checkpoints", "1 compiled call").
-    - unknown: autograd functions that may run a function again, and could not be switched off.
+    - unknown: what may still run again in the reference, as autograd functions that take a function.
     - compared: how many results were compared, by kind.
     """
 
@@ -103,7 +106,7 @@ class Audit:
         for title, found in (("", self.findings), ("nondeterministic, also without: ", self.nondeterministic)):
             lines += [f"  {title}{one}" for one in found[:_SHOWN]]
             lines += [f"  {title}... and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
-        lines += [f"  not switched off: {name} takes a function; give reference=" for name in self.unknown]
+        lines += [f"  not switched off: {name}; give reference=" for name in self.unknown]
         return "\n".join(lines)
 
 
@@ -122,8 +125,9 @@ def audit(
     One step is run as it is, and one without them, from equal states: forward, and backward from the loss (or from all
     outputs). The reference runs no checkpoint of `torch.utils.checkpoint`, no compiled code, no hooks on saved tensors
     such as `save_on_cpu`, and no plan of memplan. Outputs, gradients of parameters and inputs, the inputs, buffers,
-    parameters and generator states are compared bit by bit. The reference runs twice: what differs between these two
-    runs is not the fault of what is audited. If there are findings, two more runs tell where they begin.
+    parameters and generator states are compared bit by bit. The reference runs twice, and more often if it does not
+    repeat itself: differences between these runs are not the fault of what is audited. If there are findings, one more
+    run of the step as it is tells where they begin.
 
     - sample, loss_fn: as for `apply`. A loss_fn may run backward itself.
     - reference: for checkpointing that is written by hand: a module with the same parameter names, which gets the
@@ -135,51 +139,77 @@ def audit(
     Raises NothingToTrain if nothing requires grad, ValueError for a reference with other parameters, and what the
     reference itself raises. An error of the step as it is becomes a finding.
     """
-    twin = reference if isinstance(reference, nn.Module) else None
-    if twin is not None:
-        _refuse_other_parameters(model, twin)
-    as_it_is: Callable[..., Any] = model if loss_fn is None else functools.partial(loss_fn, model)
-    run: Callable[..., Any] = as_it_is
-    if twin is not None:
-        run = twin if loss_fn is None else functools.partial(loss_fn, twin)
-    elif reference is not None:
-        run = functools.partial(reference, model)
-    start = StepStart(model, sample)
-
-    def plainly(heard: ModulesHeard | None = None) -> StepRecord:
-        with plans_set_aside(model) as plans:
-            off.counts["plan of memplan"] = plans
-            return start.record(run, heard, twin)
-
-    with private.everything_saved() as off:
-        right = plainly()
-    with private.everything_saved():
-        noise = {place: found.largest for place, found in _differences(right, plainly())}
-    if not any(kind == "gradient" for kind, _ in right.values):
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    steps = _BothSteps(model, sample, Settings(loss_fn=loss_fn).loss_fn, reference)  # Settings refuses other functions
+    right = steps.reference()
+    if not right.differentiable and not any(kind == "gradient" for kind, _ in right.values):
         raise NothingToTrain("no parameter or input got a gradient from the step; there is nothing to audit")
+    expected, seen = ModulesHeard(steps.twin or model), ModulesHeard(model)
+    noise = steps.noise(right, expected)
     try:
-        found = [
-            dataclasses.replace(one, noise=noise.get(place, 0.0))
-            for place, one in _differences(right, start.record(as_it_is))
-        ]
+        record = steps.as_it_is()
     except Exception as error:
-        found = [Finding("error", type(error).__name__, note=str(error).partition("\n")[0])]
-    faults = [one for one in found if not _is_noise(one)]
+        every = [Finding("error", type(error).__name__, note=str(error).partition("\n")[0])]
+    else:
+        found = _differences(right, record)
+        every = [dataclasses.replace(one, noise=noise.get(key, 0.0)) for key, one in found.items()]
+    faults = [one for one in every if not _is_noise(one)]
     if any(one.kind != "error" for one in faults):
-        expected, seen = ModulesHeard(twin or model), ModulesHeard(model)
-        with private.everything_saved():
-            plainly(expected)
-        with set_checkpoint_early_stop(False):
-            start.record(as_it_is, seen)
+        with set_checkpoint_early_stop(False), contextlib.suppress(Exception):
+            steps.as_it_is(seen)
         faults = _located(faults, expected, seen)
+    unknown = steps.off.unknown | {f"{name} runs again in backward" for name, _ in expected.again}
     kinds = [kind for kind, _ in right.values]
     return Audit(
         tuple(faults),
-        tuple(one for one in found if _is_noise(one)),
-        tuple(_counted(count, kind) for kind, count in sorted(off.counts.items()) if count),
-        tuple(sorted(off.unknown)),
+        tuple(one for one in every if _is_noise(one)),
+        tuple(_counted(count, kind) for kind, count in sorted(steps.off.counts.items()) if count),
+        tuple(sorted(unknown)),
         {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)},
     )
+
+
+class _BothSteps:
+    """The step as it is and its reference, which begin with equal states.
+
+    - twin: the module that runs in the reference; None if that is the model.
+    - off: what the latest reference ran without.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: Sample, loss_fn: LossFunction | None, reference: nn.Module | LossFunction | None
+    ) -> None:
+        self._model, self._start = model, StepStart(model, sample)
+        self.twin, self.off = None, private.SwitchedOff()
+        self._run = self._right = _called(model, loss_fn)
+        if isinstance(reference, nn.Module):
+            _refuse_other_parameters(model, reference)
+            self.twin, self._right = reference, _called(reference, loss_fn)
+        elif reference is not None:
+            self._right = _called(model, reference)
+
+    def as_it_is(self, heard: ModulesHeard | None = None) -> StepRecord:
+        return self._start.record(self._run, heard)
+
+    def reference(self, heard: ModulesHeard | None = None) -> StepRecord:
+        with plans_set_aside(self._model) as plans, private.everything_saved() as self.off:
+            self.off.counts["plan of memplan"] = plans
+            return self._start.record(self._right, heard, self.twin)
+
+    def noise(self, right: StepRecord, heard: ModulesHeard) -> dict[ResultKey, float]:
+        """The largest differences of other runs of the reference from its first run. heard: listens to one of them."""
+        noise = dict[ResultKey, float]()
+        for listener in (heard, *([None] * _MORE)):
+            found = _differences(right, self.reference(listener))
+            noise |= {key: max(one.largest, noise.get(key, 0.0)) for key, one in found.items()}
+            if not noise:
+                break
+        return noise
+
+
+def _called(model: nn.Module, loss_fn: LossFunction | None) -> Callable[..., Any]:
+    return model if loss_fn is None else functools.partial(loss_fn, model)
 
 
 def _counted(count: int, noun: str) -> str:
@@ -195,24 +225,20 @@ def _refuse_other_parameters(model: nn.Module, twin: nn.Module) -> None:
         raise ValueError(f"the reference has other parameters than the model, or of other shapes: {strange[0]}")
 
 
-def _differences(right: StepRecord, other: StepRecord) -> Iterator[tuple[ResultKey, Finding]]:
+def _differences(right: StepRecord, other: StepRecord) -> dict[ResultKey, Finding]:
     """What differs from the reference, by kind."""
+    result = dict[ResultKey, Finding]()
     runs_backward = not other.differentiable and any(kind == "gradient" for kind, _ in other.values)
-    for place in sorted({**right.values, **other.values}, key=lambda place: _ORDER.index(place[0])):
-        kind, name = place
-        owner = name.rpartition(".")[0] if kind in ("gradient", "buffer", "parameter") else ""
-        found = _difference(right.values.get(place), other.values.get(place))
-        if (
-            found is None
-            and kind == "output"
-            and not runs_backward
-            and name in right.differentiable - other.differentiable
-        ):
-            found = {"note": "requires no grad as it is"}
+    for key in sorted({**right.values, **other.values}, key=lambda key: _ORDER.index(key[0])):
+        kind, name = key
+        found = _difference(right.values.get(key), other.values.get(key))
+        if found is None and name in right.differentiable - other.differentiable and not runs_backward:
+            found = {"note": "requires no grad as it is"} if kind == "output" else None
         if found is not None:
-            if "note" in found:
-                found |= {"largest": float("inf")}
-            yield place, Finding(kind, name, owner, **found)  # type: ignore[arg-type]
+            owner = name.rpartition(".")[0] if kind in ("gradient", "buffer", "parameter") else ""
+            largest = {"largest": math.inf} if "note" in found else {}
+            result[key] = Finding(kind, name, owner, **(largest | found))  # type: ignore[arg-type]
+    return result
 
 
 def _difference(right: Parts | None, other: Parts | None) -> dict[str, Any] | None:
@@ -229,7 +255,7 @@ def _difference(right: Parts | None, other: Parts | None) -> dict[str, Any] | No
     figures = [_figures(*pair) for pair in zip(right, other, strict=True) if pair[0].numel()]
     largest, scale = max(f[0] for f in figures), max(f[1] for f in figures)
     count = sum(f[2] for f in figures)
-    relative = largest / scale if scale else float("inf")
+    relative = largest / scale if scale else math.inf
     return {"largest": largest, "relative": relative, "count": count, "total": sum(t.numel() for t in right)}
 
 
@@ -238,7 +264,7 @@ def _figures(right: torch.Tensor, other: torch.Tensor) -> tuple[float, float, in
     wide = torch.complex128 if right.is_complex() else torch.float64
     bits = [t.view(-1).view(torch.uint8).view(t.numel(), -1) for t in (right, other)]
     differ = (bits[0] != bits[1]).any(1).view(right.shape)
-    apart = (right.to(wide) - other.to(wide)).abs().nan_to_num(float("inf"), float("inf"))[differ]
+    apart = (right.to(wide) - other.to(wide)).abs().nan_to_num(math.inf, math.inf)[differ]
     largest = float(apart.max()) if apart.numel() else 0.0
     return largest, float(right.to(wide).abs().nan_to_num(0.0, 0.0).max()), int(differ.sum())
 

@@ -57,7 +57,7 @@ def everything_saved() -> Iterator[SwitchedOff]:
             run, _, *given = args
             return run(*given)
         if any(callable(a) and not isinstance(a, (torch.Tensor, type)) for a in args):
-            off.unknown.add(f"{function.__module__}.{function.__qualname__}")
+            off.unknown.add(f"{function.__qualname__} takes a function")
         return original(*args)
 
     with without_saved_tensor_hooks() as count, torch.compiler.set_stance("force_eager"), functions_applied_by(apply):

@@ -52,7 +52,6 @@ class StepStart:
         self._model = model
         self._sample = dict(sample) if isinstance(sample, Mapping) else sample
         self._held = [(t, parts_of(t)) for t in _contents(model)]
-        self._named = {name: parts_of(t) for name, t in named_tensors(model)}
         self._generators = {name: (state(), put) for name, state, put in _generators(model)}
 
     def record(
@@ -66,9 +65,10 @@ class StepStart:
         """
         model, sample = twin or self._model, self._copied_sample()
         before = [] if twin is None else [(t, parts_of(t)) for t in _contents(twin)]
-        for name, tensor in named_tensors(twin) if twin is not None else ():
-            if name in self._named:
-                _put(tensor, self._named[name])
+        own = {} if twin is None else dict(named_tensors(self._model))
+        for name, tensor in named_tensors(model) if own else ():
+            if name in own:
+                _put(tensor, parts_of(own[name]))
         call = CallReader(run).read_sample(sample)
         try:
             with _python_state_kept(model, run, call.leaves), heard or contextlib.nullcontext(), torch.enable_grad():
