@@ -409,8 +409,37 @@ def test_budgeted_activations_with_dropout() -> None:
     assert "1.linear.weight" in found_in(audit, "gradient")
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of Dynamo, which looks for a gradient
+def test_compiled_code_that_is_wrong() -> None:
+    def wrong(graph: torch.fx.GraphModule, inputs: Any) -> Run:
+        return lambda *args: tuple(output * 1.5 for output in graph(*args))
+
+    class Compiled(Block):
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return self.norm(self.drop(torch.compile(lambda t: t.exp(), backend=wrong)(self.linear(x))))  # type: ignore[no-any-return]
+
+    audit = memplan.audit(net(plainly, Compiled), sample())
+    assert (audit.findings[0].kind, audit.findings[0].module) == ("output", "1.drop"), str(audit)
+
+
+def test_a_generator_of_the_models_own() -> None:
+    class Drawing(Block):
+        def __init__(self, around: Callable[[Block, torch.Tensor], torch.Tensor]) -> None:
+            super().__init__(around)
+            self.source = torch.Generator().manual_seed(0)
+
+        def body(self, x: torch.Tensor) -> torch.Tensor:
+            return super().body(x * torch.rand(16, generator=self.source))
+
+    model = net(checkpointed(), Drawing)
+    audit = memplan.audit(model, sample())
+    assert (audit.findings[0].kind, audit.findings[0].name) == ("second run", "1.linear")
+    assert found_in(audit, "generator") == ["generator 0 of the model"]
+    assert torch.equal(model[1].source.get_state(), torch.Generator().manual_seed(0).get_state())  # type: ignore[union-attr]
+
+
 def test_a_checkpoint_within_compiled_code() -> None:
-    """PyTorch leaves the generator to Inductor there, and other backends do not put it back."""
+    """PyTorch leaves the generator to its partitioner there, which the backend for debugging has not."""
     audit = memplan.audit(torch.compile(net(checkpointed()), backend="eager"), sample())  # type: ignore[arg-type]
     assert audit.findings[0].name == "1.norm.weight"
 
@@ -498,7 +527,7 @@ def test_tied_and_frozen_parameters() -> None:
     assert audit.compared["gradient"] == 5
 
 
-def test_a_planned_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planned_model() -> None:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean()  # type: ignore[no-any-return]
 
@@ -508,6 +537,11 @@ def test_a_planned_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert audit.exact, str(audit)
     assert audit.switched_off == ("1 plan of memplan",)
     assert memplan.plan_of(model) is not None
+    optimizer = torch.optim.SGD(model.parameters())
+    memplan.apply(model, sample(), "1GiB", optimizer=optimizer, update="backward", costs="estimate")
+    with pytest.raises(ValueError, match="leaves no gradients"):
+        memplan.audit(model, sample())
+    memplan.remove(model)
 
 
 def checkpoint_all(model: nn.Module, **options: Any) -> None:

@@ -81,6 +81,11 @@ class PlannedForward:
         return self._planner.settings.loss_fn
 
     @property
+    def updates_in_backward(self) -> bool:
+        """Whether gradients update parameters as soon as they arrive."""
+        return self._planner.placement.updates is not None
+
+    @property
     def plan(self) -> Plan | None:
         """The plan that ran last, or will run first. None before there is one."""
         return self.steps[0].plan if self.steps else None
@@ -251,13 +256,15 @@ def planned_forward(model: nn.Module) -> PlannedForward | None:
 def plans_set_aside(model: nn.Module) -> Iterator[int]:
     """A context in which a model, and those in it, run without their plans, and with the loss that is in the plan.
 
-    Gives the number of these plans.
+    Gives the number of these plans. Raises ValueError for a plan that updates parameters in backward.
     """
     count = 0
     with contextlib.ExitStack() as stack:
         for module in model.modules():
             planned = vars(module).get("forward")
             if isinstance(planned, PlannedForward):
+                if planned.updates_in_backward:
+                    raise ValueError("a plan with update='backward' leaves no gradients; call memplan.remove first")
                 count += 1
                 stack.enter_context(planned.stepping_aside())
                 stack.enter_context(planned.fetching())
