@@ -150,7 +150,7 @@ def audit(
     try:
         record = steps.as_it_is()
     except Exception as error:
-        every = [Finding("error", type(error).__name__, note=str(error).partition("\n")[0])]
+        every = [Finding("error", type(error).__name__, note=str(error).partition("\n")[0][:200])]
     else:
         found = _differences(right, record)
         every = [dataclasses.replace(one, noise=noise.get(key, 0.0)) for key, one in found.items()]

@@ -23,7 +23,7 @@ from memplan import torch_private as private
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.attributes.tables import held_tensors, own_generators
 from memplan.capture.ops.layout import strided_parts
-from memplan.capture.trace.call import CallReader, OutputTemplate, Sample
+from memplan.capture.trace.call import CallReader, OutputTemplate, Sample, leaf_names
 from memplan.capture.trace.starts import differentiated_outputs, shared_objects
 from memplan.errors import NothingToTrain
 from memplan.runtime.trial.unplanned_peak import bits_of
@@ -74,8 +74,12 @@ class StepStart:
             with _python_state_kept(model, run, call.leaves), heard or contextlib.nullcontext(), torch.enable_grad():
                 output = run(*call.variadic, **call.arguments)
                 template = OutputTemplate(output, shared_objects(model))
-                names = [name.strip(".[]'\"") or "output" for name in template.names]
+                names = [_bare(name) or "output" for name in template.names]
                 values = {("output", n): parts_of(t) for n, t in zip(names, template.tensors, strict=True)}
+                numbers = [leaf for leaf in template.plain[2] if type(leaf) in (int, float)]
+                values |= {
+                    ("output", f"number {i}"): (torch.tensor(n, dtype=torch.float64),) for i, n in enumerate(numbers)
+                }
                 differentiable = frozenset(n for n, t in zip(names, template.tensors, strict=True) if t.requires_grad)
                 _run_backward(template)
                 del output, template
@@ -100,16 +104,17 @@ class StepStart:
 
     def _left(self, model: nn.Module, sample: Any) -> dict[ResultKey, Parts]:
         found: dict[ResultKey, torch.Tensor | None] = {}
-        for path, leaf in pytree.tree_flatten_with_path(sample)[0]:
+        leaves = pytree.tree_leaves(sample)
+        for path, leaf in zip(leaf_names(sample, len(leaves)), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
-                name = pytree.keystr(path).strip(".[]'\"") or "sample"
+                name = _bare(path) or "sample"
                 found["input", name], found["gradient", f"input {name}"] = leaf, leaf.grad
         for name, parameter in model.named_parameters():
             found["parameter", plain_name(name)] = parameter
             found["gradient", plain_name(name)] = parameter.grad
         found |= {("buffer", plain_name(name)): buffer for name, buffer in model.named_buffers()}
         states = {("generator", name): (_as_bytes(state()),) for name, state, _ in _generators(self._model)}
-        return {place: parts_of(tensor) for place, tensor in found.items() if tensor is not None} | states
+        return {key: parts_of(tensor) for key, tensor in found.items() if tensor is not None} | states
 
 
 class ModulesHeard:
@@ -160,6 +165,10 @@ class ModulesHeard:
 def plain_name(name: str) -> str:
     """A name without the modules that `torch.compile` and PyTorch's `checkpoint_wrapper` put around others."""
     return re.sub(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)", "", name).lstrip(".")
+
+
+def _bare(path: str) -> str:
+    return path.strip(".[]'\"")
 
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
