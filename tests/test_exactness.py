@@ -571,6 +571,12 @@ def test_architectures_under_gradient_checkpointing(name: str) -> None:
     audit = memplan.audit(model, batch)
     assert audit.exact, str(audit)
     assert any("checkpoint" in text for text in audit.switched_off) or name == "convnext"  # which has none
+    if getattr(model, "supports_gradient_checkpointing", False):
+        before = torch.get_rng_state()
+        model(**batch)
+        draws = not torch.equal(before, torch.get_rng_state())
+        checkpoint_all(model, use_reentrant=False, preserve_rng_state=False)
+        assert memplan.audit(model, batch).exact is not draws
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
