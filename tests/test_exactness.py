@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -506,6 +508,18 @@ def test_compiled_code_of_the_same_kernels() -> None:
     audit = memplan.audit(model, sample())  # type: ignore[arg-type]
     assert audit.exact
     assert audit.switched_off == ("1 compiled call",)
+
+
+@pytest.mark.slow
+def test_compiled_code_in_a_new_process() -> None:
+    """Dynamo imports its parts in the middle of the audited step, which must not undo what these imports do."""
+    script = """
+import torch, memplan
+model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh())
+print(memplan.audit(torch.compile(model, backend="aot_eager"), torch.randn(4, 8)))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("exact: "), done.stdout + done.stderr
 
 
 def test_tied_and_frozen_parameters() -> None:
