@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from memplan.errors import PlanMismatch as PlanMismatch
     from memplan.errors import Remedy as Remedy
     from memplan.errors import UnsupportedModel as UnsupportedModel
+    from memplan.exactness import Audit as Audit
+    from memplan.exactness import Finding as Finding
+    from memplan.exactness import audit as audit
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
     from memplan.losses import chunked_loss as chunked_loss
@@ -55,6 +58,7 @@ _HOMES = {
     "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
     "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api",
     "largest_batch": "batch_size", "longest_sequence": "batch_size", "SizedChoice": "batch_size",
+    "audit": "exactness", "Audit": "exactness", "Finding": "exactness",
     "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",
     "Config": "config", "generate_config": "config", "load_config": "config", "save_config": "config",
     "BudgetInfeasible": "errors", "IllegalSchedule": "errors", "InvalidPlanFile": "errors", "MemplanError": "errors",

@@ -19,7 +19,16 @@ from tests.support.zoo import MODELS
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-PROGRAMS = ("tutorial", "trainer", "own_loop", "trl", "peft", "lightning", "accelerate")  # with all that they need
+PROGRAMS = (
+    "tutorial",
+    "trainer",
+    "own_loop",
+    "trl",
+    "peft",
+    "lightning",
+    "accelerate",
+    "audit",
+)  # with all that they need
 OF_RANKS = ("ddp", "deepspeed", "fsdp", "pipelines")  # whose program is for torchrun
 SLOW = ("fused", "largest", "lengths", "long_context", "offload", "peft", "trl", "trainer", "tutorial")
 # What libraries have to say about their own defaults and about a machine without a GPU.

@@ -102,6 +102,11 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     ),
     "chunks": (lambda: memplan.chunked_loss("all"), ValueError, "chunk_tokens is a number of tokens"),
     "kernels of no module": (lambda: memplan.compare_kernels(3, SAMPLE), TypeError, "model must be a torch.nn.Module"),
+    "an audit of no module": (lambda: memplan.audit(rows, SAMPLE), TypeError, "model must be a torch.nn.Module"),
+    "an audit of a criterion": (lambda: memplan.audit(net(), SAMPLE, nn.MSELoss()), TypeError, "loss_fn is called"),
+    "a reference of others": (
+        lambda: memplan.audit(net(), SAMPLE, reference=nn.Linear(8, 1)), ValueError, "has other parameters"
+    ),
     "a method": (lambda: memplan.Config(("best",)), ValueError, "unknown method 'best'; there are"),
     "a field": (lambda: memplan.generate_config(speed=1), TypeError, "has no field 'speed'; it has"),
     "no configuration to save": (lambda: memplan.save_config(3, "x"), TypeError, "a memplan.Config or the name of"),

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memplan.command_line.outcomes import Outcome
-from memplan.command_line.plan_figures import figures_as_json
-from memplan.command_line.report import loaded_plan
+from memplan.command_line.report import figures_as_json, loaded_plan
 from memplan.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:

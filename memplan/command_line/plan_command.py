@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import memplan
 from memplan.command_line.outcomes import DONE, NO_FIT, Mistake, Outcome
-from memplan.command_line.plan_figures import figures_as_json
+from memplan.command_line.report import figures_as_json
 from memplan.command_line.step_options import AskedStep, add_step_options, asked_step, count
 from memplan.command_line.target import device_budget_bytes
 from memplan.errors import BudgetInfeasible, MemplanError
@@ -51,7 +51,7 @@ def _plan(given: argparse.Namespace) -> Outcome:
     lines, facts, items = [_heading(asked), ""], _told(asked), float(asked.step.items)
     try:
         if given.largest_batch is None:
-            with _errors_of_the_model():
+            with errors_of_the_model():
                 plan = memplan.plan(asked.step.model, asked.step.sample, update=given.update, **asked.settings)
         else:
             choice, rows = _largest_batch(given, asked), given.batch or 1
@@ -74,7 +74,7 @@ def _plan(given: argparse.Namespace) -> Outcome:
 
 
 @contextlib.contextmanager
-def _errors_of_the_model() -> Iterator[None]:
+def errors_of_the_model() -> Iterator[None]:
     """A context in which errors that the model's own forward raises are mistakes of the user."""
     try:
         yield
@@ -143,7 +143,7 @@ def _save(plan: Plan, path: Path) -> None:
 def _explore(given: argparse.Namespace) -> Outcome:
     asked = asked_step(given)
     budget = asked.settings.pop("budget")
-    with _errors_of_the_model():
+    with errors_of_the_model():
         points = memplan.explore(asked.step.model, asked.step.sample, **asked.settings)
     budget_bytes = device_budget_bytes(budget, points[0])
     taken = [point for point in points if point.peak_bytes <= budget_bytes]

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memplan.command_line.outcomes import Mistake, Outcome
-from memplan.command_line.plan_figures import figures_as_json
 
 if TYPE_CHECKING:
+    from memplan.plans.figures import PlanFigures
     from memplan.plans.plan import Plan
+
+_FIGURES = (
+    "peak_bytes", "baseline_peak_bytes", "activation_peak_bytes", "floor_bytes", "time_s", "baseline_time_s",
+    "floor_time_s", "lower_bound_s", "overhead", "gap", "offloaded_bytes", "host_bytes", "solver", "exact", "truncated",
+)  # fmt: skip
 
 
 def add_report(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -44,3 +49,18 @@ def loaded_plan(path: Path) -> Plan:
         raise Mistake(
             f"there is no plan in {str(path)!r}", str(error), "make one with: memplan plan MODEL --out FILE"
         ) from None
+
+
+def figures_as_json(plan: PlanFigures) -> dict[str, Any]:
+    """Figures that `PlanFigures` documents, with the budget, the number of ops and of those that run again.
+
+    They have the names that `Plan` has for them, and are as JSON can hold them.
+    """
+    problem = plan.problem
+    return {name: getattr(plan, name) for name in _FIGURES} | {
+        "budget_bytes": problem.budget_bytes,
+        "resident_bytes": problem.resident_bytes,
+        "ops": len(problem.graph.ops),
+        "recomputed_ops": len(plan.recomputed),
+        "costs": problem.costs.source,
+    }

@@ -18,9 +18,11 @@ from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.installed.choice import OnMismatch, StepChoice
 from memplan.installed.recovery import OnOutOfMemory, Recovery
+from memplan.installed.unplanned import UnplannedLoss
 from memplan.installed.unused import UnusedPlan
 from memplan.logs import log
 from memplan.planning.planner import Planner
+from memplan.planning.settings import LossFunction
 from memplan.plans.plan import Plan
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.lower import Program
@@ -72,6 +74,16 @@ class PlannedForward:
     def shards(self) -> Shards | None:
         """The interface to the engine that has sharded the parameters; None if they are whole."""
         return self._planner.settings.shards
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The loss that is part of the step; None if the model's own output is what it returns."""
+        return self._planner.settings.loss_fn
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether gradients update parameters as soon as they arrive."""
+        return self._planner.placement.updates is not None
 
     @property
     def plan(self) -> Plan | None:
@@ -238,3 +250,25 @@ def planned_forward(model: nn.Module) -> PlannedForward | None:
     """The planned forward of a model, or of the one that is compiled in it; None where it has none."""
     forward = vars(private.beneath_compiled(model)).get("forward")
     return forward if isinstance(forward, PlannedForward) else None
+
+
+@contextlib.contextmanager
+def plans_set_aside(model: nn.Module) -> Iterator[int]:
+    """A context in which a model, and those in it, run without their plans, and with the loss that is in the plan.
+
+    Gives the number of these plans. Raises ValueError for a plan that updates parameters in backward.
+    """
+    count = 0
+    with contextlib.ExitStack() as stack:
+        for module in model.modules():
+            planned = vars(module).get("forward")
+            if isinstance(planned, PlannedForward):
+                if planned.updates_in_backward:
+                    raise ValueError("a plan with update='backward' leaves no gradients; call memplan.remove first")
+                count += 1
+                stack.enter_context(planned.stepping_aside())
+                stack.enter_context(planned.fetching())
+                if planned.loss_fn is not None:
+                    module.forward = loss = UnplannedLoss(module, planned.loss_fn)
+                    stack.callback(loss.uninstall)
+        yield count

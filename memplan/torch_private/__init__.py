@@ -89,6 +89,8 @@ from memplan.torch_private.modes import with_function_modes as with_function_mod
 from memplan.torch_private.modes import without_autocast as without_autocast
 from memplan.torch_private.modes import without_function_modes as without_function_modes
 from memplan.torch_private.modes import without_modes as without_modes
+from memplan.torch_private.recomputation import SwitchedOff as SwitchedOff
+from memplan.torch_private.recomputation import everything_saved as everything_saved
 from memplan.torch_private.symbols import FixedSize as FixedSize
 from memplan.torch_private.symbols import Symbols as Symbols
 from memplan.torch_private.symbols import evaluator as evaluator

@@ -88,15 +88,18 @@ _REQUIRES_GRADS = ".enable_input_require_grads.<locals>.make_inputs_require_grad
 
 
 @contextlib.contextmanager
-def without_saved_tensor_hooks() -> Iterator[None]:
-    """A context in which autograd saves tensors as they are, also within a checkpoint or `save_on_cpu`."""
+def without_saved_tensor_hooks() -> Iterator[int]:
+    """A context in which autograd saves tensors as they are, also within a checkpoint or `save_on_cpu`.
+
+    Gives the number of contexts whose hooks are set aside.
+    """
     hooks: list[Any] = []
     top: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
     while pair := top(False):
         hooks.append(pair)
         torch._C._autograd._pop_saved_tensors_default_hooks()
     try:
-        yield
+        yield len(hooks)
     finally:
         for pack, unpack in reversed(hooks):
             torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
+import torch._subclasses.schema_check_mode  # else the first import that is heard may be this, by its own context
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch._subclasses import fake_tensor

@@ -31,6 +31,14 @@ def with_loss():
 def broken():
     raise ArithmeticError("of the user")
 
+def wrong():
+    from torch.utils.checkpoint import checkpoint
+
+    model, sample = build()
+    drop = torch.nn.Dropout(0.5)
+    unsafe = dict(use_reentrant=False, preserve_rng_state=False)
+    return model, sample, lambda model, x: checkpoint(lambda x: model(drop(x + 1)), x, **unsafe).sum()
+
 def unfit():
     return build()[0]
 

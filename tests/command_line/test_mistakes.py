@@ -49,6 +49,8 @@ SMALL = SMALL_GPT2[:-6]
         (("plan", *SMALL, "--length", "8", "--gpu", "t4", "--out", "/nowhere/a.plan"), "can't be saved"),
         (("plan", "StableDiffusionPipeline"), "'StableDiffusionPipeline' is no model"),
         (("report", "nowhere.plan"), "there is no plan in 'nowhere.plan'"),
+        (("audit", "gpt2"), "'gpt2' is no function"),
+        (("audit", "json:loads", "--batch", "2"), "has no parameter 'batch'"),
         (("diff", "nowhere.plan", "nowhere.plan"), "there is no plan in 'nowhere.plan'"),
     ],
     ids=lambda value: " ".join(value[:1] + value[-2:]) if isinstance(value, tuple) else None,

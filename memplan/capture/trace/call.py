@@ -156,7 +156,7 @@ class OutputTemplate:
     def _without_tensors(self, value: Any, name: str) -> _Tree:
         leaves, spec = pytree.tree_flatten(value)
         kept: list[Any] = []
-        for path, leaf in zip(_leaf_names(value, len(leaves)), leaves, strict=True):
+        for path, leaf in zip(leaf_names(value, len(leaves)), leaves, strict=True):
             if isinstance(leaf, torch.Tensor):
                 kept.append(_Slot(self.add(leaf, name + path)))
                 continue
@@ -242,8 +242,8 @@ def _number(leaf: Any, numbers: Numbers) -> Any:
     return private.evaluator([leaf.text])(numbers)[0] if isinstance(leaf, Expression) and numbers else leaf
 
 
-def _leaf_names(output: Any, count: int) -> list[str]:
-    """Where each leaf of an output stands: "['loss']". Not every class that pytree opens tells names."""
+def leaf_names(output: Any, count: int) -> list[str]:
+    """Where each leaf of nested values stands: "['loss']". Not every class that pytree opens tells names."""
     if isinstance(output, torch.Tensor):
         return [""]
     try:

@@ -63,7 +63,7 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
             with _allocations(model) as grown:
                 with meter:
                     output = run()
-                returned.append(_described(output))
+                returned.append(bits_of(output))
                 with meter:
                     starts = _starts_of(model, output)
                     del output
@@ -88,7 +88,7 @@ def unplanned_peak(model: nn.Module, call: Call, run: Callable[[], Any]) -> Unpl
 def _left(model: nn.Module, call: Call, state: LeftBehind) -> tuple[Any, ...]:
     """What steps have left: gradients, buffers, and what is in attributes."""
     gradients = [leaf.grad for leaf in (*model.parameters(), *call.tensors)]
-    return _described([gradients, list(model.buffers()), state.values, state.contents])
+    return bits_of([gradients, list(model.buffers()), state.values, state.contents])
 
 
 def _generators(model: nn.Module, call: Call) -> tuple[Any, ...]:
@@ -108,7 +108,7 @@ def _peaks_of_other_draws(step: Callable[[], int], count: int) -> list[int]:
     return found
 
 
-def _described(thing: Any) -> tuple[Any, ...]:
+def bits_of(thing: Any) -> tuple[Any, ...]:
     """What a nest of containers holds, to be compared: bits of tensors, plain values, the kind of anything else."""
     found = list[Any]()
     for leaf in pytree.tree_leaves(thing):

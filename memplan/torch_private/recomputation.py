@@ -1,0 +1,73 @@
+"""Switches off what decides when a step computes and where it saves: checkpoints, compiled code, saved-tensor hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointFunction
+
+from memplan.torch_private.autograd import functions_applied_by
+from memplan.torch_private.hooks import without_saved_tensor_hooks
+
+_CHECKPOINT, _HOOKS = "checkpoint", "context of saved-tensor hooks"
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchedOff:
+    """What a step would have used, and how often.
+
+    - counts: by kind, for example {"checkpoint": 4, "compiled call": 1}.
+    - unknown: autograd functions that take a function, which their backward may run again. They stay on.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    unknown: set[str] = field(default_factory=set)
+
+
+@contextlib.contextmanager
+def everything_saved() -> Iterator[SwitchedOff]:
+    """A context in which a step runs each operation once, by eager kernels, and saves the tensors themselves.
+
+    Checkpoints without reentrant autograd are hooks on saved tensors too, so one hook finds them whoever calls them.
+    """
+    from torch._dynamo import eval_frame  # which takes a second
+
+    off = SwitchedOff()
+    autograd: Any = torch._C._autograd
+    was_pushed, was_popped = autograd._push_saved_tensors_default_hooks, autograd._pop_saved_tensors_default_hooks
+    was_called = eval_frame._callback_from_stance
+
+    def push(pack: Callable[..., Any], unpack: Callable[..., Any]) -> None:
+        of_checkpoint = str(getattr(pack, "__module__", "")).startswith("torch.utils.checkpoint")
+        off.counts[_CHECKPOINT if of_checkpoint else _HOOKS] += 1
+
+    def call(callback: Any) -> Any:
+        if callback not in (None, False):
+            off.counts["compiled call"] += 1
+        return was_called(callback)
+
+    def apply(function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+        if function is CheckpointFunction:
+            off.counts[_CHECKPOINT] += 1
+            run, _, *given = args
+            return run(*given)
+        if any(callable(a) and not isinstance(a, (torch.Tensor, type)) for a in args):
+            off.unknown.add(f"{function.__qualname__} takes a function")
+        return original(*args)
+
+    with without_saved_tensor_hooks() as count, torch.compiler.set_stance("force_eager"), functions_applied_by(apply):
+        off.counts[_HOOKS] += count
+        autograd._push_saved_tensors_default_hooks = push
+        autograd._pop_saved_tensors_default_hooks = lambda: None
+        eval_frame._callback_from_stance = call
+        try:
+            yield off
+        finally:
+            autograd._push_saved_tensors_default_hooks = was_pushed
+            autograd._pop_saved_tensors_default_hooks = was_popped
+            eval_frame._callback_from_stance = was_called
