@@ -76,7 +76,7 @@ class StepStart:
                 template = OutputTemplate(output, shared_objects(model))
                 names = [_bare(name) or "output" for name in template.names]
                 values = {("output", n): parts_of(t) for n, t in zip(names, template.tensors, strict=True)}
-                numbers = [leaf for leaf in template.plain[2] if type(leaf) in (int, float)]
+                numbers = [leaf for leaf in template.plain()[2] if type(leaf) in (int, float)]
                 values |= {
                     ("output", f"number {i}"): (torch.tensor(n, dtype=torch.float64),) for i, n in enumerate(numbers)
                 }
