@@ -1,4 +1,4 @@
-"""Language models of 2026, from small configs with random weights: rows of `MODELS_OF_2026`."""
+"""Language models of 2026, from small configs with random weights: rows of `tests.support.models_of_2026`."""
 
 from __future__ import annotations
 
