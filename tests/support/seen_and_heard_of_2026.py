@@ -363,4 +363,4 @@ def rt_detr() -> Built:
         encoder_attention_heads=2, d_model=32, num_queries=12, decoder_in_channels=[32, 32, 32], decoder_ffn_dim=32,
         decoder_n_points=2, decoder_layers=2, decoder_attention_heads=2, num_denoising=6, num_labels=5,
     )  # fmt: skip
-    return RTDetrForObjectDetection(config), {"pixel_values": images(64), "labels": boxes_of(BATCH)}
+    return RTDetrForObjectDetection(config), {"pixel_values": images(128), "labels": boxes_of(BATCH)}
