@@ -29,6 +29,8 @@ IN_PART = {"wav2vec2": "layers are left out by the value of a random number, and
 INFEASIBLE = {
     "detr": "the loss matches boxes in NumPy; the rest is planned as one part, whose largest op takes more than half",
 }
+# Islands have room for more than they save, so half of a planned step is more than half of the plain one.
+LESS_THAN_HALF = {"qwen3_moe_looped": 0.43}
 # Whose plain steps give other bits in a second run, unless PyTorch takes kernels that do not.
 NOT_REPEATED = {"gpt_oss": "two threads add gradients of biases that several rows share, in any order"}
 FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
@@ -66,14 +68,15 @@ def repeated(name: str) -> Iterator[None]:
 def test_there_are_many_families() -> None:
     assert (len(ARCHITECTURES), len(MODELS)) == (30, 62)
     assert len({a.family for a in MODELS.values()}) >= 12
-    assert {*IN_PART, *INFEASIBLE, *NOT_REPEATED, *QUICK} <= set(MODELS)
+    assert {*IN_PART, *INFEASIBLE, *NOT_REPEATED, *LESS_THAN_HALF, *QUICK} <= set(MODELS)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_three_steps_at_half_of_the_activation_peak(name: str) -> None:
     net, sample = MODELS[name].build(0)
+    budget = memplan.Budget(activations=LESS_THAN_HALF.get(name, 0.5))
     with repeated(name):
-        planned = memplan.apply(copy.deepcopy(net), copied(sample), memplan.Budget(activations=0.5), costs="estimate")
+        planned = memplan.apply(copy.deepcopy(net), copied(sample), budget, costs="estimate")
         assert isinstance(memplan.plan_of(planned), memplan.Plan) == (name not in IN_PART)
         assert_same_bits(seeded_steps(copy.deepcopy(net), sample), seeded_steps(planned, sample))
         assert live_activation_peak(planned, sample) <= 0.5 * live_activation_peak(net, sample)
