@@ -103,8 +103,9 @@ def row_of(architecture: Architecture, repeats: int) -> Row:
     row["reason"] = difference or row.get("reason", "")
     row["activation_peak_bytes"] = activation_peak(planned, sample)
     row["within_half"] = 2 * row["activation_peak_bytes"] <= row["plain_activation_peak_bytes"]
-    pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
-    row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
+    if repeats:
+        pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
+        row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
     return row
 
 
@@ -238,8 +239,9 @@ def table_line(row: Row) -> str:
         return f"{head} | | {floor} | | |"
     planned = megabytes(row["activation_peak_bytes"]) + ("" if row["within_half"] else " (over)")
     predicted = f"{row['overhead']:+.1%} " if "overhead" in row else ""
+    measured = f"({row['measured_overhead']:+.0%})" if "measured_overhead" in row else ""
     bits = ("yes" if row["same_bits"] else "no") + (", deterministic" if row.get("deterministic") else "")
-    return f"{head} | {planned} | {floor} | {predicted}({row['measured_overhead']:+.0%}) | {bits} |"
+    return f"{head} | {planned} | {floor} | {predicted}{measured} | {bits} |"
 
 
 def megabytes(size_bytes: int) -> str:
@@ -249,7 +251,7 @@ def megabytes(size_bytes: int) -> str:
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--names", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side; 0 on a busy machine")
     parser.add_argument("--table", type=Path, default=HOME.parent / "docs" / "architectures.md")
     parser.add_argument("--output", type=Path, default=HOME / "results" / "architectures.json")
     return parser.parse_args()
