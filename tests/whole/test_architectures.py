@@ -34,7 +34,7 @@ LESS_THAN_HALF = {"qwen3_moe_looped": 0.43}
 # Whose plain steps give other bits in a second run, unless PyTorch takes kernels that do not.
 NOT_REPEATED = {"gpt_oss": "two threads add gradients of biases that several rows share, in any order"}
 FIRST_OF_FAMILY = {a.family: name for name, a in reversed(ARCHITECTURES.items())}
-QUICK = {*FIRST_OF_FAMILY.values(), "lfm2", "sd3_5"}
+QUICK = {*FIRST_OF_FAMILY.values(), "lfm2"}
 
 
 def marks(name: str) -> list[pytest.MarkDecorator]:
