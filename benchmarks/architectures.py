@@ -1,6 +1,9 @@
-"""Thirty architectures of transformers and diffusers at half of their activation peak: what is planned, to what bits.
+"""Architectures of transformers and diffusers at half of their activation peak: what is planned, to what bits.
 
     python -m benchmarks.architectures [--names gpt2 swin] [--repeats 5] [--table FILE] [--output FILE]
+
+With `--names`, rows of other names stay as the output file has them. Where a plain step gives other bits in a second
+run, all runs of that row are with `torch.use_deterministic_algorithms(True)`.
 
 Each is trained for three steps of SGD, with and without a plan; outputs, gradients, parameters, buffers and the
 generator's state are compared bit for bit. The activation peak is the total peak less parameters, buffers and inputs:
@@ -10,6 +13,7 @@ gradients and kernel scratch are in it. It is measured with the profiler's memor
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import gc
 import json
@@ -18,23 +22,29 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
+import torch
+from diffusers.models.attention_dispatch import _AttentionBackendRegistry as DiffusersAttention
 from torch import nn
+from transformers.integrations import hub_kernels
 
 import memplan
 from benchmarks.environment import environment, own_cache
 from tests.support.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
 from tests.support.meter import profiler_peak, storage_bytes
+from tests.support.models_of_2026 import MODELS_OF_2026
 from tests.support.zoo import Sample, copied, first_difference, run_steps
 
 MEGABYTE = 1e6
-HALF = memplan.Budget(activations=0.5)
+REPEATS = 4  # of a plain step, to see whether it has the same bits each time
 HOME = Path(__file__).resolve().parent
+MODELS = {**ARCHITECTURES, **MODELS_OF_2026}
 
 Row = dict[str, Any]
 
@@ -64,19 +74,25 @@ def step_time_s(net: nn.Module, sample: Sample) -> float:
 def row_of(architecture: Architecture, repeats: int) -> Row:
     """What the table says of one architecture."""
     net, sample = architecture.build(0)
-    plain = seeded_steps(copy.deepcopy(net), sample)
+    with functions_without_kernels() as without:
+        plain = seeded_steps(copy.deepcopy(net), sample)
+    again = (seeded_steps(copy.deepcopy(net), sample) for _ in range(REPEATS))
+    if not torch.are_deterministic_algorithms_enabled() and any(first_difference(plain, run, "run") for run in again):
+        with deterministic():
+            return {**row_of(architecture, repeats), "deterministic": True}
     row: Row = {
         "name": architecture.name,
         "family": architecture.family,
         "class": architecture.kind,
         "parameter_bytes": storage_bytes(net.parameters()),
         "resident_bytes": storage_bytes(resident_tensors(net, sample)),
-        "plain_repeats": first_difference(plain, seeded_steps(copy.deepcopy(net), sample), "run") is None,
+        "branches": branches(net, without),
         "plain_activation_peak_bytes": activation_peak(copy.deepcopy(net), sample),
     }
+    half_bytes = row["resident_bytes"] + row["plain_activation_peak_bytes"] // 2
     try:
         start = time.perf_counter()
-        planned = memplan.apply(copy.deepcopy(net), copied(sample), HALF)
+        planned = memplan.apply(copy.deepcopy(net), copied(sample), half_bytes)
         row["planning_time_s"] = time.perf_counter() - start
     except memplan.MemplanError as error:
         facts = facts_without_limit(net, sample)
@@ -87,9 +103,47 @@ def row_of(architecture: Architecture, repeats: int) -> Row:
     row["reason"] = difference or row.get("reason", "")
     row["activation_peak_bytes"] = activation_peak(planned, sample)
     row["within_half"] = 2 * row["activation_peak_bytes"] <= row["plain_activation_peak_bytes"]
-    pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
-    row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
+    if repeats:
+        pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
+        row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
     return row
+
+
+@contextlib.contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def functions_without_kernels() -> Iterator[list[str]]:
+    """A list that takes the names of functions of transformers that run in plain PyTorch for want of a library."""
+    names: list[str] = []
+
+    def note(message: str, *args: Any) -> None:
+        if (found := re.match(r"`(\w+)` is falling back", message)) and found[1] not in names:
+            names.append(found[1])
+
+    with mock.patch.object(hub_kernels.logger, "warning_once", note):
+        yield names
+
+
+def branches(net: nn.Module, without_kernels: Collection[str]) -> str:
+    """Which of the library's ways a model takes: those of attention, of experts, and functions without a kernel."""
+    attention, experts = dict[str, None](), dict[str, None]()
+    for module in net.modules():
+        config = getattr(module, "config", None)
+        attention |= dict.fromkeys(filter(None, [getattr(config, "_attn_implementation", None)]))
+        if type(module).__name__.endswith("Experts"):
+            experts |= dict.fromkeys(filter(None, [getattr(config, "_experts_implementation", None)]))
+        if hasattr(module, "processor") and type(module).__module__.startswith("diffusers"):
+            attention[DiffusersAttention.get_active_backend()[0].value] = None
+    return "; ".join(
+        [*attention, *(f"experts {name}" for name in experts), *(f"{name} in torch" for name in without_kernels)]
+    )
 
 
 def facts_without_limit(net: nn.Module, sample: Sample) -> Row:
@@ -111,12 +165,18 @@ def planned_facts(plan: memplan.Plan | None) -> Row:
     if plan is None:
         return {"captured": "no", "reason": "it runs unplanned, with layers checkpointed"}
     return {
-        "captured": "whole",
+        "captured": islands_in_short(plan.islands) or "whole",
         "predicted_activation_peak_bytes": plan.activation_peak_bytes,
         "floor_bytes": plan.floor_bytes - plan.problem.resident_bytes,
         "overhead": plan.overhead,
         "ops": len(plan.problem.graph.ops),
     }
+
+
+def islands_in_short(islands: Sequence[str]) -> str:
+    """What runs as it is: the names of islands, those that differ in numbers alone once."""
+    names = [re.sub(r"\b\d+\b", "*", line.partition(" at ")[0]) for line in islands]
+    return ", ".join(f"{names.count(name)} islands: {name}" for name in dict.fromkeys(names))
 
 
 def passes(row: Row) -> bool:
@@ -127,21 +187,28 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     """The page of documentation."""
     passed = [row for row in rows if passes(row)]
     whole = sum(row["captured"] == "whole" for row in passed)
+    in_islands = sum("island" in row["captured"] for row in passed)
     lines = [
         "# Architectures",
         "",
         f"{len(passed)} of {len(rows)} architectures train at half of their activation peak with the same bits over "
         "three steps of SGD: outputs,",
         "every gradient, parameters, buffers and the generator's state. "
-        f"{whole} of them are captured whole, {len(passed) - whole} run unplanned.",
+        f"{whole} of them are captured whole, {in_islands} with islands, "
+        f"{len(passed) - whole - in_islands} run unplanned.",
         "",
-        "They are built from small configs with random weights (`tests/support/architectures.py`), in train mode, with",
+        "They are built from small configs with random weights (`tests/support/`), in train mode, with",
         "the dropout that the config has by default.",
         "",
         "- **ops**: of forward and backward in the captured step.",
+        "- **captured**: whole, or with islands, calls that run as they are.",
+        "- **branch**: the library's ways that ran: attention, experts, functions in PyTorch for want of a kernel.",
         "- **unplanned**: the activation peak of the plain step, measured: everything held but parameters, buffers and "
         "inputs.",
-        "- **planned**: the same at the budget, measured. **floor**: the smallest that a plan can do with.",
+        "- **planned**: the same at the budget, measured. **floor**: the smallest that a plan can do with,",
+        "  and its part of the plain step's.",
+        "- **bits equal**: *deterministic* where plain steps repeat their bits only with "
+        "`torch.use_deterministic_algorithms(True)`.",
         "- **overhead**: more time at half, predicted by the plan (measured: median of paired steps; the models are "
         "tiny).",
         "",
@@ -149,8 +216,9 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         f"torch {facts['torch']},",
         f"transformers {facts['transformers']}, diffusers {facts['diffusers']}.",
         "",
-        "| name | family | class | ops | captured | unplanned MB | planned MB | floor MB | overhead | bits equal |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| name | family | class | branch | ops | captured | unplanned MB | planned MB | floor MB | overhead "
+        "| bits equal |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *(table_line(row) for row in rows),
         "",
     ]
@@ -159,17 +227,21 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
 
 
 def table_line(row: Row) -> str:
-    unplanned = megabytes(row["plain_activation_peak_bytes"])
+    unplanned_bytes = row["plain_activation_peak_bytes"]
     head = (
-        f"| {row['name']} | {row['family']} | {row['class']} | {row.get('ops', '')} | {row['captured']} | {unplanned}"
+        f"| {row['name']} | {row['family']} | {row['class']} | {row.get('branches', '')} | {row.get('ops', '')} "
+        f"| {row['captured']} | {megabytes(unplanned_bytes)}"
     )
+    floor = ""
+    if "floor_bytes" in row:
+        floor = f"{megabytes(row['floor_bytes'])} ({row['floor_bytes'] / unplanned_bytes:.0%})"
     if "same_bits" not in row:
-        return f"{head} | | {megabytes(row['floor_bytes']) if 'floor_bytes' in row else ''} | | |"
+        return f"{head} | | {floor} | | |"
     planned = megabytes(row["activation_peak_bytes"]) + ("" if row["within_half"] else " (over)")
     predicted = f"{row['overhead']:+.1%} " if "overhead" in row else ""
-    floor = megabytes(row["floor_bytes"]) if "floor_bytes" in row else ""
-    bits = "yes" if row["same_bits"] else "no"
-    return f"{head} | {planned} | {floor} | {predicted}({row['measured_overhead']:+.0%}) | {bits} |"
+    measured = f"({row['measured_overhead']:+.0%})" if "measured_overhead" in row else ""
+    bits = ("yes" if row["same_bits"] else "no") + (", deterministic" if row.get("deterministic") else "")
+    return f"{head} | {planned} | {floor} | {predicted}{measured} | {bits} |"
 
 
 def megabytes(size_bytes: int) -> str:
@@ -178,8 +250,8 @@ def megabytes(size_bytes: int) -> str:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--names", nargs="+", choices=ARCHITECTURES, default=list(ARCHITECTURES))
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side")
+    parser.add_argument("--names", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps of each side; 0 on a busy machine")
     parser.add_argument("--table", type=Path, default=HOME.parent / "docs" / "architectures.md")
     parser.add_argument("--output", type=Path, default=HOME / "results" / "architectures.json")
     return parser.parse_args()
@@ -188,19 +260,31 @@ def parsed() -> argparse.Namespace:
 def main() -> int:
     args = parsed()
     facts = {**environment(), "diffusers": metadata.version("diffusers")}
-    rows: list[Row] = []
+    rows = rows_of_before(args.output, facts, set(MODELS) - set(args.names))
     for name in args.names:
         with own_cache():
-            rows.append(row_of(ARCHITECTURES[name], args.repeats))
-        print(table_line(rows[-1]), rows[-1].get("reason", ""), flush=True)
+            row = rows[name] = row_of(MODELS[name], args.repeats)
+        print(table_line(row), row.get("reason", ""), flush=True)
         gc.collect()
+        in_order = [rows[name] for name in MODELS if name in rows]
         for path, text in (
-            (args.output, json.dumps({"environment": facts, "rows": rows}, indent=1) + "\n"),
-            (args.table, table(rows, facts)),
+            (args.output, json.dumps({"environment": facts, "rows": in_order}, indent=1) + "\n"),
+            (args.table, table(in_order, facts)),
         ):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-    return 0 if all(row.get("same_bits", True) for row in rows) else 1
+    return 0 if all(row.get("same_bits", True) for row in rows.values()) else 1
+
+
+def rows_of_before(path: Path, facts: dict[str, Any], names: Collection[str]) -> dict[str, Row]:
+    """Rows of these names in a result file, by name. Raises SystemExit if they are of other versions or hardware."""
+    if not names or not path.exists():
+        return {}
+    result = json.loads(path.read_text())
+    same = [key for key in facts if key != "memory_bytes"]
+    if any(result["environment"].get(key) != facts[key] for key in same):
+        raise SystemExit(f"{path} has figures of other versions or hardware; run all rows, or give another --output")
+    return {row["name"]: row for row in result["rows"] if row["name"] in names}
 
 
 if __name__ == "__main__":

@@ -364,6 +364,21 @@ class Routed(nn.Module):
         return out
 
 
+class Gated(nn.Module):
+    """A gate reads what is routed: before that, or after."""
+
+    def __init__(self, before: bool) -> None:
+        super().__init__()
+        self.gate, self.routed, self.before = nn.Linear(WIDTH, 1), Routed(), before
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.before:
+            gate = self.gate(x).sigmoid()
+            return self.routed(x) * gate
+        found = self.routed(x)
+        return found * self.gate(x).sigmoid()
+
+
 class LayerDrop(nn.Module):
     """Runs each of its blocks, or does not."""
 
@@ -413,6 +428,16 @@ def test_arguments_that_are_read_differently_often_are_those_of_the_module_aroun
     memplan.apply(net, rows(), "1GiB", costs="estimate")
     assert [line.partition(" at ")[0] for line in whole_plan(net).islands] == ["1"]
     assert_same_bits(steps(plain, rows()), steps(net, rows()))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_arguments_that_others_read_before_are_read_as_often_as_data_says(before: bool) -> None:
+    """Autograd adds up the gradients of the island's reads first, then those of reads before it."""
+    net, plain = twins(lambda: nn.Sequential(Block(WIDTH), Gated(before), nn.Flatten(0)))
+    memplan.apply(net, rows(), "1GiB", costs="estimate")
+    assert [line.partition(" at ")[0] for line in whole_plan(net).islands] == ["1.routed" if before else "1"]
+    for batch in (rows(), rows(48), rows(1)):
+        assert_same_bits(steps(plain, batch), steps(net, batch))
 
 
 def test_more_than_there_is_room_for_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -37,8 +37,8 @@ class Architecture:
 ARCHITECTURES: dict[str, Architecture] = {}
 
 
-def architecture(family: str, kind: str) -> Callable[[Build], Build]:
-    """Enter a model into `ARCHITECTURES`, built after seeding the generator."""
+def architecture(family: str, kind: str, into: dict[str, Architecture] = ARCHITECTURES) -> Callable[[Build], Build]:
+    """Enter a model into a table, built after seeding the generator."""
 
     def enter(build: Build) -> Build:
         def seeded(seed: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -47,7 +47,7 @@ def architecture(family: str, kind: str) -> Callable[[Build], Build]:
             return net.train(), sample
 
         name = build.__name__
-        ARCHITECTURES[name] = Architecture(name, family, kind, seeded)
+        into[name] = Architecture(name, family, kind, seeded)
         return build
 
     return enter

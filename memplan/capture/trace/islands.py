@@ -217,9 +217,15 @@ class IslandsTraced:
             facts, shared = island.forward_facts, set[int]()
             assert facts is not None
             for position, (target, number) in enumerate(node.next_functions):
-                if target is not None and island.loose and len(edges.into(target, number)) > 1:
-                    count = len(island.inputs)
-                    shared.add(position if position < count else island.further_uses[position - count])
+                if target is None or not island.loose:
+                    continue
+                count, readers = len(island.inputs), edges.into(target, number)
+                i = position if position < count else island.further_uses[position - count]
+                # If all others read it before, all gradients from within the island arrive first. So their sum is
+                # made before others are added, however many they are.
+                is_last = readers[0][0] is node and island.owners[i] is None
+                if len(readers) > 1 and not is_last:
+                    shared.add(i)
             self.used[island.name].shared = frozenset(shared)
             if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
                 self.unfit.add(island.called)
