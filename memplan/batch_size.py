@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from torch import nn
 
 from memplan.api import plan
 from memplan.capture.capturable import model_device
-from memplan.capture.trace.call import Sample
+from memplan.capture.trace.call import CallReader, Sample
 from memplan.errors import BudgetInfeasible
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
 from memplan.planning.largest import largest_that_fits
@@ -35,15 +36,19 @@ class SizedChoice:
     - accumulation: micro-batches to one step of the optimizer.
     - plan: the plan at that size; `apply(model, sample, plan=choice.plan)` runs it.
     - tried: plans by size. Their peaks and times are why.
+    - tokens: of the sample at that size: elements of its `input_ids` that `attention_mask` does not leave out, packed
+      rows and rows without padding included. None for a sample without `input_ids`.
     """
 
     size: int
     accumulation: int
     plan: Plan
     tried: dict[int, Plan]
+    tokens: int | None = None
 
     def __str__(self) -> str:
-        times = f", {self.accumulation} times for each step" if self.accumulation > 1 else ""
+        times = "" if self.tokens is None else f", {self.tokens} tokens a micro-batch"
+        times += f", {self.accumulation} times for each step" if self.accumulation > 1 else ""
         rows = [
             f"  {size:>7d}  peak {format_bytes(found.peak_bytes):>9s}  {format_seconds(found.time_s):>8s} each, "
             f"{size / found.time_s:.4g} a second ({found.overhead:+.1%} for the budget)"
@@ -99,7 +104,8 @@ def largest_batch(
             break
         size = size // 2 if effective_batch is None else _divisor(effective_batch, size - 1)
     best = min(size for size, speed in speeds.items() if speed >= (1 - _WORTH) * max(speeds.values()))
-    return SizedChoice(best, 1 if effective_batch is None else effective_batch // best, tried[best], tried)
+    accumulation = 1 if effective_batch is None else effective_batch // best
+    return SizedChoice(best, accumulation, tried[best], tried, _tokens(model, make_sample(best), settings))
 
 
 def _largest_batch(plan_at: Callable[[int], Plan], limit_bytes: int, effective_batch: int | None) -> int:
@@ -143,7 +149,7 @@ def longest_sequence(
     if found is None:
         plan_at(1)  # says why
         raise AssertionError("a plan was found at length 1, and then not")
-    return SizedChoice(found[0], 1, found[1], tried)
+    return SizedChoice(found[0], 1, found[1], tried, _tokens(model, make_sample(found[0]), settings))
 
 
 def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:
@@ -170,6 +176,17 @@ def _sample(make_sample: MakeSample, size: int) -> Sample:
             "for example with torch.zeros"
         )
     return sample
+
+
+def _tokens(model: nn.Module, sample: Sample, settings: dict[str, Any]) -> int | None:
+    """How many tokens a sample has, without padding; None if it has no `input_ids`."""
+    loss_fn = settings.get("loss_fn")
+    call = CallReader(model.forward if loss_fn is None else functools.partial(loss_fn, model)).read_sample(sample)
+    named = {name.rpartition(".")[2]: tensor for name, tensor in zip(call.names, call.tensors, strict=True)}
+    ids, mask = named.get("input_ids"), named.get("attention_mask")
+    if ids is None or mask is None or mask.shape != ids.shape:
+        return None if ids is None else ids.numel()
+    return int((mask != 0).sum())
 
 
 def _divisor(whole: int, most: int) -> int:

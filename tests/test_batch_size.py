@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 import memplan
@@ -112,3 +113,30 @@ def test_bad_arguments() -> None:
         memplan.largest_batch(network(), rows, "1GiB", 0)
     with pytest.raises(ValueError, match=r"make_sample\(2\) has no tensor with a size of 2"):
         memplan.largest_batch(network(), lambda _: rows(1), "1GiB", **SETTINGS)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, use_cache=False
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+def test_tokens_of_a_micro_batch() -> None:
+    """A row of packed texts, as padding-free collators make it; and rows of which a quarter is padding."""
+
+    def packed(tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.ones(1, tokens, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None] % 16}
+
+    def padded(rows: int) -> dict[str, torch.Tensor]:
+        ids = torch.ones(rows, 32, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids, "attention_mask": (torch.arange(32) < 24).expand(rows, 32).long()}
+
+    net = llama()
+    longest = memplan.longest_sequence(net, packed, "1MiB", most=512, **SETTINGS)
+    assert longest.tokens == longest.size > 64
+    batch = memplan.largest_batch(net, padded, "1MiB", effective_batch=8, **SETTINGS)
+    assert batch.tokens == 24 * batch.size
+    assert f"{batch.size}, {batch.tokens} tokens a micro-batch" in str(batch)
+    assert memplan.largest_batch(network(), rows, "1MiB", effective_batch=8, **SETTINGS).tokens is None
