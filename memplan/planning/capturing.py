@@ -326,9 +326,10 @@ def _is_at_its_sizes(traced: Traced, for_one: Traced) -> bool:
     """
     assert traced.sizes is not None
     returned = traced.template.plain(traced.sizes.here)
-    # The keys of islands say for which sizes they are.
     ops, alone = (
-        [dataclasses.replace(op, key="") if op.is_island else op for op in t.graph.ops] for t in (traced, for_one)
+        # Keys of islands say for which sizes they are, and names of ops how many there were before.
+        [dataclasses.replace(op, name="", key="" if op.is_island else op.key) for op in step.graph.ops]
+        for step in (traced, for_one)
     )
     return ops == alone and returned == for_one.template.plain()
 
