@@ -5,8 +5,10 @@ These are numbers ("is the mask all ones?") and shapes of results (how many elem
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import contextlib
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +29,7 @@ from memplan.capture.ops.sizes import (
 )
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import line_of_place
+from memplan.errors import UnsupportedModel
 
 _FEW = 8  # numbers that are read one by one on a CPU, which takes less time than to gather them
 
@@ -50,7 +53,8 @@ class Guards:
     def __init__(self, traced: Traced) -> None:
         self._guards = traced.guards
         self._sources: list[Resident] = []
-        self._sizes = traced.sizes
+        self._sizes, self._device_types = traced.sizes, {"cpu", traced.device.type}
+        self._found: dict[fx.Node, fx.Node] = {}  # in the program, by the node that a guard reads
         self._program = self._compile(traced) if traced.guards else None
 
     def _compile(self, traced: Traced) -> fx.GraphModule:
@@ -58,17 +62,19 @@ class Guards:
         written = {storage_of(w) for n in needed if n.op == "call_function" for w in written_nodes(n)}
         graph, made, root = fx.Graph(), dict[fx.Node, fx.Node](), nn.Module()
         varying = {} if traced.sizes is None else traced.sizes.nodes
+        self._refuse_shared_memory(needed, written)
         numbers = self._sizes_before(graph, [varying[n.name] for n in needed if n.name in varying])
         by_name = {n.name: n for n in needed}
 
         def number(expression: Expression) -> fx.Node:
             """An expression, of sizes among which are some of earlier results."""
             if expression not in numbers:
-                sizes = {i: self._size(i, graph, numbers, made) for i in symbols_in(expression)}
+                sizes = {i: self._size(i, graph, numbers) for i in symbols_in(expression)}
                 root.add_module(f"number_{len(numbers)}", _Number(expression, [*sizes]))
                 numbers[expression] = graph.call_module(f"number_{len(numbers)}", tuple(sizes.values()))
             return numbers[expression]
 
+        guarded = {guard.node: isinstance(guard.value, tuple) for guard in traced.guards}
         for node in traced.guards[0].node.graph.nodes:
             if node not in needed:
                 continue
@@ -86,9 +92,12 @@ class Guards:
                 )
             else:
                 made[node] = graph.node_copy(node, made.__getitem__)
+            if node in guarded:  # now: later ops may write to it. Nor are large results kept
+                read = "size" if guarded[node] else "clone"
+                self._found[node] = graph.call_method(read, (made[node],))
         for node in [n for n in made if n.op == "placeholder" and storage_of(n) in written]:
             self._copy_first(graph, made[node])
-        graph.output([made[guard.node] for guard in traced.guards])
+        graph.output([self._found[guard.node] for guard in traced.guards])
         return fx.GraphModule(root, graph, class_name="Guards")
 
     def _sizes_before(self, graph: fx.Graph, things: Any) -> dict[Expression, fx.Node]:
@@ -100,16 +109,26 @@ class Guards:
         self._evaluate = private.evaluator([expression.text for expression in before])
         return {expression: graph.placeholder(f"size_{i}") for i, expression in enumerate(before)}
 
-    def _size(
-        self, symbol: int, graph: fx.Graph, numbers: dict[Expression, fx.Node], made: dict[fx.Node, fx.Node]
-    ) -> fx.Node:
+    @staticmethod
+    def _refuse_shared_memory(needed: Iterable[fx.Node], written: Collection[object]) -> None:
+        """Refuse writes to inputs or buffers that lie in one memory: the program copies each for itself."""
+        shared = Counter(storage_of(n) for n in needed if n.op == "placeholder")
+        if any(shared[memory] > 1 for memory in written):
+            raise UnsupportedModel(
+                "forward writes to an argument or a buffer that shares memory with another one, and then reads numbers "
+                "or shapes from them. Pass copies"
+            )
+
+    def _size(self, symbol: int, graph: fx.Graph, numbers: dict[Expression, fx.Node]) -> fx.Node:
         """The value of a symbol, in the program."""
         assert self._sizes is not None
         source = self._sizes.sources[symbol]
         if isinstance(source, Dimension):
             return numbers[Expression(f"s[{symbol}]")]
-        tensor = made[self._guards[source.read].node]
-        return graph.call_method(*("item", (tensor,)) if source.index is None else ("size", (tensor, source.index)))
+        found = self._found[self._guards[source.read].node]
+        if source.index is None:
+            return graph.call_method("item", (found,))
+        return graph.call_function(operator.getitem, (found, source.index))
 
     @staticmethod
     def _copy_first(graph: fx.Graph, placeholder: fx.Node) -> None:
@@ -142,9 +161,12 @@ class Guards:
             return ()
         sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
         symbols = () if self._sizes is None else self._sizes.sources
-        sizes = self._evaluate([s.of(inputs) if isinstance(s, Dimension) else 0 for s in symbols])
         try:
-            with torch.no_grad():
+            sizes = self._evaluate([s.of(inputs) if isinstance(s, Dimension) else 0 for s in symbols])
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for device_type in self._device_types:  # casts are ops of the program
+                    if torch.is_autocast_enabled(device_type):
+                        stack.enter_context(torch.autocast(device_type, enabled=False))
                 found = self._program.forward(*sizes, *sources)
         except Exception as error:  # of an op for the sizes of the sample: a result before it has another shape now
             where = self._guards[0].where
@@ -152,7 +174,7 @@ class Guards:
             return OtherRead(line_of_place(where), why, self.of_shapes)
         pairs = list(zip(self._guards, found, strict=True))
         numbers = iter(_numbers([t for guard, t in pairs if not isinstance(guard.value, tuple)]))
-        return tuple(tuple(t.shape) if isinstance(guard.value, tuple) else next(numbers) for guard, t in pairs)
+        return tuple(tuple(t) if isinstance(guard.value, tuple) else next(numbers) for guard, t in pairs)
 
     def varying(self, call: Call, buffer: Callable[[str], torch.Tensor]) -> Varying:
         """In which shapes and integers a call differs from the captured one; empty if it differs in another number."""

@@ -194,8 +194,10 @@ class StepKey:
     @property
     def lines_of_sizes(self) -> Collection[str]:
         """The lines from which sizes follow of which the step serves several."""
-        sources = () if self._sizes is None else self._sizes.sources
-        return {self._guards.lines[s.read] for s in sources if isinstance(s, DataSize) and self._guards is not None}
+        if self._sizes is None or self._guards is None:
+            return set()
+        sources = (source for i, source in enumerate(self._sizes.sources) if not self._sizes.is_fixed(i))
+        return {self._guards.lines[source.read] for source in sources if isinstance(source, DataSize)}
 
     def depends_on(self, values: Collection[str]) -> str | None:
         """The first of these values, as `other_value` names them, on which the step depends; None for none."""

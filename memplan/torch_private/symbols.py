@@ -22,6 +22,7 @@ from torch._dynamo.source import ConstantSource
 from torch._subclasses import fake_impls
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.fx.graph import _Namespace
+from torch.utils._sympy import functions
 from torch.utils._sympy.printers import PythonPrinter
 
 from memplan.torch_private.fakes import FakeTensor, FakeTensorMode
@@ -117,6 +118,7 @@ class Symbols:
         if expression.is_number:
             return int(expression)
         if expression not in self._text:
+            _refuse_reordered(expression)
             names = {symbol: sympy.Symbol(f"s[{i}]", integer=True) for i, symbol in enumerate(self._symbols)}
             self._text[expression] = str(PythonPrinter().doprint(expression.xreplace(names)))
         return self._text[expression]
@@ -135,8 +137,29 @@ class Symbols:
             found.append(f"s[{index}] >= {int(bounds.lower)}")
             if isinstance(bounds.upper, sympy.Integer):
                 found.append(f"s[{index}] <= {int(bounds.upper)}")
+        for guard in self._env.guards:
+            _refuse_reordered(guard.expr)
         found += [str(PythonPrinter().doprint(guard.expr.xreplace(names))) for guard in self._env.guards]
         return tuple(dict.fromkeys(found))
+
+
+def _refuse_reordered(expression: sympy.Basic) -> None:
+    """Refuse arithmetic with fractions that SymPy may round otherwise than Python: it folds constants, and reorders.
+
+    A division, or a constant with few binary digits, is exact enough if it is alone. Raises FixedSize.
+    """
+    parts = [part for part in sympy.preorder_traversal(expression) if isinstance(part, sympy.Expr)]
+    odd = [part for part in parts if isinstance(part, sympy.Float) and not _has_few_digits(part)]
+    inexact = [part for part in parts if not part.is_integer and isinstance(part, (sympy.Function, sympy.Pow))]
+    inexact = [part for part in inexact if not isinstance(part, functions.ToFloat)]
+    sums = [part for part in parts if not part.is_integer and isinstance(part, (sympy.Add, sympy.Mul))]
+    if odd or len(inexact) > 1 or (inexact and sums):
+        raise FixedSize(f"arithmetic with fractions that may be rounded in another order: {expression}")
+
+
+def _has_few_digits(number: sympy.Float) -> bool:
+    numerator, denominator = float(number).as_integer_ratio()
+    return abs(numerator) < 1 << 20 and denominator <= 1 << 10
 
 
 def meta_memory(size_bytes: int) -> torch.UntypedStorage:
@@ -181,7 +204,7 @@ def evaluator(texts: Sequence[str]) -> Callable[[Sequence[int] | Mapping[int, in
     """A function from the values of symbols to those of several texts."""
     code = f"lambda s: ({''.join(f'{text}, ' for text in texts)})"
     function: Callable[[Sequence[int] | Mapping[int, int]], tuple[Any, ...]] = eval(
-        code, {"math": math, "abs": abs, "max": max, "min": min}
+        code, {"math": math, "abs": abs, "max": max, "min": min, "torch": torch}
     )
     return function
 

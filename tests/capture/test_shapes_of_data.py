@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -259,3 +260,80 @@ def test_attributes_that_forward_reads_keep_their_bits(use: Callable[[Positions,
     for seed in range(3):
         assert_same_bits(run_steps(net, batch(seed), 1), run_steps(planned, batch(seed), 1))
         assert_same_bits(net.latest, planned.latest)
+
+
+def shares(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Of tokens for each expert, as mixtures count them: SymPy folds the constants, and would round otherwise."""
+    return math.ceil(mask.sum().item() / 6 * 1.1 * 3)
+
+
+def kept_part(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    return int(mask.nonzero().shape[0] * 0.75)
+
+
+def after_writes(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    """Numbers are read when forward reads them, and not after a later write."""
+    count = mask.sum()
+    first = count.item()
+    count += 1
+    return 100 * first + count.item()
+
+
+def without_autocast(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    with torch.autocast("cpu", enabled=False):
+        return ((x @ x.mT) > 0.01).sum().item()
+
+
+def divides_by_what_may_be_zero(x: torch.Tensor, mask: torch.Tensor) -> Any:
+    length = x.shape[1]
+    least = 24 // (length - 9) if length != 9 else 1
+    return (mask.sum(0) >= least).nonzero().shape[0]
+
+
+NUMBERS = [shares, kept_part, after_writes, without_autocast, divides_by_what_may_be_zero]
+
+
+class Scaled(nn.Module):
+    def __init__(self, number: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.net, self.number = nn.Linear(16, 16), number
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return self.net(x).float().square().mean() * self.number(x, mask)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("number", NUMBERS, ids=lambda number: number.__name__)
+def test_numbers_are_those_of_the_plain_step(number: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+    torch.manual_seed(0)
+    net = Scaled(number)
+    planned = copy.deepcopy(net)
+
+    def sample(length: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(8, length, 16), torch.arange(8 * length).reshape(8, length) < count
+
+    with torch.autocast("cpu", torch.bfloat16):
+        memplan.apply(planned, sample(12, 25), "1GiB", costs="estimate")
+        for length, count in [(12, 25), (12, 37), (12, 40), (13, 80), (15, 60), (9, 33), (20, 160)]:
+            batch = sample(length, count)
+            assert_same_bits(run_steps(net, batch, 1), run_steps(planned, batch, 1))
+
+
+def test_masks_in_one_memory_of_which_one_is_written() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            one[:4] = True
+            return self.net(x).sum() * other.sum().item()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Writes()
+    planned = copy.deepcopy(net)
+    mask = torch.arange(32) % 3 == 0
+    memplan.apply(planned, (torch.randn(32, 16), mask.clone(), mask.clone()), "1GiB", costs="estimate")
+    for seed in range(4):
+        x, mask = torch.randn(32, 16), torch.rand(32, generator=torch.Generator().manual_seed(seed)) < 0.5
+        masks = [mask.clone() for _ in range(2)]
+        assert torch.equal(planned(x, masks[0], masks[0]), net(x, masks[1], masks[1]))

@@ -77,6 +77,12 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
         results=results,
         kernels=kernels,
     )
+    try:
+        holds = sizes.broken(sizes.here) is None
+    except Exception as error:  # of what PyTorch writes and Python can't read
+        raise private.FixedSize(f"a condition on sizes can't be evaluated: {error}") from None
+    if not holds:
+        raise private.FixedSize("a condition on sizes does not hold for the sizes that it comes from")
     return _with_numbers(traced, sizes, sizes.here)
 
 

@@ -326,6 +326,11 @@ class Sizes:
         """Whether some of the sizes follow from data."""
         return any(isinstance(source, DataSize) for source in self.sources)
 
+    def is_fixed(self, symbol: int) -> bool:
+        """Whether the step serves one value of a symbol alone."""
+        here = self.here[symbol]
+        return {f"s[{symbol}] >= {here}", f"s[{symbol}] <= {here}"} <= {*self.conditions}
+
     def broken(self, numbers: Numbers) -> Expression | None:
         """The first condition that does not hold; None where all do."""
         if self._all_hold(numbers)[0]:

@@ -236,6 +236,12 @@ class OpWatch(private.TorchDispatchMode):
         for module, path in self._notes.names.items():
             for key, held in vars(module).items():
                 if held is tensor:
+                    if any(storage_key(written) == storage_key(tensor) for written in self._memory.written):
+                        raise OpenIsland(
+                            f"forward writes to the tensor attribute {key} of a module, and reads a number from it: "
+                            f"module {where}. Register it as a buffer",
+                            [self._notes.around()],
+                        )
                     value = tensor.item()
                     self._notes.attribute_reads.append(AttributeRead(path, key, value, where))
                     return value
