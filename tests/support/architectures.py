@@ -679,9 +679,10 @@ def llava() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def resident_tensors(net: nn.Module, sample: Sample) -> Iterator[torch.Tensor]:
-    """Parameters, buffers and inputs: what is held before the step."""
+    """What is held before the step: parameters, buffers, inputs, and tensors that are plain attributes."""
     yield from net.parameters()
     yield from net.buffers()
+    yield from (value for module in net.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
     yield from tensors_of([sample])
 
 
