@@ -159,16 +159,16 @@ class Guards:
     ) -> tuple[Any, ...] | OtherRead:
         if self._program is None:
             return ()
-        sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
         symbols = () if self._sizes is None else self._sizes.sources
         try:
+            sources = [inputs[s.position] if s.kind == "input" else buffer(s.name) for s in self._sources]
             sizes = self._evaluate([s.of(inputs) if isinstance(s, Dimension) else 0 for s in symbols])
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for device_type in self._device_types:  # casts are ops of the program
                     if torch.is_autocast_enabled(device_type):
                         stack.enter_context(torch.autocast(device_type, enabled=False))
                 found = self._program.forward(*sizes, *sources)
-        except Exception as error:  # of an op for the sizes of the sample: a result before it has another shape now
+        except Exception as error:  # of an op for the sizes of the sample, or a buffer is gone
             where = self._guards[0].where
             why = f"forward reads other data: {type(error).__name__} ({where})"
             return OtherRead(line_of_place(where), why, self.of_shapes)

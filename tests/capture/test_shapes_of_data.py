@@ -337,3 +337,28 @@ def test_masks_in_one_memory_of_which_one_is_written() -> None:
         x, mask = torch.randn(32, 16), torch.rand(32, generator=torch.Generator().manual_seed(seed)) < 0.5
         masks = [mask.clone() for _ in range(2)]
         assert torch.equal(planned(x, masks[0], masks[0]), net(x, masks[1], masks[1]))
+
+
+def test_a_buffer_that_masks_may_go() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(16, 16)
+            self.register_buffer("mask", torch.arange(32) < 20)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = getattr(self, "mask", None)
+            return self.net(x if mask is None else x[mask]).square().sum()  # type: ignore[no-any-return]
+
+    torch.manual_seed(0)
+    net = Masked()
+    planned = copy.deepcopy(net)
+    x = torch.randn(32, 16)
+    memplan.apply(planned, x, "1GiB", costs="estimate")
+    for count in (20, 25, 9):
+        for one in (net, planned):
+            one.mask = torch.arange(32) < count
+        assert_same_bits(run_steps(net, x, 1), run_steps(planned, x, 1))
+    for one in (net, planned):
+        del one.mask
+    assert_same_bits(run_steps(net, x, 1), run_steps(planned, x, 1))

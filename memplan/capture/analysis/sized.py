@@ -42,7 +42,7 @@ def with_sizes(traced: Traced, raw: RawTrace) -> Traced:
     assert symbolic is not None
     places = tuple(dict.fromkeys(place for _, place in raw.fixed))
     if not symbolic.sources:
-        raise private.FixedSize("sizes of 0 and 1 are planned by themselves")
+        raise private.FixedSize("sizes of 0 and 1 have plans of their own")
     if len(raw.fixed) == len(symbolic.sources):
         raise UnsupportedModel(f"PyTorch turns sizes into numbers: {'; '.join(places)}")
     symbols = symbolic.symbols
