@@ -98,6 +98,7 @@ from memplan.torch_private.symbols import fake_like as fake_like
 from memplan.torch_private.symbols import is_symbolic as is_symbolic
 from memplan.torch_private.symbols import key_of_size as key_of_size
 from memplan.torch_private.symbols import meta_memory as meta_memory
+from memplan.torch_private.symbols import meta_within as meta_within
 from memplan.torch_private.symbols import named_anew as named_anew
 from memplan.torch_private.symbols import number_here as number_here
 from memplan.torch_private.symbols import text_of_node as text_of_node

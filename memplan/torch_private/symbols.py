@@ -168,12 +168,24 @@ def meta_memory(size_bytes: int) -> torch.UntypedStorage:
         return torch.empty(size_bytes, dtype=torch.uint8, device="meta").untyped_storage()
 
 
+def meta_within(
+    memory: torch.UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of this layout in memory on the meta device, which is known to be large enough.
+
+    Where sizes are symbols, `set_` takes twenty times as long: it compares them with the memory's.
+    """
+    empty = torch.empty(0, dtype=dtype, device="meta").set_(memory, 0, (0,), (1,))
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # so that it is no view of `empty`
+        return empty.as_strided(shape, stride, offset)
+
+
 def fake_like(
     tensor: torch.Tensor, memory: torch.UntypedStorage, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> torch.Tensor:
     """A fake tensor with another layout, in memory on the meta device."""
     with torch._C._DisableTorchDispatch():
-        laid = torch.empty(0, dtype=tensor.dtype, device="meta").set_(memory, offset, shape, stride)
+        laid = meta_within(memory, tensor.dtype, offset, shape, stride)
     return FakeTensor(_NUMBERS, laid, tensor.device) if isinstance(tensor, FakeTensor) else laid
 
 

@@ -18,7 +18,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -65,8 +65,9 @@ class AttributeReads:
         self._owners = [owner for owner in owners if _tells(owner)]
         self._names = {id(owner): _Names() for owner in self._owners}
         self._tables = {id(vars(owner)): self._names[id(owner)] for owner in self._owners}
-        by_line = any(isinstance(owner, NamedTable) and owner.by_line for owner in owners)
-        self._run: set[NamedOn] | None = set() if by_line else None  # on lines that ran; None where that is not known
+        tables = [owner for owner in owners if isinstance(owner, NamedTable) and owner.by_line]
+        self._by_line = frozenset(name for table in tables for name in table.names)
+        self._run: set[NamedOn] | None = set() if tables else None  # on lines that ran; None where that is not known
         self._of_no_concern: set[NamedOn] = set()
 
     @contextlib.contextmanager
@@ -92,7 +93,7 @@ class AttributeReads:
 
     @contextlib.contextmanager
     def _following_lines(self) -> Iterator[None]:
-        """A context in which names on lines that run are noted.
+        """A context in which names on lines that run are noted, in functions that have such names.
 
         A debugger or a meter of coverage goes first. Where there is a GPU, backward runs on threads of its own.
         """
@@ -101,17 +102,24 @@ class AttributeReads:
             yield
             return
         run = self._run
+        followed: dict[int, tuple[CodeType, Any]] = {}  # by function (its code is slow to hash): what follows its lines
 
         def enter(frame: FrameType, event: str, argument: Any) -> Any:
-            if is_of_library(frame):
-                return None
-            names = names_by_line(frame.f_code)
+            known = followed.get(id(frame.f_code))
+            if known is None:
+                known = frame.f_code, None if is_of_library(frame) else following(frame.f_code)
+                followed[id(frame.f_code)] = known
+            return known[1]
+
+        def following(code: CodeType) -> Any:
+            counting = ((number, self._by_line & names.keys()) for number, names in names_by_line(code).items())
+            new = {number: [NamedOn(code, number, name) for name in names] for number, names in counting if names}
 
             def line(frame: FrameType, event: str, argument: Any) -> Any:
-                run.update(NamedOn(frame.f_code, frame.f_lineno, name) for name in names.get(frame.f_lineno, ()))
+                run.update(new.pop(frame.f_lineno, ()))
                 return line
 
-            return line
+            return line if new else None
 
         of_threads = threading.gettrace()
         sys.settrace(enter)

@@ -46,14 +46,9 @@ class _TensorLayout:
     def of(tensor: torch.Tensor) -> _TensorLayout:
         return _TensorLayout(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype)  # type: ignore[arg-type]
 
-    def in_memory_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of this layout in the memory of another, on the meta device."""
-        empty = torch.empty(0, dtype=self.dtype, device="meta")
-        return empty.set_(tensor.untyped_storage(), self.offset, self.shape, self.stride)
-
-    def in_memory_of_its_own(self) -> torch.Tensor:
-        """A tensor of this layout, on the meta device."""
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+    def within(self, memory: torch.UntypedStorage) -> torch.Tensor:
+        """A tensor of this layout in memory on the meta device."""
+        return private.meta_within(memory, self.dtype, self.offset, self.shape, self.stride)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +58,14 @@ class _Result:
     - argument: the tensor among the arguments that it is (where `same`), or in whose memory it lies; None for one in
       memory of its own.
     - same: whether it is that argument itself.
+    - own_bytes: size of the memory of its own; 0 where it lies in that of an argument.
     """
 
     argument: int | None
     same: bool
     layout: _TensorLayout
     device: torch.device
+    own_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +182,7 @@ def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call
     """The results of a view, and nodes for them in the trace."""
     (tensor,) = call.tensors
     with private.without_modes():
-        results = func(_TensorLayout.of(tensor).in_memory_of(tensor), *args[1:], **call.kwargs)
+        results = func(_TensorLayout.of(tensor).within(tensor.untyped_storage()), *args[1:], **call.kwargs)
     node = recording.write(func, call.args, call.kwargs)
     if isinstance(results, torch.Tensor):
         return _bound(recording, node, results, tensor.device)
@@ -200,14 +197,14 @@ def _viewed(recording: private.Recording, func: Any, args: tuple[Any, ...], call
 def _bound(
     recording: private.Recording,
     node: fx.Node,
-    memory: torch.Tensor,
+    contents: torch.Tensor,
     device: torch.device,
     output: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A result that `node` stands for from now on: a new tensor, or `output`, which was there before."""
-    node.meta["val"] = recording.fake(memory, device)  # what becomes of the result is none of its concern
+    node.meta["val"] = recording.fake(contents, device)  # what becomes of the result is none of its concern
     if output is None:
-        output = recording.fake(memory, device)
+        output = recording.fake(contents, device)
     recording.bind(output, node)
     return output
 
@@ -232,11 +229,12 @@ def _output(
     """One of the known results."""
     with private.without_modes(), recording.unwritten():
         if result.argument is None:
-            memory = result.layout.in_memory_of_its_own()
+            memory = private.meta_memory(result.own_bytes)
         else:
-            memory = result.layout.in_memory_of(given[result.argument])
+            memory = given[result.argument].untyped_storage()
+        contents = result.layout.within(memory)
     same = given[result.argument] if result.argument is not None and result.same else None
-    return _bound(recording, node, memory, result.device, same)
+    return _bound(recording, node, contents, result.device, same)
 
 
 # -- reading ---------------------------------------------------------------------------------------------------------
@@ -279,9 +277,9 @@ def _result(recording: private.Recording, output: Any, given: Sequence[torch.Ten
     if around:
         return _Result(around[0], same, layout, output.device)
     with private.without_modes(), recording.unwritten():
-        own_bytes = layout.in_memory_of_its_own().untyped_storage().nbytes()
-    sizes = (layout.offset, own_bytes, output.untyped_storage().nbytes())
-    offset, own, held = map(private.key_of_size, sizes)
-    if offset != 0 or own != held:
+        own = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta").untyped_storage()
+        sizes = (layout.offset, own.nbytes(), output.untyped_storage().nbytes())
+    offset, own_bytes, held_bytes = map(private.key_of_size, sizes)
+    if offset != 0 or own_bytes != held_bytes:
         raise _Unfit
-    return _Result(None, False, layout, output.device)
+    return _Result(None, False, layout, output.device, own.nbytes())
