@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
     from memplan.api import remove as remove
+    from memplan.api import report as report
     from memplan.batch_size import SizedChoice as SizedChoice
     from memplan.batch_size import largest_batch as largest_batch
     from memplan.batch_size import longest_sequence as longest_sequence
@@ -56,7 +57,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
-    "grown_bytes": "api", "on_remove": "api", "prepare": "api", "remove": "api",
+    "grown_bytes": "api", "on_remove": "api", "report": "api", "prepare": "api", "remove": "api",
     "largest_batch": "batch_size", "longest_sequence": "batch_size", "SizedChoice": "batch_size",
     "audit": "exactness", "Audit": "exactness", "Finding": "exactness",
     "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",

@@ -30,6 +30,7 @@ from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
 from memplan.plans.plan import Plan
+from memplan.plans.plan_text import loop_text
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
@@ -390,6 +391,19 @@ def plan_of(model: nn.Module) -> Plan | None:
     _refuse_other_kinds(model)
     planned = planned_forward(model)
     return None if planned is None else planned.plan
+
+
+def report(model: nn.Module) -> str | None:
+    """What each part of a planned model's training loop holds, then the report of the plan that it ran last.
+
+    The parts are the step, `optimizer.step()`, and calls without a plan, of which the first and larger ones are
+    measured. None where the model has no plan.
+    """
+    _refuse_other_kinds(model)
+    planned = planned_forward(model)
+    if planned is None or planned.plan is None:
+        return None
+    return loop_text(planned.plan, planned.grown_bytes, planned.passes.peak_bytes)
 
 
 def grown_bytes(model: nn.Module) -> int | None:

@@ -88,6 +88,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "prepare one sample": (lambda: memplan.prepare(planned(), SAMPLE), TypeError, r"write \[sample\] for one"),
     "remove from no module": (lambda: memplan.remove("x"), TypeError, "model must be a torch.nn.Module"),
     "the plan of no module": (lambda: memplan.plan_of("x"), TypeError, "model must be a torch.nn.Module"),
+    "a report of no module": (lambda: memplan.report("x"), TypeError, "model must be a torch.nn.Module"),
     "what no module has grown by": (lambda: memplan.grown_bytes(3), TypeError, "model must be a torch.nn.Module"),
     "one sample for all batches": (
         lambda: memplan.largest_batch(net(), SAMPLE, "1GiB"), TypeError, "make_sample is a function"

@@ -17,6 +17,7 @@ from memplan import torch_private as private
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.installed.choice import OnMismatch, StepChoice
+from memplan.installed.passes import UnplannedPasses
 from memplan.installed.recovery import OnOutOfMemory, Recovery
 from memplan.installed.unplanned import UnplannedLoss
 from memplan.installed.unused import UnusedPlan
@@ -39,6 +40,7 @@ class PlannedForward:
     - on_mismatch, on_oom: as for `memplan.apply`.
     - agreement: with the other ranks that train the model; None where it trains on this one alone.
     - alone: plans may change without asking other ranks.
+    - passes: calls that run without a plan.
     - undo: what else to call when the plan is taken off.
     """
 
@@ -58,6 +60,7 @@ class PlannedForward:
             model, original, planner, reader, on_mismatch, agreement, alone, self.stepping_aside, self._attend
         )
         self.recovery = Recovery(self.choice, on_oom)
+        self.passes = UnplannedPasses(model, planner.limits, planner.placement, self.choice.voice)
         self.undo: list[Callable[[], None]] = []
         self._training = model.training
         self._own_attribute = "forward" in vars(model)
@@ -99,13 +102,16 @@ class PlannedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_aside():
             self.choice.known.let_go()
-            with contextlib.nullcontext() if self._is_set_aside else self.fetching():
-                return self.original(*args, **kwargs)
+            return self.original(*args, **kwargs) if self._is_set_aside else self._run_aside(args, kwargs)
         call = self.choice.reader.read(args, kwargs)
         with contextlib.suppress(ForwardFails), self.choice.known.one_call():
             return self._run_planned(call)
         with self.stepping_aside(), self.fetching():
             return self.original(*args, **kwargs)  # raises its error, having written what it then has
+
+    def _run_aside(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self.fetching(), self.passes.watching(self.plan, (args, kwargs)):
+            return self.original(*args, **kwargs)
 
     def _run_planned(self, call: Call) -> Any:
         self._unused.end()

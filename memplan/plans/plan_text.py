@@ -23,6 +23,25 @@ def report_text(plan: PlanFigures) -> str:
     return "\n".join(line for part in parts for line in (*part, "")).rstrip() + "\n"
 
 
+def loop_text(plan: PlanFigures, grown_bytes: int | None, passes_bytes: int) -> str:
+    """What each part of a training loop holds, in a line, and the report of its step.
+
+    - grown_bytes: the most that the first step was measured to hold beyond what was there before it.
+    - passes_bytes: the most that calls without a plan were measured to hold; 0 where none was.
+    """
+    problem = plan.problem
+    measured = "" if grown_bytes is None else f"; {format_bytes(problem.resident_bytes + grown_bytes)} as measured"
+    update_bytes = plan.timeline.live_bytes[-1] + problem.update_bytes
+    rows = [
+        (problem.resident_bytes, "throughout: parameters, buffers, inputs, declared optimizer state"),
+        (plan.peak_bytes, f"in the step, as planned{measured}"),
+        *([(update_bytes, "in optimizer.step(), with gradients")] if problem.knows_optimizer else []),
+        *([(passes_bytes, "without a plan (evaluation, generate, no_grad), as measured")] if passes_bytes else []),
+    ]
+    lines = [f"  {format_bytes(size_bytes):>10s}  {text}" for size_bytes, text in rows]
+    return "\n".join(["the training loop holds", *lines, "", report_text(plan)])
+
+
 def summary(plan: PlanFigures) -> str:
     """Peak, budget, what it costs and how it is done, in one line."""
     budget_bytes, most = plan.problem.budget_bytes, format_bytes(plan.baseline_peak_bytes)
@@ -115,6 +134,12 @@ def _choices(memory: StepMemory) -> list[str]:
     told = ", ".join(f"{kind} {len(sizes)} ({format_bytes(sum(sizes))})" for kind, sizes in counts if sizes)
     groups = choice_groups(choices)
     lines = [f"what forward makes for backward: {told or 'nothing'}"]
+    barred = [c for c in choices if c.barred]
+    if barred:
+        why = "; ".join(dict.fromkeys(c.barred for c in barred))
+        lines.append(
+            f"of these {len(barred)} ({format_bytes(sum(c.size_bytes for c in barred))}) can't be made again: {why}"
+        )
     if groups:
         lines.append("the largest, each by itself: other tensors may have to stay, or to be made again, with it")
     for group in groups[:_MOST_CHOICES]:

@@ -1,0 +1,90 @@
+"""What calls hold that run without a plan in a training loop: evaluation, `generate`, log-probabilities under no_grad.
+
+A budget is one for training steps. Such a call may hold more: logits of a whole batch, which training has in chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.installed.voice import Voice
+from memplan.planning.limits import Limits
+from memplan.planning.placement import Placement
+from memplan.plans.plan import Plan
+from memplan.runtime.watch.meter import LiveMeter
+from memplan.units import format_bytes
+
+_LARGER = 1.25  # a call is measured if its inputs are so many times as large as those of any before it
+
+
+class UnplannedPasses:
+    """Measures calls that run without a plan, the first one and larger ones.
+
+    peak_bytes: the most that was on the device in one of them, with parameters, gradients and the optimizer's state. On
+    CUDA a call counts where it holds more than all that ran before it.
+    """
+
+    def __init__(self, model: nn.Module, limits: Limits, placement: Placement, voice: Voice) -> None:
+        self._model, self._limits, self._placement, self._voice = model, limits, placement, voice
+        self.peak_bytes = self._inputs_bytes = 0
+
+    @contextlib.contextmanager
+    def watching(self, plan: Plan | None, inputs: Any) -> Iterator[None]:
+        """A context for such a call. Where it holds more than the budget, a warning says so.
+
+        - plan: of the training step.
+        - inputs: arguments of the call.
+        """
+        tensors = [t for t in private.pytree.tree_leaves(inputs) if isinstance(t, torch.Tensor)]
+        size_bytes = sum(t.nbytes for t in tensors)
+        device = next((p.device for p in self._model.parameters()), torch.device("meta"))
+        # On a CPU, parameters that come and go are not told from others.
+        countable = device.type == "cuda" or (device.type == "cpu" and not self._moves)
+        if plan is None or not countable or size_bytes < _LARGER * self._inputs_bytes or private.someone_traces():
+            yield
+            return
+        self._inputs_bytes = max(size_bytes, 1)
+        if device.type == "cuda":
+            before_bytes, earlier_bytes = private.requested_bytes(device)
+            yield
+            peak_bytes = private.requested_bytes(device)[1]
+            if peak_bytes == earlier_bytes:
+                return
+        else:
+            meter, parameters = LiveMeter(), list(self._model.parameters())
+            meter.register([parameters, [p.grad for p in parameters], list(self._model.buffers()), tensors])
+            others_bytes = plan.problem.extra_resident_bytes
+            before_bytes = meter.live_bytes + others_bytes
+            with meter:
+                yield
+            peak_bytes = meter.peak_bytes + others_bytes
+        self.peak_bytes = max(self.peak_bytes, peak_bytes)
+        limit_bytes = self._limits.budget_bytes if self._limits.is_of_device else None
+        if limit_bytes is not None and peak_bytes > limit_bytes:
+            remedy = _remedy(before_bytes, peak_bytes - before_bytes, limit_bytes, tensors)
+            text = (
+                f"a call without a plan (evaluation, generate, no_grad) holds {format_bytes(peak_bytes)}, over the "
+                f"budget of {format_bytes(limit_bytes)}, which is for training steps. {remedy}"
+            )
+            self._voice.warn({"passes": text})
+
+    @property
+    def _moves(self) -> bool:
+        """Whether parameters are not on the device throughout."""
+        return bool(self._placement.host) or self._placement.gathers is not None
+
+
+def _remedy(before_bytes: int, grown_bytes: int, limit_bytes: int, tensors: list[torch.Tensor]) -> str:
+    """What would make a call fit that holds so much beside what was there before it."""
+    room_bytes = limit_bytes - before_bytes
+    if room_bytes <= 0:
+        return f"{format_bytes(before_bytes)} are there before it begins"
+    parts = -(-grown_bytes // room_bytes)
+    batch = next((t.shape[0] for t in tensors if t.dim()), 1)
+    return f"It would fit in {parts} parts of its batch" if parts <= batch else "It would fit with shorter inputs"
