@@ -181,6 +181,6 @@ def _barred(graph: Graph, value: int, op: int) -> str:
     maker = graph.ops[op]
     if graph.values[value].held:
         return "it is an output, which the caller holds"
-    if maker.effects or not maker.recomputable:
-        return "its op writes to what outlives the step, or may round otherwise"
+    if not maker.recomputable:
+        return "its op writes to what outlives the step, or may give other bits"
     return ""

@@ -99,7 +99,7 @@ class Op:
     - effects: writes to resident values that the first run makes and a recompute leaves out.
     - random: draws from the generator. A recompute replays the generator's state as it was at the first run.
     - recomputable: False for ops that write to resident values, whose inputs are gone afterwards, and for ops that may
-      round otherwise in a second run.
+      give other bits in a second run.
     - key: equal for ops with the same kernel and the same shapes, strides, dtypes and settings.
     """
 

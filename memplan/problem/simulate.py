@@ -178,7 +178,7 @@ class _Machine:
         if first:
             self._check_first_run(op, index)
         elif not op.recomputable:
-            raise _Refusal(f"{op.name} writes to what outlives the step, or may round otherwise, and can't run again")
+            raise _Refusal(f"{op.name} writes to what outlives the step, or may give other bits, and can't run again")
         elif op.random and index not in self.saved_rng:
             raise _Refusal(f"{op.name} is random and no generator state was kept for running it again")
         for v in op.inputs:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import memplan
+from memplan.capture.ops import op_facts
 from memplan.plans.choices import choice_groups, choices_of
 from memplan.plans.labels import joined
 from memplan.plans.step_memory import KINDS, planned_memory, step_memory
@@ -86,12 +87,20 @@ def test_each_choice_is_what_the_schedule_does() -> None:
     assert sum(group.size_bytes for group in groups) == sum(c.size_bytes for c in choices)
 
 
-def test_what_can_not_run_again_says_why() -> None:
+def test_what_can_not_run_again_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     net, sample = net_and_sample()
-    choices = choices_of(planned_memory(memplan.plan(net, sample, 1.0, costs="estimate")))
-    barred = [group for group in choice_groups(choices) if group.choices[0].barred]
-    assert any("norm: native_batch_norm" in group.label for group in barred)
-    assert all(group.reason.startswith("can't run again: its op writes to") for group in barred)
+    assert "can't be made again" not in memplan.plan(net, sample, 1.0, costs="estimate").report(), (
+        "BatchNorm runs again"
+    )
+    monkeypatch.setattr(op_facts, "may_give_other_bits", lambda target, *_: target is torch.ops.aten.tanh.default)
+    plan = memplan.plan(net, sample, "min", costs="estimate")
+    choices = choices_of(planned_memory(plan))
+    barred = [c for c in choices if c.barred]
+    assert {c.label.split(": ")[-1] for c in barred} == {"tanh"}
+    assert {c.decision for c in barred} == {"keep"} and any(c.decision == "recompute" for c in choices)
+    line = next(line for line in plan.report().splitlines() if "can't be made again" in line)
+    size = memplan.format_bytes(sum(c.size_bytes for c in barred))
+    assert line.startswith(f"of these {len(barred)} ({size}) can't be made again: its op writes to")
 
 
 def test_offload_is_told_with_both_other_ways() -> None:

@@ -651,6 +651,20 @@ def test_what_is_on_the_host_stays_there_whatever_the_default_device(monkeypatch
 # -- bits -------------------------------------------------------------------------------------------------------------
 
 
+def test_what_cuda_chooses_among_equals_is_kept() -> None:
+    with private.FakeTensorMode():
+        on_gpu, count = torch.empty(4, device=CUDA), torch.empty(4, dtype=torch.int64, device=CUDA)
+        on_cpu = torch.empty(4)
+    other = op_facts.may_give_other_bits
+    for tensor in (on_gpu, count):
+        assert other(aten.topk.default, (tensor, 2), {}, (tensor, count))
+        assert other(aten.sort.default, (tensor,), {}, (tensor, count))
+        assert other(aten.median.default, (tensor,), {}, tensor)
+        assert not other(aten.sort.stable, (tensor,), {"stable": True}, (tensor, count))
+        assert not other(aten.argmax.default, (tensor,), {}, count), "the first of equals, says its documentation"
+    assert not other(aten.topk.default, (on_cpu, 2), {}, (on_cpu, on_cpu))
+
+
 def test_what_cuda_adds_in_any_order_is_kept() -> None:
     with private.FakeTensorMode():
         on_gpu, on_cpu = torch.empty(4, device=CUDA), torch.empty(4)

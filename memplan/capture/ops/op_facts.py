@@ -70,6 +70,10 @@ _ADDS_IN_ANY_ORDER: dict[str, str | None] = {
     "aten::histc": None, "aten::nll_loss2d_forward": None,
 }  # fmt: skip
 
+# Ops that choose among numbers of which several may be equal: which of those is not promised. Where a second run chose
+# others, a token would go to another expert in backward than in forward.
+_CHOOSES_AMONG_EQUALS = ("aten::topk", "aten::sort", "aten::kthvalue", "aten::median", "aten::nanmedian", "aten::mode")
+
 _KNOWN = ("aten", "prims", "prim", "memplan", "_c10d_functional", "_dtensor")
 _SEEDED_BEFORE = frozenset(  # their forwards hand them what they drew
     getattr(aten, f"_scaled_dot_product_{kind}_attention_backward").default for kind in ("efficient", "cudnn")
@@ -108,11 +112,16 @@ def draws_random_numbers(target: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def may_give_other_bits(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
-    """Whether a second run of an op on the same values may round otherwise. result: its first, or a fake of that.
+    """Whether a second run of an op on the same values may give others. result: of the first run, or a fake of it.
 
     With `torch.use_deterministic_algorithms(True)` PyTorch takes other kernels, or raises.
     """
-    if not isinstance(target, OpOverload) or target._schema.name not in _ADDS_IN_ANY_ORDER:
+    if not isinstance(target, OpOverload):
+        return False
+    if target._schema.name in _CHOOSES_AMONG_EQUALS:
+        chosen = result[0] if isinstance(result, (tuple, list)) else result
+        return chosen.device.type == "cuda" and not kwargs.get("stable")
+    if target._schema.name not in _ADDS_IN_ANY_ORDER:
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
