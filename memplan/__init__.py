@@ -12,14 +12,8 @@ from memplan import logs as logs  # lines of integrations go through it, too
 if TYPE_CHECKING:
     from memplan.api import apply as apply
     from memplan.api import explore as explore
-    from memplan.api import fetching as fetching
-    from memplan.api import grown_bytes as grown_bytes
-    from memplan.api import on_remove as on_remove
     from memplan.api import plan as plan
-    from memplan.api import plan_of as plan_of
     from memplan.api import prepare as prepare
-    from memplan.api import remove as remove
-    from memplan.api import report as report
     from memplan.batch_size import SizedChoice as SizedChoice
     from memplan.batch_size import largest_batch as largest_batch
     from memplan.batch_size import longest_sequence as longest_sequence
@@ -43,6 +37,12 @@ if TYPE_CHECKING:
     from memplan.kernel_errors import KernelErrors as KernelErrors
     from memplan.kernel_errors import compare_kernels as compare_kernels
     from memplan.losses import chunked_loss as chunked_loss
+    from memplan.planned_models import fetching as fetching
+    from memplan.planned_models import grown_bytes as grown_bytes
+    from memplan.planned_models import on_remove as on_remove
+    from memplan.planned_models import plan_of as plan_of
+    from memplan.planned_models import remove as remove
+    from memplan.planned_models import report as report
     from memplan.plans.plan import Plan as Plan
     from memplan.problem.data import Budget as Budget
     from memplan.problem.data import Buffers as Buffers
@@ -56,8 +56,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "apply": "api", "explore": "api", "fetching": "api", "plan": "api", "plan_of": "api",
-    "grown_bytes": "api", "on_remove": "api", "report": "api", "prepare": "api", "remove": "api",
+    "apply": "api", "explore": "api", "plan": "api", "prepare": "api",
+    "fetching": "planned_models", "grown_bytes": "planned_models", "on_remove": "planned_models",
+    "plan_of": "planned_models", "remove": "planned_models", "report": "planned_models",
     "largest_batch": "batch_size", "longest_sequence": "batch_size", "SizedChoice": "batch_size",
     "audit": "exactness", "Audit": "exactness", "Finding": "exactness",
     "compare_kernels": "kernel_errors", "KernelErrors": "kernel_errors",

@@ -22,15 +22,15 @@ from memplan.installed.checkpointing import checkpointing_off
 from memplan.installed.choice import OnMismatch
 from memplan.installed.planned_forward import PlannedForward, planned_forward
 from memplan.installed.recovery import OnOutOfMemory
-from memplan.installed.unplanned import UnplannedLoss, is_disabled, leave_unplanned
+from memplan.installed.unplanned import is_disabled, leave_unplanned
 from memplan.installed.unused import refuse_without_forward
 from memplan.logs import log
+from memplan.planned_models import refuse_no_module
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment, prepare_allocator
 from memplan.planning.planner import Planner
 from memplan.planning.settings import CostSource, Dynamic, Kernels, LossFunction, OnInfeasible, Settings, Update, one_of
 from memplan.plans.figures import Random
 from memplan.plans.plan import Plan
-from memplan.plans.plan_text import loop_text
 from memplan.problem.budgets import BudgetLike
 from memplan.problem.data import Link, Surroundings
 from memplan.runtime.host.place import Init
@@ -278,8 +278,7 @@ def _refuse_other_kinds(
     model: nn.Module, plan: Plan | None = None, group: torch.distributed.ProcessGroup | None = None
 ) -> None:
     """Raise TypeError where arguments are not of the kind that they should be."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    refuse_no_module(model)
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan is a memplan.Plan, as memplan.Plan.load reads from a file, got {type(plan).__name__}")
     if group is not None and not isinstance(group, torch.distributed.ProcessGroup):
@@ -384,86 +383,6 @@ def prepare(model: nn.Module, samples: Sequence[Sample]) -> tuple[Plan | None, .
 
 def _bytes(sample: Sample) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(sample) if isinstance(t, torch.Tensor))
-
-
-def plan_of(model: nn.Module) -> Plan | None:
-    """The plan that the model ran last, or will run first. None where it has none."""
-    _refuse_other_kinds(model)
-    planned = planned_forward(model)
-    return None if planned is None else planned.plan
-
-
-def report(model: nn.Module) -> str | None:
-    """What each part of a planned model's training loop holds, then the report of the plan that it ran last.
-
-    The parts are the step, `optimizer.step()`, and calls without a plan, of which the first and larger ones are
-    measured. None where the model has no plan.
-    """
-    _refuse_other_kinds(model)
-    planned = planned_forward(model)
-    if planned is None or planned.plan is None:
-        return None
-    return loop_text(planned.plan, planned.grown_bytes, planned.passes.peak_bytes)
-
-
-def grown_bytes(model: nn.Module) -> int | None:
-    """The most bytes that a planned model's first step was measured to hold beyond those that were there before it.
-
-    On a CPU, kernel scratch is not measured. None before that step is over, and without a plan.
-    """
-    _refuse_other_kinds(model)
-    planned = planned_forward(model)
-    return None if planned is None else planned.grown_bytes
-
-
-def remove(model: nn.Module) -> nn.Module:
-    """Take the plan off the model and off submodules of it, and put the original forwards back.
-
-    A model without a plan stays as it is. Parameters that live on the host stay there; `model.to(device)` brings them
-    back, and the next `optimizer.step()` brings back its state.
-    """
-    _refuse_other_kinds(model)
-    for module in model.modules():
-        planned = planned_forward(module)
-        if planned is not None:
-            planned.uninstall()
-            for undo in reversed(planned.undo):
-                undo()
-            planned.warn_of_host()
-        forward = vars(module).get("forward")
-        if isinstance(forward, UnplannedLoss):
-            forward.uninstall()
-    return model
-
-
-@contextlib.contextmanager
-def fetching(model: nn.Module) -> Iterator[None]:
-    """Run parts of a planned model by themselves, without gradients, though parameters live on the host.
-
-    The model itself needs no help in eval mode and under no_grad. This is for code that calls submodules of it, as
-    `generate` of encoder-decoder models does. Within this context they find their parameters on the device, each copy
-    for as long as it is used. What is written in place to such a copy is written to the host as well; assigning to
-    `.data` is lost.
-
-    Raises ValueError where the model has no plan.
-    """
-    planned = planned_forward(model)
-    if planned is None and not is_disabled():
-        raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
-    with torch.no_grad(), contextlib.nullcontext() if planned is None else planned.fetching():
-        yield
-
-
-def on_remove(model: nn.Module, undo: Callable[[], None]) -> None:
-    """Let `remove` call `undo` once the plan is off, so that what an integration has put around the model goes with it.
-
-    Raises ValueError where the model has no plan.
-    """
-    planned = planned_forward(model)
-    if planned is not None:
-        planned.undo.append(undo)
-    elif not is_disabled():
-        raise ValueError("the model is not planned; call memplan.apply(model, sample, budget) first")
 
 
 @contextlib.contextmanager

@@ -14,8 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from memplan import torch_private as private
-from memplan.api import apply, remove
+from memplan.api import apply
 from memplan.capture.trace.call import Call, CallReader, Sample
+from memplan.planned_models import remove
 from memplan.planning.settings import LossFunction
 from memplan.torch_private import pytree
 

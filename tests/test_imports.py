@@ -53,14 +53,17 @@ ARROWS = {
     "planning": "cache capture config costs errors fusion logs losses plans problem runtime solvers "
     "torch_private units",
     "installed": "capture costs errors logs planning plans problem runtime torch_private units",
-    "api": "capture config costs errors installed logs planning plans problem runtime torch_private units",
+    "planned_models": "installed plans",
+    "api": "capture config costs errors installed logs planned_models planning plans problem runtime torch_private "
+    "units",
     "batch_size": "api capture errors planning plans problem torch_private units",
-    "kernel_errors": "api capture planning torch_private",
+    "kernel_errors": "api capture planned_models planning torch_private",
     "exactness": "capture errors installed planning runtime torch_private",
     "command_line": "api batch_size cache capture costs errors exactness logs planning plans problem solvers/numeric "
     "torch_private units",
     "__main__": "command_line",
-    "__init__": "api batch_size capture config errors exactness kernel_errors logs losses plans problem units",
+    "__init__": "api batch_size capture config errors exactness kernel_errors logs losses planned_models plans problem "
+    "units",
 }
 # What the folders at the top may import of other projects, beside the standard library.
 NUMERIC = {"numpy", "numba", "networkx"}
@@ -72,7 +75,7 @@ THEIRS = {
     **dict.fromkeys(
         (
             *("torch_private", "capture", "costs", "fusion", "runtime", "planning", "installed", "api", "losses"),
-            *("batch_size", "kernel_errors", "exactness", "command_line"),
+            *("planned_models", "batch_size", "kernel_errors", "exactness", "command_line"),
         ),
         NUMERIC | {"torch"},
     ),
