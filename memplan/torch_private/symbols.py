@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import builtins
 import functools
+import gc
 import math
 import operator
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -263,9 +265,10 @@ _MOST_TURNS = 64  # of a loop over a size; one of more turns depends on the numb
 
 @contextmanager
 def _sizes_left_open() -> Iterator[None]:
-    """A context in which fake kernels, `range` and `len` leave sizes symbols. SymPy remembers what is a number.
+    """A context in which fake kernels, `range` and `len` leave sizes symbols, which are ints to `isinstance`.
 
-    It asks that half a million times in the trace of a Llama of 32 layers, a third of the seconds.
+    SymPy remembers what is a number: it asks that half a million times in the trace of a Llama of 32 layers, a third of
+    the seconds.
     """
     known = fake_impls.op_implementations_dict
     with _ONE_AT_A_TIME:
@@ -275,9 +278,15 @@ def _sizes_left_open() -> Iterator[None]:
         known.update(_OPEN)
         vars(builtins).update(_OPEN_BUILTINS)
         sympy.Expr.is_number = property(functools.lru_cache(1 << 16)(is_number.fget))
+        for kind, plain in _PLAIN.items():
+            _own_attributes(kind)["__class__"] = property(functools.partial(_class_of_symbol, plain))
+            kind.__doc__ = kind.__doc__  # lets Python forget what it has looked up
         try:
             yield
         finally:
+            for kind in _PLAIN:
+                del _own_attributes(kind)["__class__"]
+                kind.__doc__ = kind.__doc__
             sympy.Expr.is_number = is_number
             vars(builtins).update(functions)
             for op, kernel in kernels.items():
@@ -285,6 +294,25 @@ def _sizes_left_open() -> Iterator[None]:
                     del known[op]
                 else:
                     known[op] = kernel
+
+
+def _own_attributes(kind: type) -> dict[str, Any]:
+    """The attributes of a class, to be written to: `setattr` would change the class of the class."""
+    (attributes,) = (found for found in gc.get_referents(vars(kind)) if type(found) is dict)
+    return attributes
+
+
+_PLAIN: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+_KNOW_SYMBOLS = frozenset({"torch", "sympy", "memplan"})
+
+
+def _class_of_symbol(plain: type, symbol: Any) -> type:
+    """What `isinstance` takes a symbol for: itself where PyTorch asks, and a plain number, as in eager, elsewhere."""
+    frame = sys._getframe(1)
+    if frame.f_globals.get("__name__") == "abc" and frame.f_back is not None:  # isinstance(size, numbers.Integral)
+        frame = frame.f_back
+    asks = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return type(symbol) if asks in _KNOW_SYMBOLS else plain
 
 
 _RANGE, _LEN = range, len  # names of builtins mean what stands in for them, during a trace

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -260,6 +262,59 @@ def test_attributes_that_forward_reads_keep_their_bits(use: Callable[[Positions,
     for seed in range(3):
         assert_same_bits(run_steps(net, batch(seed), 1), run_steps(planned, batch(seed), 1))
         assert_same_bits(net.latest, planned.latest)
+
+
+def matches_an_int(n: Any) -> bool:
+    match n:
+        case int() if n > 20:
+            return True
+    return False
+
+
+@functools.singledispatch
+def is_long(n: object) -> bool:
+    return False
+
+
+@is_long.register
+def _(n: int) -> bool:
+    return n > 20
+
+
+class AsksForKinds(nn.Module):
+    def __init__(self, asks: Callable[[Any], bool]) -> None:
+        super().__init__()
+        self.net, self.asks = nn.Linear(16, 16), asks
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        chosen = x[mask]
+        return self.net(chosen) * (2 if self.asks(x.shape[1]) else 1) * (3 if self.asks(chosen.shape[0]) else 1)
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda n: isinstance(n, int) and n > 20,
+        lambda n: isinstance(n, (float, int)) and n > 20,
+        lambda n: isinstance(n, numbers.Integral) and n > 20,
+        lambda n: isinstance(n * 0.5, float) and n > 20,
+        lambda n: isinstance(n > 20, bool) and n > 20,
+        lambda n: n.__class__ is int and n > 20,
+        matches_an_int,
+        is_long,
+    ],
+)
+def test_sizes_that_vary_are_of_the_kind_that_eager_has(asks: Callable[[Any], bool]) -> None:
+    """Where the sizes that were captured do not tell, others do."""
+    torch.manual_seed(0)
+    net = AsksForKinds(asks)
+    planned = copy.deepcopy(net)
+    for number, (length, chosen) in enumerate([(10, 4), (12, 8), (15, 30), (30, 8), (11, 9), (40, 31)]):
+        x, mask = torch.randn(4, length, 16), torch.zeros(4, length, dtype=torch.bool)
+        mask.view(-1)[:chosen] = True
+        if not number:
+            memplan.apply(planned, (x, mask), "1GiB", costs="estimate")
+        assert_same_bits(run_steps(net, (x, mask), 1), run_steps(planned, (x, mask), 1))
 
 
 def shares(x: torch.Tensor, mask: torch.Tensor) -> Any:
