@@ -22,7 +22,7 @@ from memplan.solvers import solve_front
 from memplan.solvers.chain.expand import last_reads, outside_of
 from memplan.solvers.chain.options import LocalBlock, cut_orders, localise
 from memplan.solvers.chain.partition import coarse_cuts, make_chain
-from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, Grid, solve_grid
 from memplan.solvers.front.methods import merged_cuts
 from memplan.solvers.orders.flat import flatten
@@ -75,11 +75,10 @@ def main() -> int:
         for most_ops in args.ops:
             for block in distinct_blocks(instances()[name], most_ops):
                 forward = block.flat.arrays.boundary
-                try:
-                    searched = BlockSearch(block, most_nodes=args.nodes, most_forwards=1.0)
-                except Unsuited as reason:
+                if (reason := why_unsuited(block)) is not None:
                     print(f"{name:16} {most_ops:8} {forward:4}  {reason}")
                     continue
+                searched = BlockSearch(block, most_nodes=args.nodes, most_forwards=1.0)
                 start = time.process_time()
                 known = [tuple(order.tolist()) for order in cut_orders(block, 8)]
                 grid = solve_grid(searched, known, args.parts, args.parts, args.parts // 2)

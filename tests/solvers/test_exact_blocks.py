@@ -15,7 +15,7 @@ from memplan.problem.data import Costs, Graph, Problem
 from memplan.solvers.chain.expand import last_reads, outside_of
 from memplan.solvers.chain.options import LocalBlock, localise
 from memplan.solvers.chain.partition import coarse_cuts, fine_cuts, make_chain
-from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order, solve_block, solve_grid
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
 from memplan.solvers.exact.kernel import Rules
@@ -40,14 +40,6 @@ def blocks_of(problem: Problem, most_blocks: int) -> list[LocalBlock]:
     return [localise(flat, b, outside.incoming[i], last_read, keys) for i, b in enumerate(chain.blocks)]
 
 
-def suited(block: LocalBlock) -> bool:
-    try:
-        BlockSearch(block)
-    except Unsuited:
-        return False
-    return True
-
-
 def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
     """Limits that allow little, and limits that allow all."""
     n = block.flat.arrays.boundary
@@ -62,7 +54,7 @@ def range_of_budgets(block: LocalBlock) -> tuple[tuple[int, int, int], tuple[int
 def questions(draw: st.DrawFn, most_ops: int, most_values: int, forward: bool = True) -> tuple[LocalBlock, BlockBudget]:
     problem = draw(random_problems(most_ops=most_ops))
     block = draw(st.sampled_from(blocks_of(problem, draw(st.integers(1, 3)))))
-    assume(suited(block))
+    assume(why_unsuited(block) is None)
     assume(2 <= len(facts_of(block).size) <= most_values and len(facts_of(block).step_reads) > 0)
     low, high = range_of_budgets(block)
     limits = [a + max(0, b - a) * draw(st.integers(0, 6)) // 6 for a, b in zip(low, high, strict=True)]
@@ -137,7 +129,7 @@ def test_equals_the_programme_on_larger_blocks(question: tuple[LocalBlock, Block
 @CALM
 @given(random_problems(most_ops=10), st.integers(1, 3))
 def test_an_unfinished_search_has_an_incumbent_and_a_bound(problem: Problem, most_nodes: int) -> None:
-    for block in filter(suited, blocks_of(problem, 1)):
+    for block in itertools.filterfalse(why_unsuited, blocks_of(problem, 1)):
         few, many = BlockSearch(block, most_nodes=most_nodes), BlockSearch(block)
         for budget in solve_grid(few, (), 3, 3).budgets:
             known = [few.keep_all()] if budget.admits(option_of_order(block, few.keep_all())) else []
@@ -157,7 +149,7 @@ def test_a_layer_is_certified_over_its_grid() -> None:
     outside = outside_of(flat, chain, last_read)
     for index, part in enumerate(chain.blocks):
         block = localise(flat, part, outside.incoming[index], last_read, keys)
-        if suited(block) and len(part.backward):
+        if why_unsuited(block) is None and len(part.backward):
             grid = solve_grid(BlockSearch(block), (), 4, 4)
             assert grid.certified == 1.0
             for budget, answer in zip(grid.budgets, grid.answers, strict=True):
@@ -168,7 +160,7 @@ def test_a_layer_is_certified_over_its_grid() -> None:
 @given(random_problems(most_ops=7), st.sampled_from([0, 1, 3, 1000]))
 def test_a_grid_says_of_every_budget_what_is_true(problem: Problem, most_nodes: int) -> None:
     """Bounds and orders that budgets take over from each other, limits on the forward peak among them."""
-    for block in filter(suited, blocks_of(problem, 1)):
+    for block in itertools.filterfalse(why_unsuited, blocks_of(problem, 1)):
         if len(facts_of(block).size) > 9:
             continue
         forward_s = float(block.flat.arrays.time_s[: block.flat.arrays.boundary].sum())

@@ -85,26 +85,36 @@ class Reversed(NamedTuple):
     cut_bytes: int
 
 
-class Unsuited(Exception):
-    """The search can't take this block.
+def why_unsuited(block: LocalBlock) -> str | None:
+    """Why the search can't take a block; None if it can.
 
-    Either it has more values than a node has bits for. Or an output takes over a value of another size, as one does
-    that stands outside the block and has no bytes in it.
+    Either the block has more values than a node has bits for. Or an output takes over a value of another size: a value
+    outside the block, for example, has no bytes in it.
     """
+    a = block.flat.arrays
+    tracked, drawing = _tracked(block)
+    if len(tracked) + len(drawing) > MOST_VALUES:
+        return f"{len(tracked) + len(drawing)} values; {MOST_VALUES} is the most"
+    for v in (v for row in block.flat.makes for v in row):
+        taken_over = int(a.taken[v])
+        if taken_over >= 0 and a.producer[taken_over] < a.boundary and a.size_bytes[taken_over] != a.size_bytes[v]:
+            return "an output takes over a value of another size"
+    return None
+
+
+def _tracked(block: LocalBlock) -> tuple[list[int], list[int]]:
+    """Values that forward may drop, and random ops whose generator state may be kept."""
+    a = block.flat.arrays
+    tracked = [v for op in range(a.boundary) for v in block.flat.makes[op] if not a.held[v]]
+    return tracked, [op for op in range(a.boundary) if a.random[op] and a.rerunnable[op] and a.rng_state_bytes]
 
 
 def reverse(block: LocalBlock) -> tuple[Reversed, float]:
-    """The arrays of a block, and the seconds of one tick. Raises Unsuited."""
+    """The arrays of a block that the search can take (`why_unsuited`), and the seconds of one tick."""
+    assert why_unsuited(block) is None
     a, flat = block.flat.arrays, block.flat
     n = a.boundary
-    tracked = [v for op in range(n) for v in flat.makes[op] if not a.held[v]]
-    drawing = [op for op in range(n) if a.random[op] and a.rerunnable[op] and a.rng_state_bytes]
-    if len(tracked) + len(drawing) > MOST_VALUES:
-        raise Unsuited(f"{len(tracked) + len(drawing)} values; {MOST_VALUES} is the most")
-    for v in (v for row in flat.makes for v in row):
-        taken_over = int(a.taken[v])
-        if taken_over >= 0 and a.producer[taken_over] < n and a.size_bytes[taken_over] != a.size_bytes[v]:
-            raise Unsuited("an output takes over a value of another size")
+    tracked, drawing = _tracked(block)
     index = {v: k for k, v in enumerate(tracked)}
     state = {op: len(tracked) + k for k, op in enumerate(drawing)}
 

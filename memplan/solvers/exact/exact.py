@@ -21,7 +21,7 @@ import numpy as np
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, Option
 from memplan.solvers.chain.options import measured as option_of
-from memplan.solvers.exact.block import Reversed, Rows, Unsuited, reverse
+from memplan.solvers.exact.block import Reversed, Rows, reverse, why_unsuited
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget, improved
 from memplan.solvers.exact.kernel import Cell, Rules, SearchResult, search
@@ -68,7 +68,7 @@ class BlockSearch:
 
     def __init__(self, block: LocalBlock, rules: Rules | None = None, most_nodes: int = 20_000,
                  most_forwards: float | None = None) -> None:  # fmt: skip
-        """Prepare the search. Raises Unsuited where it can't take the block.
+        """Prepare the search of a block that it can take (`why_unsuited`).
 
         most_forwards: orders that repeat more than so many forward parts, in seconds, are of no interest. The search
         then answers as if there were none.
@@ -330,12 +330,9 @@ def exact_orders(block: LocalBlock, known: Iterable[Ints], parts: int, most_node
     There are none where the search can't take the block, or has nothing to decide.
     """
     a = block.flat.arrays
-    if a.boundary < _LEAST_OPS or block.flat.op_count - a.boundary < 2:
+    if a.boundary < _LEAST_OPS or block.flat.op_count - a.boundary < 2 or why_unsuited(block):
         return []
-    try:
-        searched = BlockSearch(block, most_nodes=most_nodes, most_forwards=_MOST_FORWARDS)
-    except Unsuited:
-        return []
+    searched = BlockSearch(block, most_nodes=most_nodes, most_forwards=_MOST_FORWARDS)
     grid = solve_grid(searched, (tuple(order.tolist()) for order in known), parts, parts, parts // 2)
     orders = dict.fromkeys(answer.order for answer in grid.answers if answer.order is not None)
     return [np.array(order, dtype=np.int64) for order in orders]

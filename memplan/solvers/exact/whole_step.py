@@ -10,7 +10,7 @@ import numpy as np
 
 from memplan.problem.schedule import BOUNDARY
 from memplan.solvers.chain.options import LocalBlock, cut_orders
-from memplan.solvers.exact.block import Unsuited
+from memplan.solvers.exact.block import why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, BlockSolution, option_of_order
 from memplan.solvers.exact.incumbents import BlockBudget, improved
 from memplan.solvers.orders.flat import Flat, Ints, compressed
@@ -82,10 +82,7 @@ def solve_step(flat: Flat, parts: int, cuts: int, most_nodes: int) -> list[StepA
     A step that the search can't take has incumbents alone.
     """
     block = whole_step(flat)
-    try:
-        searched: BlockSearch | None = BlockSearch(block, most_nodes=most_nodes)
-    except Unsuited:
-        searched = None
+    searched = None if why_unsuited(block) else BlockSearch(block, most_nodes=most_nodes)
     n = block.flat.arrays.boundary
     everything = (*range(n), BOUNDARY, *range(n, block.flat.op_count))
     starts = [everything, *(tuple(order.tolist()) for order in cut_orders(block, cuts))]
