@@ -8,6 +8,7 @@ compiled group writes over what. This process then loads the code.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,12 +35,11 @@ class FusedKernel:
         return self._call([*tensors])
 
 
-class NotCompiled(Exception):
+@dataclass(frozen=True, slots=True)
+class NotCompiled:
     """Groups can't be compiled, or do not give what they should. ops: those of the trace that they are made of."""
 
-    def __init__(self, ops: set[int]) -> None:
-        super().__init__(f"ops {sorted(ops)}")
-        self.ops = ops
+    ops: frozenset[int]
 
 
 class GroupCompiler:
@@ -58,10 +58,10 @@ class GroupCompiler:
         if missing:
             raise ValueError(f'kernels="fused" needs {missing}. Or say kernels="eager"')
 
-    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None]:
+    def kernels(self, units: Sequence[Unit], dry: bool = False) -> list[FusedKernel | None] | NotCompiled:
         """The kernel of each unit that is a group. Sets their `over` to what is really written over what.
 
-        dry: nothing is compiled, and groups are taken to write over all that they may. Raises NotCompiled.
+        dry: nothing is compiled, and groups are taken to write over all that they may.
         """
         programs = {unit: GroupProgram.of(unit) for unit in units if isinstance(unit, FusedGroup)}
         keys = {group: program.key for group, program in programs.items()}
@@ -74,7 +74,7 @@ class GroupCompiler:
                 "%d groups of ops can't be compiled and run as they are: %s",
                 len(failed), self._failed[keys[failed[0]]],
             )  # fmt: skip
-            raise NotCompiled({place_of_node(node).op for group in failed for node in group.nodes})
+            return NotCompiled(frozenset(place_of_node(node).op for group in failed for node in group.nodes))
         found: list[FusedKernel | None] = []
         for unit in units:
             kernel = None

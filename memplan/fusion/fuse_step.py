@@ -13,7 +13,7 @@ from memplan.fusion.fusible import fusible_ops
 from memplan.fusion.group_program import GroupProgram
 from memplan.fusion.groups import FusedGroup, Unit, grouped_units, set_ends, without_dead
 from memplan.fusion.rematerialise import rematerialise
-from memplan.fusion.step_graph import NotExpandable, StepGraph, place_of_node
+from memplan.fusion.step_graph import StepGraph, place_of_node
 
 _process_compiler = GroupCompiler()
 
@@ -34,7 +34,7 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         compiler.check(traced.device)
     extern = set(range(len(traced.graph.ops))) - fusible_ops(traced)
     while True:
-        step = _step_graph(traced, extern)
+        step = StepGraph(traced, extern)
         units = without_dead(step, grouped_units(step))
         rematerialise(step, units)
         set_ends(step, units)
@@ -43,24 +43,14 @@ def fuse_step(traced: Traced, compiler: GroupCompiler | None = None, dry: bool =
         if alone:
             extern |= alone
             continue
-        try:
-            kernels = compiler.kernels(units, dry)
-        except NotCompiled as error:
-            failed = {op for op in error.ops if not private.keeps_to_seed(traced.kernels[op].target)}
+        kernels = compiler.kernels(units, dry)
+        if isinstance(kernels, NotCompiled):
+            failed = {op for op in kernels.ops if not private.keeps_to_seed(traced.kernels[op].target)}
             if not failed:
-                raise ValueError("random='counter' needs groups that can't be compiled here; leave it out") from error
+                raise ValueError("random='counter' needs groups that can't be compiled here; leave it out")
             extern |= failed
             continue
         return fused_step(step, units, kernels) if any(kernels) else traced
-
-
-def _step_graph(traced: Traced, extern: set[int]) -> StepGraph:
-    """The step's graph. Ops of which there are no primitives join `extern`."""
-    while True:
-        try:
-            return StepGraph(traced, extern)
-        except NotExpandable as error:
-            extern.add(error.op)
 
 
 def _alone(units: Sequence[Unit]) -> set[int]:

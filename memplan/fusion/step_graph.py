@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,14 +83,6 @@ def opaque_call(*args: Any) -> Any:
     raise NotImplementedError
 
 
-class NotExpandable(Exception):
-    """An op has to be left as it is."""
-
-    def __init__(self, op: int) -> None:
-        super().__init__(f"op {op}")
-        self.op = op
-
-
 class StepGraph:
     """The functional graph of a step.
 
@@ -101,7 +93,8 @@ class StepGraph:
       those must have run by then.
     """
 
-    def __init__(self, traced: Traced, extern: Collection[int]) -> None:
+    def __init__(self, traced: Traced, extern: set[int]) -> None:
+        """extern: ops that are not fused. Ops of which there are no primitives join them."""
         self.traced = traced
         self.nodes = fx.Graph()
         self.home: dict[fx.Node, tuple[int, fx.Node]] = {}
@@ -113,10 +106,9 @@ class StepGraph:
         self._add_sources()
         for index, op in enumerate(traced.graph.ops):
             self._place = (op.phase, index)
-            if index in extern:
+            if index in extern or not self._add_fusible(index):
+                extern.add(index)
                 self._add_extern(index)
-            else:
-                self._add_fusible(index)
 
     def look(self, node: fx.Node, value: int) -> fx.Node:
         """The node for a node of the trace, seen as a look at a value's memory."""
@@ -177,7 +169,8 @@ class StepGraph:
         for value, root, _ in taken:
             self._set(value, root, self._call(operator.getitem, (run, root.name), {}, root.meta["val"], "result"))
 
-    def _add_fusible(self, index: int) -> None:
+    def _add_fusible(self, index: int) -> bool:
+        """Add an op, decomposed. Gives whether it can be."""
         op, kernel = self.traced.graph.ops[index], self.traced.kernels[index]
         target, in_place = functional_target(kernel)
 
@@ -192,15 +185,18 @@ class StepGraph:
         kwargs = {name: argument(thing) for name, thing in kernel.kwargs.items()}
         copied = target is aten.copy.default and _lie_alike(args[0], args[1])
         results = [args[1]] if copied else self._expanded(target, args, kwargs)
+        if results is None:
+            return False
         if in_place:
             (value,) = op.outputs
             old = self.traced.graph.values[value].reuses
             assert old is not None
             (root,) = self._looks[old].keys() & set(self.traced.roots[value])
             self._bind(value, root, results[0])
-            return
+            return True
         for made in kernel.made:
             self._bind(made.value, made.node, results[made.index or 0])
+        return True
 
     def _bind(self, value: int, root: fx.Node, node: fx.Node | None) -> None:
         """Let a node stand for a value of the trace: with the dtype, the layout and memory of its own that it has."""
@@ -214,8 +210,8 @@ class StepGraph:
             node = self._call(aten.clone.default, (node,), kwargs, wanted, "computed")
         self._set(value, root, node)
 
-    def _expanded(self, target: Any, args: Any, kwargs: Any) -> list[fx.Node | None]:
-        """The nodes for the results of an op, decomposed as Inductor does."""
+    def _expanded(self, target: Any, args: Any, kwargs: Any) -> list[fx.Node | None] | None:
+        """The nodes for the results of an op, decomposed as Inductor does; None if it is then given constants."""
         tensors: dict[fx.Node, int] = {}
         look = with_slots((args, kwargs), lambda node: tensors.setdefault(node, len(tensors)))
         layouts = tuple(private.MemoryLayout.of(n.meta["val"]) for n in tensors)
@@ -227,7 +223,10 @@ class StepGraph:
                 return target(*real_args, **real_kwargs)
 
             self._expansions[key] = private.functional_trace(run, layouts)
-        return self._inlined(self._expansions[key], list(tensors))
+        expansion = self._expansions[key]
+        if any(node.op == "get_attr" for node in expansion.graph.nodes):  # a constant, of which a plan would not know
+            return None
+        return self._inlined(expansion, list(tensors))
 
     def _inlined(self, module: fx.GraphModule, tensors: list[fx.Node]) -> list[fx.Node | None]:
         local: dict[fx.Node, fx.Node] = {}
@@ -237,8 +236,6 @@ class StepGraph:
                 local[node] = next(given)
             elif node.op == "output":
                 results = node.args[0]
-            elif node.op == "get_attr":  # a constant, of which a plan would not know
-                raise NotExpandable(self._place[1])
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), local.__getitem__)
                 view = op_facts.is_view(node.target) and isinstance(node.meta["val"], torch.Tensor)
