@@ -27,10 +27,6 @@ ROUND_LARGE_BYTES = 2 << 20  # kRoundLarge
 _ADDRESS_SPACE_BYTES = 1 << 46  # of one expandable segment: more than any device has
 
 
-class OutOfReserved(Exception):
-    """A request can't be served within the allocator's limit, even with all cached blocks given back."""
-
-
 @dataclass(eq=False, slots=True)
 class _Chunk:
     """A range of a segment.
@@ -103,7 +99,7 @@ class CachingAllocator:
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._held: dict[int, _Chunk] = {}
         self._end = SMALL_SEGMENT_BYTES  # of all segments so far
-        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.retries = 0
+        self.reserved_bytes = self.peak_reserved_bytes = self.allocated_bytes = self.retries = self.refused = 0
 
     @property
     def free_blocks(self) -> dict[tuple[int, bool], tuple[tuple[int, int], ...]]:
@@ -111,7 +107,10 @@ class CachingAllocator:
         return {key: tuple(pool.free) for key, pool in self._pools.items()}
 
     def allocate(self, size_bytes: int, stream: int = 0) -> int:
-        """The address of a new block. Nothing is allocated for 0 bytes. Raises OutOfReserved. (`malloc`)"""
+        """The address of a new block; 0 for no bytes, and for a request that is refused. (`malloc`)
+
+        A request is refused if it can't be served within the limit, even with all cached blocks given back.
+        """
         if not size_bytes:
             return 0
         size = -(-size_bytes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
@@ -123,7 +122,8 @@ class CachingAllocator:
             self.retries += 1
             block = self._reserve(pool, size)
         if block is None:
-            raise OutOfReserved(f"{size_bytes} bytes with {self.reserved_bytes} of {self._limit} reserved")
+            self.refused += 1
+            return 0
         self._split(block, size)
         block.free = False
         self._held[block.address] = block

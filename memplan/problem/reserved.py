@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator, OutOfReserved
+from memplan.problem.caching_allocator import MIN_BLOCK_BYTES, SMALL_BYTES, CachingAllocator
 from memplan.problem.data import Problem
 from memplan.problem.schedule import Boundary, Compute, Drop, Prefetch, Schedule, Stay, SurfaceGrads
 from memplan.problem.steering import GUARD_BYTES, Moment, Moves, Release, Request, Steering, lead
@@ -42,11 +42,8 @@ def runs_within(problem: Problem, schedule: Schedule, expandable: bool, limit_by
     Where it would, it gives back what nobody holds, as `torch.cuda.empty_cache` does, and goes on.
     """
     allocator = CachingAllocator(expandable, limit_bytes)
-    try:
-        _Loop(problem, schedule, _Heap(allocator)).run(allocator)
-    except OutOfReserved:
-        return False
-    return True
+    _Loop(problem, schedule, _Heap(allocator)).run(allocator)
+    return not allocator.refused
 
 
 def steering_of(problem: Problem, schedule: Schedule, expandable: bool) -> Steering | None:
@@ -249,9 +246,9 @@ class _Loop:
         return [self.allocator.allocate(v.size_bytes) for v in values]
 
     def run(self, allocator: CachingAllocator) -> None:
-        """Run ten steps, or fewer if one begins with what an earlier one began with."""
+        """Run ten steps, or fewer if one begins with what an earlier one began with, or a request is refused."""
         seen: list[object] = []
-        while len(seen) < _MOST_STEPS and (free := allocator.free_blocks) not in seen:
+        while len(seen) < _MOST_STEPS and not allocator.refused and (free := allocator.free_blocks) not in seen:
             seen.append(free)
             self._step()
 

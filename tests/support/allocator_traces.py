@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from memplan.problem.caching_allocator import CachingAllocator, OutOfReserved
+from memplan.problem.caching_allocator import CachingAllocator
 
 FOLDER = Path(__file__).with_name("traces")
 _LIMIT_BYTES = 600 << 20
@@ -62,13 +62,8 @@ def first_difference(trace: Trace) -> str | None:
             allocator.free(what[0])
         elif kind == "empty":
             allocator.empty_cache()
-        else:
-            try:
-                allocator.allocate(what[0], what[1])
-            except OutOfReserved:
-                pass
-            else:
-                return f"event {index}, {kind} {what}: the replay does not refuse it"
+        elif allocator.allocate(what[0], what[1]):
+            return f"event {index}, {kind} {what}: the replay does not refuse it"
         if allocator.reserved_bytes != reserved_bytes:
             return f"event {index}, {kind} {what}: {allocator.reserved_bytes} reserved, recorded {reserved_bytes}"
         if address is not None and address != what[2]:
