@@ -67,15 +67,9 @@ _T = TypeVar("_T")
 def simulate(problem: Problem, schedule: Schedule) -> Timeline:
     """Replay `schedule` and account for it. Raises IllegalSchedule with the index of the first bad step."""
     machine = _Machine(problem)
-    for index, step in enumerate(schedule):
-        try:
-            machine.run(step)
-        except _Refusal as refusal:
-            raise IllegalSchedule(index, str(refusal)) from None
-    try:
-        machine.finish()
-    except _Refusal as refusal:
-        raise IllegalSchedule(len(schedule), str(refusal)) from None
+    for step in schedule:
+        machine.run(step)
+    machine.finish()
     timeline = machine.timeline()
     if problem.in_flight > 1 and any(isinstance(step, Wait) for step in schedule):
         time_s, stall_s = seconds_in_flight(problem, schedule)
@@ -94,10 +88,6 @@ def unplanned_step(problem: Problem) -> tuple[Problem, Schedule]:
     graph = problem.graph
     order = [*range(graph.boundary), BOUNDARY, *range(graph.boundary, len(graph.ops))]
     return problem, schedule_of(graph, order)
-
-
-class _Refusal(Exception):
-    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,10 +134,18 @@ class _Machine:
         self.live_peak = self.live_bytes
         self.saved_bytes = self.saved_rng_bytes = self.saved_host_bytes = 0  # by one microbatch that waits
 
+    def _illegal(self, reason: str) -> IllegalSchedule:
+        return IllegalSchedule(len(self.after), reason)
+
+    def _indexed(self, index: int, among: tuple[_T, ...], what: str) -> _T:
+        if not 0 <= index < len(among):
+            raise self._illegal(f"there is no {what} {index}")
+        return among[index]
+
     def run(self, step: Step) -> None:
         match step:
             case Compute(op):
-                peak = self._compute(_indexed(op, self.graph.ops, "op"), op)
+                peak = self._compute(self._indexed(op, self.graph.ops, "op"), op)
             case Drop(value):
                 peak = self._drop(value)
             case SaveRng(op):
@@ -178,21 +176,23 @@ class _Machine:
         if first:
             self._check_first_run(op, index)
         elif not op.recomputable:
-            raise _Refusal(f"{op.name} writes to what outlives the step, or may give other bits, and can't run again")
+            raise self._illegal(
+                f"{op.name} writes to what outlives the step, or may give other bits, and can't run again"
+            )
         elif op.random and index not in self.saved_rng:
-            raise _Refusal(f"{op.name} is random and no generator state was kept for running it again")
+            raise self._illegal(f"{op.name} is random and no generator state was kept for running it again")
         for v in op.inputs:
             if not live[v]:
-                raise _Refusal(self._missing(op, v))
+                raise self._illegal(self._missing(op, v))
             if v in self.changed:
-                raise _Refusal(f"{op.name} reads {values[v].name}, whose gradient has been handed over")
+                raise self._illegal(f"{op.name} reads {values[v].name}, whose gradient has been handed over")
             if v in self.copying and self.copying[v].direction != "out":
-                raise _Refusal(f"{op.name} reads {values[v].name}, which is still being fetched")
+                raise self._illegal(f"{op.name} reads {values[v].name}, which is still being fetched")
         new_bytes = gone_bytes = 0
         for v in op.outputs:
             value = values[v]
             if v in self.copying:
-                raise _Refusal(f"{op.name} makes {value.name} anew, which is being copied")
+                raise self._illegal(f"{op.name} makes {value.name} anew, which is being copied")
             taken = value.reuses
             if taken is not None:
                 self._take_over(op, taken)
@@ -226,22 +226,22 @@ class _Machine:
 
     def _check_first_run(self, op: Op, index: int) -> None:
         if op.phase == "backward" and not self.in_backward:
-            raise _Refusal(f"{op.name} belongs to the backward pass and runs before the boundary")
+            raise self._illegal(f"{op.name} belongs to the backward pass and runs before the boundary")
         if (op.effects or not op.recomputable) and op.phase == "forward" and self.in_backward:
-            raise _Refusal(f"{op.name} writes to what outlives the step and must run in the forward pass")
+            raise self._illegal(f"{op.name} writes to what outlives the step and must run in the forward pass")
         if op.random:
             if self.random_ops[self.next_random] != index:
-                raise _Refusal(f"{op.name} would draw random numbers out of turn")
+                raise self._illegal(f"{op.name} would draw random numbers out of turn")
             self.next_random += 1
 
     def _take_over(self, op: Op, value: int) -> None:
         held = self.graph.values[value]
         if not self.live[value]:
-            raise _Refusal(self._missing(op, value))
+            raise self._illegal(self._missing(op, value))
         if value in self.copying or self.sent[value]:
-            raise _Refusal(f"{op.name} would overwrite {held.name}, which is being copied")
+            raise self._illegal(f"{op.name} would overwrite {held.name}, which is being copied")
         if held.held:
-            raise _Refusal(f"{op.name} would overwrite {held.name}, which the caller holds")
+            raise self._illegal(f"{op.name} would overwrite {held.name}, which the caller holds")
         self.live[value] = False
         if held.resident:
             self.overwritten[value] = True
@@ -253,32 +253,32 @@ class _Machine:
         return f"{op.name} reads {name}, which is not live"
 
     def _drop(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if (value.resident and not value.fetched) or value.held or value.role == "tangent":
-            raise _Refusal(f"{value.name} is held from outside and can't be dropped")
+            raise self._illegal(f"{value.name} is held from outside and can't be dropped")
         if not self.live[index]:
-            raise _Refusal(f"{value.name} is dropped but not live")
+            raise self._illegal(f"{value.name} is dropped but not live")
         if index in self.copying or self.sent[index]:
-            raise _Refusal(f"{value.name} is dropped while it is being copied")
+            raise self._illegal(f"{value.name} is dropped while it is being copied")
         peak = self.live_bytes + self.rng_bytes
         self.live[index] = False
         self.live_bytes -= value.size_bytes
         return peak
 
     def _save_rng(self, index: int) -> int:
-        op = _indexed(index, self.graph.ops, "op")
+        op = self._indexed(index, self.graph.ops, "op")
         if not op.random or self.runs[index] or index in self.saved_rng:
-            raise _Refusal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
+            raise self._illegal(f"{op.name}: only a random op that has not run yet needs a generator state, and one")
         if self.random_ops[self.next_random] != index:
-            raise _Refusal(f"{op.name} is not the next random op, so this is not its generator state")
+            raise self._illegal(f"{op.name} is not the next random op, so this is not its generator state")
         self.saved_rng.add(index)
         self.rng_bytes += self.graph.rng_state_bytes
         return self.live_bytes + self.rng_bytes
 
     def _drop_rng(self, index: int) -> int:
-        op = _indexed(index, self.graph.ops, "op")
+        op = self._indexed(index, self.graph.ops, "op")
         if index not in self.saved_rng:
-            raise _Refusal(f"no generator state is kept for {op.name}")
+            raise self._illegal(f"no generator state is kept for {op.name}")
         peak = self.live_bytes + self.rng_bytes
         self.saved_rng.remove(index)
         self.rng_bytes -= self.graph.rng_state_bytes
@@ -286,14 +286,14 @@ class _Machine:
 
     def _cross_boundary(self) -> int:
         if self.in_backward:
-            raise _Refusal("the boundary is crossed twice")
+            raise self._illegal("the boundary is crossed twice")
         if any(copy.op is not None for copy in self.copying.values()):
-            raise _Refusal("a collective is still under way at the boundary")
+            raise self._illegal("a collective is still under way at the boundary")
         for v in self.graph.outputs:
             if not self.live[v]:
-                raise _Refusal(f"output {self.graph.values[v].name} is not there at the boundary")
+                raise self._illegal(f"output {self.graph.values[v].name} is not there at the boundary")
             if v in self.copying:
-                raise _Refusal(f"output {self.graph.values[v].name} is being copied at the boundary")
+                raise self._illegal(f"output {self.graph.values[v].name} is being copied at the boundary")
         self.in_backward = True
         self.saved_bytes = self.live_bytes - self.problem.resident_bytes + self.graph.input_bytes
         self.saved_rng_bytes, self.saved_host_bytes = self.rng_bytes, self.host_bytes
@@ -306,21 +306,21 @@ class _Machine:
     def _surface(self, values: tuple[int, ...]) -> int:
         peak = self.live_bytes + self.rng_bytes
         for index in values:
-            value = _indexed(index, self.graph.values, "value")
+            value = self._indexed(index, self.graph.values, "value")
             if value.role != "gradient" or index in self.surfaced:
-                raise _Refusal(f"{value.name} is not a gradient, or was handed over before")
+                raise self._illegal(f"{value.name} is not a gradient, or was handed over before")
             self.surfaced.add(index)
             self._let_change(value)
             if value.updates:
                 peak = max(peak, self.live_bytes + self.rng_bytes + value.update_bytes)
             if value.home == "host":
                 if not self.elsewhere[index] or index in self.copying:
-                    raise _Refusal(f"gradient {value.name} is handed over before it is on the host")
+                    raise self._illegal(f"gradient {value.name} is handed over before it is on the host")
                 if value.updates:
                     self.lanes.update(index)
                 continue
             if not self.live[index] or index in self.copying:
-                raise _Refusal(f"gradient {value.name} is handed over but not live, or still being reduced")
+                raise self._illegal(f"gradient {value.name} is handed over but not live, or still being reduced")
             if self.problem.frees_gradients:
                 self.live_bytes -= value.size_bytes
         return peak
@@ -330,16 +330,16 @@ class _Machine:
         for parameter in gradient.parameters:
             if parameter in self.copying or self.sent[parameter]:
                 name = self.graph.values[parameter].name
-                raise _Refusal(f"the gradient of {name} is handed over while {name} is being copied")
+                raise self._illegal(f"the gradient of {name} is handed over while {name} is being copied")
             self.changed.add(parameter)
         self.live_peak = max(self.live_peak, self.live_bytes + gradient.update_bytes)
 
     def _stay(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if not value.lasting or value.home != "host" or self.problem.in_flight > 1:
-            raise _Refusal(f"{value.name} can't stay on the device between steps")
+            raise self._illegal(f"{value.name} can't stay on the device between steps")
         if self.live[index] or any(self.runs):
-            raise _Refusal(f"{value.name} is there already, or the step has begun without it")
+            raise self._illegal(f"{value.name} is there already, or the step has begun without it")
         self.staying.add(index)
         self.live[index] = True
         self.live_bytes += value.size_bytes
@@ -349,11 +349,13 @@ class _Machine:
     # -- copies -----------------------------------------------------------------------------------------------------
 
     def _offload(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if not self.live[index] or self.elsewhere[index] or index in self.copying:
-            raise _Refusal(f"{value.name} can't be offloaded: it is not live, on the host already, or being copied")
+            raise self._illegal(
+                f"{value.name} can't be offloaded: it is not live, on the host already, or being copied"
+            )
         if value.resident:
-            raise _Refusal(f"{value.name} is resident on the device and is not offloaded")
+            raise self._illegal(f"{value.name} is resident on the device and is not offloaded")
         self.elsewhere[index] = True
         self.host_bytes += value.size_bytes
         self.host_peak = max(self.host_peak, self.host_bytes)
@@ -361,11 +363,13 @@ class _Machine:
         return self.live_bytes + self.rng_bytes
 
     def _prefetch(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if self.live[index] or not self.elsewhere[index] or index in self.copying:
-            raise _Refusal(f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied")
+            raise self._illegal(
+                f"{value.name} can't be fetched: it is live, not on the host or sharded, or being copied"
+            )
         if index in self.changed:
-            raise _Refusal(f"{value.name} can't be fetched: its gradient has been handed over")
+            raise self._illegal(f"{value.name} can't be fetched: its gradient has been handed over")
         self.live[index] = True
         self.live_bytes += value.size_bytes
         self.live_peak = max(self.live_peak, self.live_bytes)
@@ -374,15 +378,15 @@ class _Machine:
 
     def _begin(self, index: int, direction: CopyDirection) -> None:
         if direction == "network" and self.problem.gather is None:
-            raise _Refusal("the problem does not say how fast sharded parameters are gathered")
+            raise self._illegal("the problem does not say how fast sharded parameters are gathered")
         if direction != "network" and self.problem.link is None:
-            raise _Refusal("the problem has no link to host memory")
+            raise self._illegal("the problem has no link to host memory")
         self.copying[index] = _Copy(direction, self.lanes.copy(index, direction))
 
     def _wait(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if index not in self.copying:
-            raise _Refusal(f"{value.name} is waited for, but is not being copied")
+            raise self._illegal(f"{value.name} is waited for, but is not being copied")
         copy = self.copying.pop(index)
         self.sent.subtract(() if copy.op is None else copy.op.inputs)
         self.live_bytes -= copy.thrown_bytes
@@ -390,37 +394,37 @@ class _Machine:
         return self.live_bytes + copy.thrown_bytes + self.rng_bytes
 
     def _drop_host(self, index: int) -> int:
-        value = _indexed(index, self.graph.values, "value")
+        value = self._indexed(index, self.graph.values, "value")
         if not self.elsewhere[index] or index in self.copying:
-            raise _Refusal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
+            raise self._illegal(f"the host copy of {value.name} can't be freed: there is none, or it is being copied")
         if value.home != "device":
-            raise _Refusal(f"{value.name} does not live on the device and can't be freed elsewhere")
+            raise self._illegal(f"{value.name} does not live on the device and can't be freed elsewhere")
         self.elsewhere[index] = False
         self.host_bytes -= value.size_bytes
         return self.live_bytes + self.rng_bytes
 
     def finish(self) -> None:
         if not self.in_backward:
-            raise _Refusal("the boundary is never crossed")
+            raise self._illegal("the boundary is never crossed")
         for index, op in enumerate(self.graph.ops):
             if not self.runs[index]:
-                raise _Refusal(f"{op.name} never runs")
+                raise self._illegal(f"{op.name} never runs")
         for index in self.graph.gradients:
             if index not in self.surfaced:
-                raise _Refusal(f"gradient {self.graph.values[index].name} is never handed over")
+                raise self._illegal(f"gradient {self.graph.values[index].name} is never handed over")
         if self.saved_rng:
-            raise _Refusal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
+            raise self._illegal(f"the generator state of {self.graph.ops[min(self.saved_rng)].name} is never freed")
         for index, value in enumerate(self.graph.values):
             outlives = value.resident and not value.fetched
             if index in self.staying and not self.live[index]:
-                raise _Refusal(f"{value.name} is to stay, and is not there for the next step")
+                raise self._illegal(f"{value.name} is to stay, and is not there for the next step")
             outlives |= index in self.staying
             if self.live[index] and not (outlives or value.held or value.role == "tangent"):
-                raise _Refusal(f"{value.name} is never freed")
+                raise self._illegal(f"{value.name} is never freed")
             if self.elsewhere[index] and value.home != "host" and not value.fetched:
-                raise _Refusal(f"the host copy of {value.name} is never freed")
+                raise self._illegal(f"the host copy of {value.name} is never freed")
             if index in self.copying:
-                raise _Refusal(f"the copy of {value.name} is never waited for")
+                raise self._illegal(f"the copy of {value.name} is never waited for")
         self.lanes.finish()
 
     def timeline(self) -> Timeline:
@@ -444,9 +448,3 @@ class _Machine:
             stall_s=self.lanes.stall_s,
             waiting_bytes=self.saved_bytes + self.saved_rng_bytes,
         )
-
-
-def _indexed(index: int, among: tuple[_T, ...], what: str) -> _T:
-    if not 0 <= index < len(among):
-        raise _Refusal(f"there is no {what} {index}")
-    return among[index]
