@@ -7,6 +7,7 @@ tried once, under a dispatch mode that notes the op and its arguments and runs n
 
 from __future__ import annotations
 
+import contextlib
 import types
 from collections.abc import Callable
 from typing import Any
@@ -82,27 +83,23 @@ def _tensors(thing: Any) -> Any:
     return thing
 
 
-class _Arrived(Exception):
-    def __init__(self, call: BoundCall) -> None:
-        self.call = call
-
-
 class _Gate(private.TorchDispatchMode):
+    """Notes the first op that runs, and lets none run."""
+
+    call: BoundCall = (None, (), {})
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         unsaid = {"pin_memory": False}.items()  # which only parsers say
-        raise _Arrived((func, args, {n: v for n, v in (kwargs or {}).items() if (n, v) not in unsaid}))
+        self.call = (func, args, {n: v for n, v in (kwargs or {}).items() if (n, v) not in unsaid})
+        raise NotImplementedError
 
 
 def _arriving(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> BoundCall:
     """The first op that runs when a function is called; (None, (), {}) where it can't be called in this way."""
-    try:
-        with _Gate():  # type: ignore[no-untyped-call]
-            function(*args, **kwargs)
-    except _Arrived as arrived:
-        return arrived.call
-    except Exception:  # of many kinds: another number of arguments, a device that is not there
-        pass
-    return (None, (), {})
+    gate = _Gate()  # type: ignore[no-untyped-call]
+    with contextlib.suppress(Exception), gate:  # its own, or of many kinds: another number of arguments, no such device
+        function(*args, **kwargs)
+    return gate.call
 
 
 def _same(a: Any, b: Any) -> bool:
