@@ -11,8 +11,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PATTERNS = re.findall(r"^\| `([^`]+)` \| .* \| .*\|$", PAGE, re.MULTILINE)
 ERRORS = {
-    "BudgetInfeasible", "CompiledCode", "MemplanError", "NothingToTrain", "OtherBranch", "OtherTangents",
-    "PlanMismatch", "SetsAttribute", "UnsupportedModel",
+    "BudgetInfeasible", "MemplanError", "NothingToTrain", "OtherBranch", "OtherTangents",
+    "PlanMismatch", "Refusal", "UnsupportedModel",
 }  # fmt: skip
 TREES = [ast.parse(p.read_text()) for folder in ("memplan", "integrations") for p in (ROOT / folder).rglob("*.py")]
 

@@ -10,14 +10,11 @@ from torch import nn
 from memplan import torch_private as private
 from memplan.capture.attributes.tables import is_plain
 from memplan.capture.key import unplanned_hooks
+from memplan.capture.ops.ways import MakeIslands, Never, Refusal
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call
-from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, OpenIsland, calls_around
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_around
 from memplan.errors import UnsupportedModel
-
-
-class UnplannableArgument(UnsupportedModel):
-    """An argument with which a step can't run unplanned either."""
 
 
 def model_device(model: nn.Module) -> torch.device:
@@ -68,14 +65,16 @@ def refuse_odd_arguments(call: Call) -> None:
     """Refuse objects as arguments: their attributes would be read at capture and never again."""
     for name, tensor in zip(call.names, call.tensors, strict=True):
         if private.is_sharded(tensor):
-            raise UnplannableArgument(
+            raise Refusal(
                 f"argument {name} is a DTensor, of which this rank has a part. Pass that part, and make a DTensor of "
-                "it in forward"
+                "it in forward",
+                Never(),
             )
         if tensor.is_nested and tensor.layout is torch.strided:
-            raise UnplannableArgument(
+            raise Refusal(
                 f"argument {name} is a nested tensor of the strided layout, which has no sizes. Make it with "
-                "layout=torch.jagged"
+                "layout=torch.jagged",
+                Never(),
             )
     for name, thing in call.others:
         if not is_plain(thing) and not isinstance(thing, Enum):
@@ -131,11 +130,11 @@ def refuse_wrappers(model: nn.Module, islands: Islands = NO_ISLANDS) -> None:
         if not islands.has(name)
     ]
     if compiled:
-        raise (UnsupportedModel if "" in compiled else CompiledCode)(
+        raise Refusal(
             f"module {compiled[0] or type(model).__name__} is compiled, and a plan of eager kernels would lose what "
             'that gains in time. memplan.apply(..., kernels="fused") compiles groups of ops itself, in place of what '
             "torch.compile made; else leave torch.compile and compile() out",
-            *(() if "" in compiled else ([calls_around(name) for name in compiled],)),
+            None if "" in compiled else MakeIslands([calls_around(name) for name in compiled], compiled=True),
         )
 
 
@@ -178,8 +177,8 @@ def refuse_hooks(
     }
     if hooked:
         name, kind = next(iter(hooked.items()))
-        raise OpenIsland(
+        raise Refusal(
             f"module {name or type(model).__name__} has {kind}, which a planned step would not run. Remove them, or "
             "put what they do into forward",
-            [calls_around(path) for path in hooked],
+            MakeIslands([calls_around(path) for path in hooked]),
         )

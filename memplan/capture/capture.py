@@ -20,9 +20,7 @@ from memplan.capture.attributes.attribute_reads import AttributeReads
 from memplan.capture.attributes.attributes_kept import (
     AddedHook,
     AttributesKept,
-    ChangesState,
     LeftBehind,
-    SetsAttribute,
     SetValue,
     UselessTensor,
 )
@@ -41,14 +39,14 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.ways import MakeIslands, Refusal, StateChanges
 from memplan.capture.shards import Shards
 from memplan.capture.trace.call import Call, CallReader, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.cuda_ops import Capability
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import NO_ISLANDS, Islands, OpenIsland, refuse_reads
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, refuse_reads
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
-from memplan.capture.trace.stand_ins import StartsToRequireGrad
 from memplan.capture.trace.sums import with_sums_in_place
 from memplan.capture.trace.trace import TraceRequest, trace_step
 from memplan.errors import UnsupportedModel
@@ -125,6 +123,7 @@ class CaptureOptions:
       them.
     - islands: calls that can't be traced, as a run of forward has shown them.
     - capability: of a CUDA device whose attention and dropout the step has, though on the CPU. It can't run.
+    - requiring: positions of arguments that forward lets require grad.
     """
 
     loss_fn: Callable[..., Any] | None = None
@@ -138,6 +137,7 @@ class CaptureOptions:
     unsteady: Collection[str] = ()
     islands: Islands = NO_ISLANDS
     capability: Capability | None = None
+    requiring: tuple[int, ...] = ()
 
 
 def capture(
@@ -145,11 +145,10 @@ def capture(
 ) -> Capture:
     """Trace `forward(*sample)`, or `loss_fn(model, *sample)`, and its backward on fake tensors.
 
-    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is an OpenBranch
-    where the step can be captured once `seen` is given, and an OpenIsland where it may be with other `islands`.
+    Nothing of the model, the sample, `.grad` or the generator changes. Raises UnsupportedModel. It is a `Refusal` if
+    the step may be captured with other options.
     """
     made, shards = MadeTensors(), options.shards
-    once = functools.partial(_capture, model, forward, sample, options, made)
     with (
         without_collections(),
         contextlib.nullcontext() if shards is None else shards.tracing(),
@@ -157,11 +156,7 @@ def capture(
         made.kept_in(),
     ):
         run = contextvars.copy_context().run  # context variables that forward sets stay as they are
-        try:
-            captured = run(once)
-        except StartsToRequireGrad as error:
-            requiring = error.positions
-            captured = run(once, requiring)
+        captured = run(_capture, model, forward, sample, options, made)
         _refuse_unsteady(captured.key, options.unsteady)
         return captured
 
@@ -172,13 +167,8 @@ def _capture(
     sample: Sample | Call,
     options: CaptureOptions,
     made: MadeTensors,
-    requiring: tuple[int, ...] = (),
 ) -> Capture:
-    """One try of `capture`.
-
-    - made: notes the tensors of its traces.
-    - requiring: positions of arguments that forward lets require grad.
-    """
+    """What `capture` gives. made: notes the tensors of its traces."""
     loss_fn, device, shards, islands = options.loss_fn, options.device, options.shards, options.islands
     tangents, backward, varying = options.tangents, options.backward, options.varying
     refuse_wrappers(model, islands)
@@ -196,7 +186,7 @@ def _capture(
     ignored = () if shards is None else shards.attributes
     with AttributesKept(model, ignored, run) as attributes, memory:
         request = TraceRequest(
-            model, call.requiring_grad(requiring), run, autocast, planned_device, tangents=tangents,
+            model, call.requiring_grad(options.requiring), run, autocast, planned_device, tangents=tangents,
             shapes=_shapes(model, shards), moves_inputs=device is not None, memory=memory, backward=backward,
             seen=options.seen, left=functools.partial(attributes.look, reads), varying=varying, counted=options.counted,
             made=made, islands=islands, capability=options.capability,
@@ -221,7 +211,7 @@ def _capture(
     answers = raw.answers[: raw.forward_reads]
     return Capture(
         traced, call, reader, key, expanded, settled, counters, attributes.added_hooks, backward, answers,
-        tangents=tangents, requiring=requiring, islands=raw.told,
+        tangents=tangents, requiring=options.requiring, islands=raw.told,
     )  # fmt: skip
 
 
@@ -230,24 +220,24 @@ def _settled_trace(
 ) -> tuple[RawTrace, tuple[SetValue, ...], tuple[SetValue, ...]]:
     """The trace of a step, the attributes that its first run sets for good, and counters.
 
-    If forward leaves anything in Python, the trace is that of a later run, which finds it there. Raises SetsAttribute
-    or UnsupportedModel if each run would be another.
+    If forward leaves anything in Python, the trace is that of a later run, which finds it there. Raises a Refusal
+    if each run would be another.
     """
     raw = _trace_noting_reads(reads, request)
     settled = attributes.changes()
     if settled and attributes.set_anew:
-        raise SetsAttribute(
+        raise Refusal(
             f"forward sets the attribute {'.'.join(attributes.set_anew[0][:2])} to tensors, and "
             f"{'.'.join(settled[0][:2])} to {settled[0].value!r}: the next run may not do either",
-            settled[0].owner,
+            StateChanges(settled[0].owner, at_first=True),
         )
     seen_before = _seen_of(raw)
     things = (None, torch.zeros(7), torch.zeros(7).as_subclass(UselessTensor)) if attributes.set_anew else ()
     for thing in things:  # some reads are not heard: all traces, with any content, must be equal
-        refusal = SetsAttribute(
+        refusal = Refusal(
             f"forward reads the attribute {'.'.join(attributes.set_anew[0][:2])}, or another that it has set "
             "to tensors before; a planned step would not. Keep such state in a buffer",
-            attributes.set_anew[0].owner,
+            StateChanges(attributes.set_anew[0].owner, at_first=True),
         )
         memory.undo()
         attributes.spoil(thing)
@@ -261,10 +251,10 @@ def _settled_trace(
         memory.undo()
         first, raw = raw, _trace_noting_reads(reads, request)
         if _lasting_ops(first) != _lasting_ops(raw):
-            raise ChangesState(
+            raise Refusal(
                 f"the first run of forward sets {'.'.join(settled[0][:2])}, and writes to tensors or draws as no "
                 "later one does; a planned step would not. Run the model once before memplan.apply",
-                settled[0].owner,
+                StateChanges(settled[0].owner),
             )
         now = attributes.changes()
         if now == settled:
@@ -274,10 +264,10 @@ def _settled_trace(
         with attributes.counting(counters) as is_right, contextlib.suppress(TypeError, UnsupportedModel):
             if counters and _seen_of(_trace_noting_reads(reads, request)) == seen_before and is_right():
                 return raw, tuple(s for s, n in zip(settled, now, strict=True) if s == n), counters
-        raise ChangesState(
+        raise Refusal(
             f"forward changes the Python attribute {settled[0][0]}.{settled[0][1]} each time it runs; a "
             "planned step would not. Keep such state in a buffer, or change it outside of forward",
-            settled[0].owner,
+            StateChanges(settled[0].owner),
         )
     return raw, (), ()
 
@@ -335,17 +325,17 @@ def _refuse_hidden_writes(traced: Traced, memory: KeptMemory) -> None:
     for tensor, around in zip(memory.written, memory.around, strict=True):
         same = [c for c in traced.constants.values() if storage_key(c) == storage_key(tensor)]
         if not same or any(constant is not tensor for constant in same):
-            raise OpenIsland(
+            raise Refusal(
                 f"forward writes to a tensor of shape {tuple(tensor.shape)} that is no buffer, under another name than "
                 "the one by which it is read (.data, .detach()); a planned step would not. Register it as a buffer",
-                [around],
+                MakeIslands([around]),
             )
 
 
 def _refuse_unsteady(key: StepKey, unsteady: Collection[str]) -> None:
     value = key.depends_on(unsteady) if unsteady else None
     if value is not None:
-        raise ChangesState(f"forward depends on a value that changes from step to step: {value}", value)
+        raise Refusal(f"forward depends on a value that changes from step to step: {value}", StateChanges(value))
 
 
 def _refuse_writes_to(traced: Traced, *roles: Role) -> None:

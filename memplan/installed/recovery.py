@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 
 from memplan import torch_private as private
-from memplan.capture.ops.island import OtherIsland
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Varying
+from memplan.capture.ops.ways import MakeNoIsland, way_of
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.errors import MemplanError
@@ -54,7 +54,8 @@ class Recovery:
 
     def mends(self, error: Exception) -> bool:
         """Whether `prepare_replan` may be able to recover from an error."""
-        return private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch, OtherIsland))
+        known = isinstance(error, (OtherResults, OtherBranch)) or isinstance(way_of(error), MakeNoIsland)
+        return known or private.is_out_of_memory(error)
 
     def _rescue(
         self, step: PlannedStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
@@ -194,9 +195,10 @@ class Recovery:
         if private.is_out_of_memory(problem):
             self._after_out_of_memory(step, problem, repeats)
             return
-        if isinstance(problem, OtherIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
+        way = way_of(problem)
+        if isinstance(way, MakeNoIsland) and repeats and not self._choice.is_fixed and _islands_repeat(step):
             log.warning("planning again, because %s", problem)
-            self._choice.planner.capturing.make_no_island_of(problem.called, str(problem))
+            self._choice.planner.capturing.make_no_island_of(way.called, str(problem))
             self._choice.known.forget()
             return
         sized = isinstance(step, PlannedStep) and step.sized is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +13,13 @@ from torch import nn
 
 from memplan import torch_private as private
 from memplan.capture.analysis.traced import Traced
-from memplan.capture.attributes.attributes_kept import AttributesKept, ChangesState, SetsAttribute
-from memplan.capture.attributes.named_state import is_library_code
 from memplan.capture.capturable import model_device
-from memplan.capture.capture import Capture, CaptureOptions, capture
+from memplan.capture.capture import Capture, CaptureOptions
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
 from memplan.capture.ops.sizes import FROM_DATA, Varying, without_numbers
+from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.capture.trace.islands import (
-    NO_ISLANDS,
-    Calls,
-    CompiledCode,
-    Islands,
-    OpenIsland,
-    calls_with,
-    is_wholly_called,
-    name_of,
-)
-from memplan.capture.trace.op_watch import OpenBranch
+from memplan.capture.trace.islands import NO_ISLANDS, Islands
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout
 from memplan.costs.optimizer import update_needs
 from memplan.errors import MemplanError, NothingToTrain, UnsupportedModel
@@ -38,12 +27,11 @@ from memplan.fusion.fuse_step import fuse_step
 from memplan.logs import log
 from memplan.planning.placement import Placement
 from memplan.planning.settings import Settings
+from memplan.planning.trace_loop import KnownIslands, TraceLoop
 from memplan.planning.update_ops import with_updates
 from memplan.runtime.host.fetch import FetchedWhereUsed
 from memplan.runtime.program.checkpointed import checkpointing, layers_of
-from memplan.runtime.program.in_flight import Written
 from memplan.runtime.program.tangents import TangentLayout
-from memplan.runtime.trial.island_runs import IslandRuns
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
 
@@ -73,10 +61,7 @@ class Capturing:
         self.looks = looks and settings.shards is None
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
-        self._islands = NO_ISLANDS
-        self._unfit: dict[Any, str] = {}  # calls that can be no islands, with the reason for each
-        self._layers: tuple[str, ...] = ()  # that PyTorch checkpoints in islands
-        self._is_compiled = False  # something in the model is, and can't run to be looked at
+        self._known = KnownIslands()
 
     def decide(self, decides: bool) -> None:
         """Capture from now on with, or without, the branches that a run of forward takes."""
@@ -92,17 +77,17 @@ class Capturing:
 
     def make_no_island_of(self, called: Any, why: str) -> None:
         """Make no island of this function or module from now on: it gives something else each time."""
-        self._unfit[called] = why
-        self._islands = NO_ISLANDS
+        self._known.unfit[called] = why
+        self._known.islands = NO_ISLANDS
 
     def spare(self, sample: Sample | Call) -> bool:
         """Have islands checkpoint their layers, or themselves, from now on. Gives whether they can, and did not before.
 
         They can if a step on the sample, as it is but for that, gives the same bits and leaves the same state.
         """
-        paths = [called for called in self._islands.callables if isinstance(called, str)]
+        paths = [called for called in self._known.islands.callables if isinstance(called, str)]
         found = [layers for path in sorted(paths) for layers in _layers_of_island(self._model, path)]
-        if self._layers or not found or self._placement.host or self._is_compiled:
+        if self._known.layers or not found or self._placement.host or self._known.compiled:
             return False
         call = self.call_of(sample)
 
@@ -116,7 +101,7 @@ class Capturing:
             log.info("no layers of islands are checkpointed, because %s", error)
             return False
         if is_exact:
-            self._layers, self._islands = tuple(found), NO_ISLANDS
+            self._known.layers, self._known.islands = tuple(found), NO_ISLANDS
         return is_exact
 
     @private.without_saved_tensor_hooks()
@@ -154,9 +139,9 @@ class Capturing:
                 for place in captured.traced.sizes.fixed:
                     log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
                 return captured
-            except (NothingToTrain, OpenBranch):
-                raise
             except (UnsupportedModel, private.FixedSize) as error:
+                if isinstance(error, NothingToTrain) or isinstance(way_of(error), TakeBranches):
+                    raise
                 self._refused += isinstance(error, UnsupportedModel)
                 log.info("such calls are planned for each size, because %s", error)
         return self._captured(sample, tangents, backward, seen, dry, frozenset())
@@ -174,36 +159,18 @@ class Capturing:
         options = CaptureOptions(
             loss_fn=settings.loss_fn, device=self._placement.device, tangents=tangents, shards=settings.shards,
             backward=backward, varying=varying, counted=settings.random == "counter", unsteady=self.unsteady,
-            capability=settings.capability,
+            capability=settings.capability, seen=seen,
         )  # fmt: skip
 
-        def trace(islands: Islands, seen: Sequence[Answer] | None) -> Capture:
-            changed = dataclasses.replace(options, islands=islands, seen=seen)
-            return capture(self._model, self._forward, sample, changed)
-
         is_real = not any(t.is_meta for t in (*self._model.parameters(), *self._model.buffers()))
-        decides, looks = self.decides and is_real, self.looks and is_real
-        looks &= not varying or self._islands is not NO_ISLANDS  # one run does not tell how islands go with sizes
-
-        def capture_with(islands: Islands) -> Capture:
-            def traced() -> Capture:
-                try:
-                    return trace(islands=islands, seen=seen or None)
-                except OpenBranch:
-                    if not decides:
-                        raise
-                    return trace(islands=islands, seen=self._one_forward(sample, islands).answers)
-
-            try:
-                return traced()
-            except SetsAttribute as error:
-                if not decides:
-                    raise
-                found = self._one_forward(sample, islands)
-                return _with_caches(self._model, self._run, found, traced, error)
-
+        # One run does not tell how islands go with sizes.
+        looks = self.looks and is_real and (not varying or self._known.islands is not NO_ISLANDS)
+        once = functools.partial(self._one_forward, sample)
+        loop = TraceLoop(
+            self._model, self._forward, sample, options, self._known, once, self.decides and is_real, looks
+        )
         try:
-            captured = self._through_islands(capture_with, sample, looks)
+            captured = loop.captured()
         except UnsupportedModel as error:
             if looks and not varying:
                 self._raise_own(error, sample)
@@ -214,60 +181,10 @@ class Capturing:
             captured = captured.changed(_as_cuda_allocates)
         return captured if settings.update == "step" else self._with_updates(captured)
 
-    def _through_islands(
-        self, capture_with: Callable[[Islands], Capture], sample: Sample | Call, looks: bool
-    ) -> Capture:
-        """The capture of `capture_with(islands)`. Calls that can't be captured are islands, the smallest that can be.
-
-        looks: forward may run on the sample. Raises the refusal that islands do not help against.
-        """
-        islands, unfit, looked = self._islands, dict(self._unfit), False
-        given = {i.name: i.backward_facts.given for i in islands.calls if i.backward_facts is not None}
-        while True:
-            applied = dict[Any, None]()
-            try:
-                with private.functions_applied_by(functools.partial(_note, applied)):
-                    captured = capture_with(islands)
-                self._islands = islands
-                return captured
-            except UnsupportedModel as error:
-                if isinstance(error.__cause__, private.FixedSize):  # against which no island helps
-                    raise
-                refusal = error.with_traceback(None)
-            self._is_compiled |= isinstance(refusal, CompiledCode)
-            if not looks:
-                raise refusal
-            before = islands.callables, len(unfit), len(given)
-            unfit |= dict.fromkeys(refusal.unfit if isinstance(refusal, OpenIsland) else (), str(refusal))
-            chains = _chains(refusal, self._model, [f for f in applied if f not in islands.callables])
-            new, known = set[Any](), islands.callables - unfit.keys()
-            for chain in chains:
-                if looked:
-                    unfit |= {c: str(refusal) for c in chain[:1] if c in known}
-                fit = next((c for c in chain if c not in unfit and _is_callable(c, self._model)), None)
-                new |= set() if fit is None else _alike(fit, self._model, refusal) - unfit.keys()
-            given |= refusal.given if isinstance(refusal, OpenIsland) else {}
-            callables = (known | new) - unfit.keys()
-            if (looked or not callables) and before == (callables, len(unfit), len(given)):
-                raise _refused(refusal, chains, unfit)
-            reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
-            device = self._placement.device or model_device(self._model)
-            run, looked = IslandRuns(self._model, frozenset(callables), given, device, reasons, self._layers), True
-            try:
-                with run.watching():
-                    self._one_forward(sample)
-            except (UnsupportedModel, ForwardFails) as error:
-                log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
-                raise refusal from refusal.__cause__
-            for called, why in run.unfit.items():
-                log.info("no island is made of %s, because %s", name_of(called), why)
-            unfit |= run.unfit
-            islands = run.islands.knowing(self._islands)
-
     def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
         """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""
         cause = refusal.__cause__
-        if cause is None or self._is_compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
+        if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
             return
         try:
             self._one_forward(sample)
@@ -334,76 +251,9 @@ def _is_at_its_sizes(traced: Traced, for_one: Traced) -> bool:
     return ops == alone and returned == for_one.template.plain()
 
 
-def _note(applied: dict[Any, None], function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
-    applied[function] = None
-    return original(*args)
-
-
-def _chains(refusal: UnsupportedModel, model: nn.Module, applied: Sequence[Any]) -> list[Calls]:
-    """Calls of which one each has to be an island, the innermost first, after a refusal.
-
-    applied: functions that were traced through. Any of them may have the side effect that the refusal is about.
-    """
-    if isinstance(refusal, (OpenIsland, OpenBranch)):
-        return [chain for chain in refusal.calls if chain]
-    functions = [(f,) for f in applied if not is_library_code(f)]
-    of_state = calls_with(model, refusal.owner) if isinstance(refusal, ChangesState) else []
-    return functions or of_state
-
-
 def _layers_of_island(model: nn.Module, path: str) -> list[str]:
     """What PyTorch can checkpoint in a module: its layers, or else the module as a whole."""
     return [f"{path}.{layer}" for layer in layers_of(model.get_submodule(path))] or [path]
-
-
-def _is_callable(called: Any, model: nn.Module) -> bool:
-    """Whether something is called: a list of modules is not."""
-    module = model.get_submodule(called) if isinstance(called, str) else None
-    return module is None or "forward" in vars(module) or type(module).forward is not nn.Module.forward
-
-
-def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]:
-    """A call that is to be an island, and modules of the same class, whose code is the same.
-
-    Hooks and compiled code are of one module alone.
-    """
-    module = model.get_submodule(called) if isinstance(called, str) else None
-    if module is None or is_wholly_called(module):
-        return {called}
-    kind = type(module)
-    if kind.__module__.startswith("torch.") or len(getattr(refusal, "calls", ())) > 1:
-        return {called}
-    return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
-
-
-def _refused(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> UnsupportedModel:
-    """A refusal that says why no call around it can run as it is."""
-    reasons = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
-    if reasons:
-        refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(reasons)}",)
-    return refusal
-
-
-def _with_caches(
-    model: nn.Module, run: Forward, first: OneForward, traced: Callable[[], Capture], refusal: SetsAttribute
-) -> Capture:
-    """The step as it is once a first forward has left its caches.
-
-    Raises the refusal where that forward leaves more, and later runs do not set it anew.
-    """
-    left, caches = first.left, first.caches
-    if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
-        raise refusal
-    with AttributesKept(model, run=run):
-        caches.put()
-        captured = traced()
-        anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
-        known = {(id(table), key) for table, key, _ in caches.values}
-        if not {(id(table), key) for table, key, _ in left.values} <= anew | known:
-            raise refusal
-        if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
-            raise refusal
-        return dataclasses.replace(captured, left=caches)
 
 
 def _as_cuda_allocates(step: Traced) -> Traced:

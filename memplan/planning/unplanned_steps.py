@@ -10,10 +10,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from memplan.capture.capturable import UnplannableArgument, model_device, refuse_wrappers
+from memplan.capture.capturable import model_device, refuse_wrappers
+from memplan.capture.ops.ways import Never, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
-from memplan.capture.trace.escapes import EscapedTensors
-from memplan.capture.trace.islands import CompiledCode
 from memplan.capture.trace.source_lines import first_line
 from memplan.costs.libraries import most_library_bytes
 from memplan.errors import BudgetInfeasible, MemplanError, NothingToTrain, UnsupportedModel
@@ -73,9 +72,10 @@ class UnplannedSteps:
 
     def _refuse(self, error: UnsupportedModel) -> None:
         """Raise the error for settings and calls with which no step can run unplanned."""
-        settings, never = self._settings, (NothingToTrain, CompiledCode, EscapedTensors, UnplannableArgument)
+        settings, way = self._settings, way_of(error)
+        never = isinstance(error, NothingToTrain) or isinstance(way, Never) or getattr(way, "compiled", False)
         refuse_wrappers(self._model)
-        if isinstance(error, never) or not any(p.requires_grad for p in self._model.parameters()):
+        if never or not any(p.requires_grad for p in self._model.parameters()):
             raise error
         options = {
             "loss_fn=": settings.loss_fn is not None,

@@ -29,7 +29,6 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
-from memplan.capture.capturable import UnplannableArgument
 from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.problem.schedule import Compute
@@ -812,7 +811,7 @@ def refusals() -> str | None:
         or refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
         or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
-        or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), UnplannableArgument, "is a DTensor")
+        or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), memplan.UnsupportedModel, "is a DTensor")
     )
 
 

@@ -22,7 +22,8 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.dataflow import written_nodes
 from memplan.capture.ops.island_ops import kernel_of
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.trace.islands import OpenIsland, calls_around
+from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
+from memplan.capture.trace.islands import calls_around
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.errors import UnsupportedModel
 from memplan.problem.data import RESIDENT_ROLES, Effect, Phase, Role
@@ -157,10 +158,11 @@ class _StepBuilder:
     def _add_node(self, node: fx.Node, phase: Phase) -> None:
         try:
             self._add(node, phase)
-        except OpenIsland:
-            raise
         except UnsupportedModel as error:
-            raise OpenIsland(str(error), [calls_around(self.raw.layers.get(node.name, ""))]) from error
+            if way_of(error):
+                raise
+            around = calls_around(self.raw.layers.get(node.name, ""))
+            raise Refusal(str(error), MakeIslands([around])) from error
 
     def _add(self, node: fx.Node, phase: Phase) -> None:
         if node.target is operator.getitem:

@@ -1,7 +1,7 @@
 """A trace or a run on the sample that leaves Python attributes as they were, and says what forward changed in them.
 
 For example, of `self.calls += 1` it says SetValue("M", "calls", 1), and of `self.seen.append(x)` that forward changes a
-list: SetsAttribute.
+list: a `Refusal` with `StateChanges`.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from memplan.capture.attributes.tables import (
     is_plain,
     leaves_of,
 )
+from memplan.capture.ops.ways import Refusal, StateChanges
 from memplan.errors import UnsupportedModel
 
 _MEMBERS = {"_modules": "submodule", "_parameters": "parameter", "_buffers": "buffer"}
@@ -56,27 +57,12 @@ class SetValue(NamedTuple):
     value: Any
 
 
-class ChangesState(UnsupportedModel):
-    """The step depends on Python state that changes. owner: whose state that is, by name of the module or table."""
-
-    def __init__(self, message: str, owner: str = "") -> None:
-        super().__init__(message)
-        self.owner = owner
-
-
 class UselessTensor(torch.Tensor):
     """A tensor that raises TypeError when it is used."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise TypeError("a tensor is used that an earlier forward has left")
-
-
-class SetsAttribute(ChangesState):
-    """Forward leaves something in a Python attribute, or in a buffer that was None, that a planned step would not.
-
-    Perhaps only its first run does.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,29 +254,30 @@ class AttributesKept:
         """Attributes that now have another plain value.
 
         Raises UnsupportedModel where anything else changed, because a planned step would not change it. It is a
-        SetsAttribute where a first run may have left it.
+        Refusal with `StateChanges` where a first run may have left it.
         """
         for name, kind, members, before in self._members:
             for key in _exchanged(members, before):
                 change = "removes" if key not in members else "exchanges" if key in before else "adds"
                 filled = kind == "_buffers" and before.get(key) is None
-                raise (SetsAttribute if filled else UnsupportedModel)(
+                raise Refusal(
                     f"forward {change} the {_MEMBERS[kind]} {f'{name}.{key}'.lstrip('.')}; a planned step would not. "
-                    "Where only the first forward does so, run it before memplan.apply"
+                    "Where only the first forward does so, run it before memplan.apply",
+                    StateChanges("", at_first=True) if filled else None,
                 )
         for name, generator, state in self._generators:
             if _drawn_from(generator) != state:
-                raise ChangesState(
+                raise Refusal(
                     f"forward draws from a {type(generator).__name__} of its own; a planned step would take the same "
                     "number each time. Draw it outside of forward and pass it in, or use torch's generator",
-                    name,
+                    StateChanges(name),
                 )
         for path, container, before in self._containers.values():
             if not is_unchanged(before, container):
-                raise SetsAttribute(
+                raise Refusal(
                     f"forward changes the {type(container).__name__} {path}; a planned step would not. Return it from "
                     "forward, or keep such state in a buffer",
-                    path,
+                    StateChanges(path, at_first=True),
                 )
         changed = []
         anew = {(name, key): value for name, key, value in self.set_anew}
@@ -302,10 +289,10 @@ class AttributesKept:
                 if anew.get((name, key), ABSENT) is value:
                     continue
                 if not is_plain(value) or isinstance(table, MappingProxyType):
-                    raise SetsAttribute(
+                    raise Refusal(
                         f"forward sets the attribute {name}.{key} to a {type(value).__name__}; a planned step would "
                         "not. Return it from forward, or keep such state in a buffer",
-                        name,
+                        StateChanges(name, at_first=True),
                     )
                 changed.append(SetValue(name, key, value))
         return tuple(changed)

@@ -45,22 +45,15 @@ from memplan.capture.ops.island_facts import (
     with_numbers,
 )
 from memplan.capture.ops.layout import storage_key
-from memplan.capture.ops.places import Layout, NoIsland, Place, PlaceFinder, Source, whole
+from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
 from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
 from memplan.capture.ops.saver import Saver, bytes_for
 from memplan.capture.ops.sizes import Numbers
+from memplan.capture.ops.ways import MakeNoIsland, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.torch_private import pytree
-
-
-class OtherIsland(UnsupportedModel):
-    """A call gave other tensors in this run than when it was looked at. callable: what was called."""
-
-    def __init__(self, message: str, called: Any) -> None:
-        super().__init__(message)
-        self.called = called
 
 
 class _Enter(torch.autograd.Function):
@@ -233,14 +226,14 @@ class Island:
 
     def _other(self, message: str) -> UnsupportedModel:
         """The error for a run that gives other tensors than planned."""
-        return OtherIsland(message, self.called) if self.at_numbers is None else OtherResults(message, {})
+        return Refusal(message, MakeNoIsland(self.called)) if self.at_numbers is None else OtherResults(message, {})
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     def forward(self, model: nn.Module, tensors: Sequence[torch.Tensor], again: bool = False) -> list[torch.Tensor]:
         """Run the forward op: its results, then the ticket. again: it has run in this step before.
 
-        Raises OtherIsland or NoIsland, and PlanMismatch where it should give what it gave before and would not.
+        Raises a Refusal, and PlanMismatch where it should give what it gave before and would not.
         """
         module = None if self.module is None else model.get_submodule(self.module)
         if module is not None:
@@ -304,7 +297,7 @@ class Island:
         return [*results[: facts.made], *(layout.empty(self.device) for layout in planned.results[facts.made :])]
 
     def _check_uses(self, uses: Sequence[int], planned: Sequence[int]) -> None:
-        """Raise OtherIsland where gradients would be added in another order than autograd does."""
+        """Raise a Refusal where gradients would be added in another order than autograd does."""
         more = any(uses[i] > planned[i] for i in (self.shared if self.loose else range(len(uses))))
         if more or (uses != planned and not self.loose):
             raise self._other(f"{self.title} reads its arguments more often, or less often, than before")
@@ -328,11 +321,11 @@ class Island:
         return room_bytes, (layouts, graph.uses, [end is None for end in graph.ends])
 
     def check_released(self) -> None:
-        """Raise NoIsland where something outside still holds the graph of the latest run, though its ticket is gone."""
+        """Raise a Refusal if something outside still holds the graph of the latest run, though its ticket is gone."""
         if self._entered is not None and self._entered() is not None:
             gc.collect()
             if self._entered() is not None:
-                raise NoIsland(f"{self.title} leaves a tensor behind that backward could begin at")
+                raise Refusal(f"{self.title} leaves a tensor behind that backward could begin at")
 
     def give_room(self, most_bytes: int) -> None:
         """Copy what the call saves to a buffer of so many bytes from now on."""
@@ -379,14 +372,14 @@ class Island:
         outputs, spec = pytree.tree_flatten(returned)
         results = [o for o in outputs if isinstance(o, torch.Tensor)]
         if _attributes_of(given) != before or any(map(private.attributes_set_on, results)):
-            raise NoIsland(f"{self.title} sets attributes of tensors that it is given or returns")
+            raise Refusal(f"{self.title} sets attributes of tensors that it is given or returns")
         tracked = [isinstance(o, torch.Tensor) and o.requires_grad for o in outputs]
         graph.ends = [get_gradient_edge(o) if t else None for o, t in zip(outputs, tracked, strict=True)]
         self._note_uses(graph, [o for o, t in zip(outputs, tracked, strict=True) if t], entered)
         take_attributes(graph, saver)
         written = {i for i, t in enumerate(tensors) if t._version != versions[i]}
         if not written <= (self.writes if self.looked_at else self.buffers):
-            raise NoIsland(f"{self.title} writes to its arguments")
+            raise Refusal(f"{self.title} writes to its arguments")
         self.writes |= written
         return [o.detach() if isinstance(o, torch.Tensor) else o for o in outputs], graph, spec
 
@@ -432,7 +425,7 @@ class Island:
                 for i, whole in zip(needed, at_once, strict=True)
             ]
         if [t._version for t in (*tensors, *sources.values())] != versions:
-            raise NoIsland(f"the backward of {self.title} writes to what it is given")
+            raise Refusal(f"the backward of {self.title} writes to what it is given")
         sources |= {("gradient", i): g for i, g in enumerate(grads) if g is not None}
         results, given = list[torch.Tensor](), tuple(g is not None for g in grads)
         if not self.loose:

@@ -9,13 +9,10 @@ from typing import NamedTuple
 import torch
 
 from memplan.capture.ops.layout import storage_key
+from memplan.capture.ops.ways import Refusal
 from memplan.errors import UnsupportedModel
 
 Source = tuple[str, int]  # "input", "result" (of the forward op) or "gradient" (that is handed in), and which of them
-
-
-class NoIsland(Exception):
-    """A call can't be an op, for the reason that the message says."""
 
 
 class Layout(NamedTuple):
@@ -81,14 +78,14 @@ class PlaceFinder:
         return self.of(tensor, "", []) if storage_key(tensor) in self._homes else None
 
     def of(self, tensor: torch.Tensor, kind: str, results: list[torch.Tensor]) -> Place:
-        """The place of a tensor. Where that is new memory, it is added to the results. Raises NoIsland."""
+        """The place of a tensor. Where that is new memory, it is added to the results. Raises a Refusal."""
         if (
             tensor.layout is not torch.strided
             or tensor.is_conj()
             or tensor.is_neg()
             or type(tensor) is not torch.Tensor
         ):
-            raise NoIsland("an opaque call gives, or saves, tensors of a kind that has no place")
+            raise Refusal("an opaque call gives, or saves, tensors of a kind that has no place")
         key = storage_key(tensor)
         if key not in self._homes:
             self._homes[key] = ((kind, len(results)), whole(tensor))
@@ -96,7 +93,7 @@ class PlaceFinder:
         source, home = self._homes[key]
         begin_bytes = int(tensor.storage_offset() * tensor.element_size() - home.storage_offset() * home.element_size())
         if begin_bytes < 0:
-            raise NoIsland("an opaque call gives, or saves, tensors that begin before its argument does")
+            raise Refusal("an opaque call gives, or saves, tensors that begin before its argument does")
         return Place(source, Layout.of(tensor), begin_bytes)
 
 

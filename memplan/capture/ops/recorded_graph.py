@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from memplan.capture.ops.places import NoIsland, Place
+from memplan.capture.ops.places import Place
 from memplan.capture.ops.saver import Saver
 from memplan.capture.ops.sizes import Numbers
+from memplan.capture.ops.ways import Refusal
 
 
 @dataclass(eq=False, slots=True)
@@ -74,7 +75,7 @@ def graph_of(ticket: torch.Tensor) -> RecordedGraph:
 
 
 def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
-    """Take tensors out of the contexts of functions, and add them to what was saved. Raises NoIsland."""
+    """Take tensors out of the contexts of functions, and add them to what was saved. Raises a Refusal."""
     pending = [edge.node for edge in graph.ends if edge is not None]
     seen: set[Any] = set(pending)
     while pending:
@@ -84,7 +85,7 @@ def take_attributes(graph: RecordedGraph, saver: Saver) -> None:
                 if isinstance(value, torch.Tensor):
                     graph.attributes.append((node, name, saver.add(value.detach())))
                 elif isinstance(value, tuple) and any(isinstance(v, torch.Tensor) for v in value):
-                    raise NoIsland(
+                    raise Refusal(
                         f"{type(node).__name__} keeps tensors in a tuple, ctx.{name}; hand them to save_for_backward"
                     )
         for target, _ in node.next_functions:

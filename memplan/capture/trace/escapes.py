@@ -19,11 +19,8 @@ from typing import Any
 import torch
 
 from memplan import torch_private as private
+from memplan.capture.ops.ways import Never, Refusal
 from memplan.errors import UnsupportedModel
-
-
-class EscapedTensors(UnsupportedModel):
-    """Tensors of a trace were found somewhere. Rehearsals would leave theirs there too, so no parts are planned."""
 
 
 class MadeTensors:
@@ -53,9 +50,10 @@ class MadeTensors:
             raise
         holders = self._take_back()
         if holders:
-            raise EscapedTensors(
+            raise Refusal(
                 f"forward or backward leaves tensors in {', '.join(map(_in_words, holders[:3]))}, which a planned step "
-                "would not. Return them from forward, or put them into attributes of modules"
+                "would not. Return them from forward, or put them into attributes of modules",
+                Never(),
             )
 
     def _take_back(self) -> list[Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memplan.capture.trace.islands import OpenIsland
+from memplan.capture.ops.ways import MakeIslands, Refusal
 from memplan.capture.trace.source_lines import caller_line
 from memplan.errors import UnsupportedModel
 
@@ -19,7 +19,7 @@ from memplan.errors import UnsupportedModel
 def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] = tuple) -> Iterator[None]:
     """A context that leaves generators as they are.
 
-    Raises an OpenIsland if Python's generators were drawn from. around: gives the modules in which.
+    Raises a Refusal if Python's generators were drawn from. around: gives the modules in which.
     """
     devices = [device] if device.type == "cuda" else []
     python_state, numpy_state, before = random.getstate(), np.random.get_state(), python_generators()
@@ -31,10 +31,10 @@ def generator_kept(device: torch.device, around: Callable[[], tuple[Any, ...]] =
         random.setstate(python_state)
         np.random.set_state(numpy_state)
     if moved:
-        raise OpenIsland(
+        raise Refusal(
             "forward draws from Python's random or numpy.random; a planned step would take the same number each time. "
             "Draw it outside of forward and pass it in, or use torch's generator",
-            [around()],
+            MakeIslands([around()]),
         )
 
 

@@ -1,7 +1,8 @@
 """Islands in a trace: calls that can't be traced, and the two ops that stand for each.
 
-A trace that fails in a call raises `OpenIsland`, which names the autograd function or the module. `Capturing` then runs
-forward once on the sample (`runtime.trial.island_runs.py`), and traces again with what that run has learned.
+A trace that fails in a call raises a `Refusal` with `MakeIslands`, which names the autograd function or the module.
+`TraceLoop` then runs forward once on the sample (`runtime.trial.island_runs.py`), and traces again with what that run
+has learned.
 """
 
 from __future__ import annotations
@@ -28,41 +29,14 @@ from memplan.capture.ops.island import Island
 from memplan.capture.ops.island_facts import numbers_in, with_numbers
 from memplan.capture.ops.island_ops import BACKWARD, FORWARD
 from memplan.capture.ops.places import Layout, Place
+from memplan.capture.ops.ways import Calls, MakeIslands, Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import forwards_exchanged
 from memplan.capture.trace.raw_trace import Autocast
 from memplan.capture.trace.source_lines import caller_frame
-from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
 _MOST_SEEN = 8  # sizes at which an island was looked at
-Calls = tuple[Any, ...]  # autograd functions, paths of modules, classes of modules: a call, and those around it
-
-
-class OpenIsland(UnsupportedModel):
-    """A step can't be traced through some calls. With a run of forward on the sample these calls could be islands.
-
-    - calls: chains of calls, the innermost first. For each chain, one of its calls has to be an island.
-    - given: by name of an island, which of its outputs get gradients, if the run had others get gradients.
-    - unfit: calls that are islands, and can't be.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        calls: Collection[Calls] = (),
-        given: Mapping[str, tuple[bool, ...]] | None = None,
-        unfit: Collection[Any] = (),
-    ) -> None:
-        super().__init__(message)
-        self.calls, self.given, self.unfit = tuple(calls), dict(given or {}), frozenset(unfit)
-
-
-class CompiledCode(OpenIsland):
-    """Forward calls code that went through torch.compile.
-
-    Such code must not even run while a step is looked at: from then on PyTorch would run it without what was compiled.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +131,7 @@ class IslandsTraced:
         self._callables, self._waiting, self._around = islands.callables, iter(islands.calls), around
         self.used: dict[str, Island] = {}
         self.here: dict[str, Island] = {}  # the same ones, at the sizes of the trace
-        self.given: dict[str, tuple[bool, ...]] = {}  # see `OpenIsland`
+        self.given: dict[str, tuple[bool, ...]] = {}  # see `MakeIslands`
         self.unfit: set[Any] = set()
         self._states: list[tuple[Any, Callable[[], Any], Any]] = []  # Python state at each call
         self.handed: set[NamedOn] = set()  # names that lines only hand on to islands
@@ -184,10 +158,10 @@ class IslandsTraced:
         name = name_of(called)
         island = next(self._waiting, None)
         if called not in self._callables:
-            raise OpenIsland(f"{name} is marked by memplan.opaque", [(called, *self._around())])
+            raise Refusal(f"{name} is marked by memplan.opaque", MakeIslands([(called, *self._around())]))
         like = module if isinstance(called, type) else None
         if island is None or not _is_call_of(island, called, arguments, like):
-            raise OpenIsland(f"{name} can't be traced, and calls of it change", [(called, *self._around())])
+            raise Refusal(f"{name} can't be traced, and calls of it change", MakeIslands([(called, *self._around())]))
         here = island
         if any(map(private.is_symbolic, (*numbers_in(tuple(map(Layout.of, arguments.tensors))), *arguments.static))):
             island, here = island.sized(arguments.tensors, arguments.static)
@@ -209,7 +183,7 @@ class IslandsTraced:
         return pytree.tree_unflatten(outputs, facts.spec)
 
     def look_at(self, edges: Edges) -> None:
-        """Look at what else gives gradients to arguments of islands. Raises OpenIsland where sums would differ."""
+        """Look at what else gives gradients to arguments of islands. Raises a Refusal where sums would differ."""
         for node in edges.functions:
             if type(node)._forward_cls is not _AsOps:
                 continue
@@ -230,17 +204,20 @@ class IslandsTraced:
             if island.room is not None and any(facts.uses[i] > 1 or island.owners[i] is not None for i in shared):
                 self.unfit.add(island.called)
         if self.unfit:
-            raise OpenIsland("an opaque call reads differently often what others read too", unfit=self.unfit)
+            raise Refusal(
+                "an opaque call reads differently often what others read too", MakeIslands(unfit=frozenset(self.unfit))
+            )
 
     def check(self) -> None:
-        """Raise OpenIsland if backward gives gradients to other outputs of an island than in the run of forward."""
+        """Raise a Refusal if backward gives gradients to other outputs of an island than in the run of forward."""
         self.unfit |= {called for called, look, state in self._states if look() != state}
         if self.unfit:
-            raise OpenIsland(
-                "forward sets what an opaque call reads, or that returns one tensor twice", unfit=self.unfit
+            raise Refusal(
+                "forward sets what an opaque call reads, or that returns one tensor twice",
+                MakeIslands(unfit=frozenset(self.unfit)),
             )
         if self.given:
-            raise OpenIsland("gradients arrive at other outputs of an opaque call", given=self.given)
+            raise Refusal("gradients arrive at other outputs of an opaque call", MakeIslands(given=dict(self.given)))
 
 
 _MARK = "_memplan_opaque"
@@ -278,11 +255,11 @@ def marked_in(model: nn.Module) -> set[Any]:
 
 
 def refuse_reads(islands: Collection[Island], model: nn.Module, reads: AttributeReads) -> None:
-    """Raise OpenIsland if forward reads an attribute that an island may set: a trace has it as it was before."""
+    """Raise a Refusal if forward reads an attribute that an island may set: a trace has it as it was before."""
     modules = {i.called: model.get_submodule(i.module) for i in islands if i.module is not None}
     unfit = {called for called, module in modules.items() if reads.of_what_is_set_by(module) - CHECKED_ELSEWHERE}
     if unfit:
-        raise OpenIsland("forward reads an attribute that an opaque call sets", unfit=unfit)
+        raise Refusal("forward reads an attribute that an opaque call sets", MakeIslands(unfit=unfit))
 
 
 def name_of(called: Any) -> str:
@@ -329,15 +306,15 @@ def is_wholly_called(module: nn.Module) -> bool:
     return private.is_hooked(module) or private.compiled_call(module) is not None
 
 
-def refuse_failed(error: Exception, message: str, islands: IslandsTraced, around: Calls) -> UnsupportedModel:
+def refusal_of(error: Exception, message: str, islands: IslandsTraced, around: Calls) -> Refusal:
     """The refusal for an error in a trace.
 
-    It is an OpenIsland where the error came from an autograd function, or within modules. around: these modules.
+    Its way is to make an island of the autograd function that it came from, or of modules. around: these modules.
     """
     function = private.function_that_failed(error)
     if function is not None and function is not _AsOps and not is_library_code(function):
-        return OpenIsland(message, [islands.applied.get(function, (function, *around))])
-    return OpenIsland(message, [around]) if around else UnsupportedModel(message)
+        return Refusal(message, MakeIslands([islands.applied.get(function, (function, *around))]))
+    return Refusal(message, MakeIslands([around]) if around else None)
 
 
 def calls_with(model: nn.Module, owner: str) -> list[Calls]:

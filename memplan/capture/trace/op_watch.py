@@ -18,9 +18,9 @@ from memplan.capture.ops.layout import storage_key, tensors_of
 from memplan.capture.ops.real_outputs import corrected_outputs
 from memplan.capture.ops.real_results import with_noted_results
 from memplan.capture.ops.sizes import SymbolicInputs
+from memplan.capture.ops.ways import MakeIslands, Refusal, TakeBranches
 from memplan.capture.trace.counted_random import CountedRandom
 from memplan.capture.trace.escapes import MadeTensors
-from memplan.capture.trace.islands import Calls, OpenIsland
 from memplan.capture.trace.memo import Memo
 from memplan.capture.trace.raw_trace import Answer, AttributeRead, ScalarRead
 from memplan.capture.trace.source_lines import caller_line, in_python_backward, lines_within, stack_depth
@@ -30,15 +30,6 @@ from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
 
 aten = torch.ops.aten
-
-
-class OpenBranch(UnsupportedModel):
-    """Forward branches on a boolean that it computes from parameters. A run of forward would tell which way it goes.
-
-    calls: the modules around the branch, as in `OpenIsland`.
-    """
-
-    calls: tuple[Calls, ...] = ()
 
 
 class OpWatch(private.TorchDispatchMode):
@@ -84,10 +75,10 @@ class OpWatch(private.TorchDispatchMode):
         self._around.close()
 
     def _refuse_higher_order(self, name: str) -> None:
-        raise OpenIsland(
+        raise Refusal(
             f"{name} is a higher-order op, which can't be part of a plan: module {self._notes.module}, at "
             f"{caller_line()}. Modules that call none can be planned, so call it in a module of its own",
-            [self._notes.around()],
+            MakeIslands([self._notes.around()]),
         )
 
     def _run(self, op: Any, *args: Any) -> Any:
@@ -237,10 +228,10 @@ class OpWatch(private.TorchDispatchMode):
             for key, held in vars(module).items():
                 if held is tensor:
                     if any(storage_key(written) == storage_key(tensor) for written in self._memory.written):
-                        raise OpenIsland(
+                        raise Refusal(
                             f"forward writes to the tensor attribute {key} of a module, and reads a number from it: "
                             f"module {where}. Register it as a buffer",
-                            [self._notes.around()],
+                            MakeIslands([self._notes.around()]),
                         )
                     value = tensor.item()
                     self._notes.attribute_reads.append(AttributeRead(path, key, value, where))
@@ -278,10 +269,11 @@ class OpWatch(private.TorchDispatchMode):
         """The branch that forward took when it ran. A copy of the boolean is kept: it may be written to later."""
         branches = tensor.dtype is torch.bool and self._notes.template is None
         if seen is None or not branches:
-            raise (OpenBranch if branches else UnsupportedModel)(
+            raise Refusal(
                 f"control flow depends on computed data: module {self._notes.module} "
                 f"reads a number that depends on parameters, at {source}. Compute it outside of the model and pass "
-                "it in, or use tensor operations such as torch.where"
+                "it in, or use tensor operations such as torch.where",
+                TakeBranches([self._notes.around()]) if branches else None,
             )
         self._notes.decided.append((tensor.clone(), seen.value, self._notes.place(source)))
         return bool(seen.value)

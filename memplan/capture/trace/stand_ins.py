@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,20 +24,9 @@ import torch
 from memplan import torch_private as private
 from memplan.capture.attributes.tables import is_plain
 from memplan.capture.ops.layout import storage_key
+from memplan.capture.ops.ways import LetRequireGrad, Refusal
 from memplan.errors import UnsupportedModel
 from memplan.torch_private import pytree
-
-
-class StartsToRequireGrad(UnsupportedModel):
-    """Forward lets arguments require grad before any op reads them. It can be traced with such arguments.
-
-    - positions: of these arguments, among the call's tensors.
-    """
-
-    def __init__(self, names: Sequence[str], positions: Sequence[int]) -> None:
-        super().__init__(f"forward calls requires_grad_() on {', '.join(names)}; a planned step would not")
-        self.positions = tuple(positions)
-
 
 ABSENT = object()  # in place of the value of an attribute that a tensor does not have
 _READ_NOTHING = ("torch", "deepspeed", "memplan")  # packages in which such an attribute does not change what ops run
@@ -122,4 +111,7 @@ class StandIns:
             )
         if started:
             names = [f"argument {name}" for name in self._given]
-            raise StartsToRequireGrad(started, [names.index(name) for name in started])
+            raise Refusal(
+                f"forward calls requires_grad_() on {', '.join(started)}; a planned step would not",
+                LetRequireGrad(tuple(names.index(name) for name in started)),
+            )

@@ -23,15 +23,16 @@ from memplan.capture.ops.edges import Edges
 from memplan.capture.ops.island_ops import as_ops
 from memplan.capture.ops.layout import dense_stride, strided_parts
 from memplan.capture.ops.sizes import SymbolicInputs, Varying, with_expressions
+from memplan.capture.ops.ways import MakeIslands, Refusal, way_of
 from memplan.capture.trace.branches import as_without_modes
 from memplan.capture.trace.call import Call, OutputTemplate
 from memplan.capture.trace.cuda_ops import Capability, as_on_cuda
 from memplan.capture.trace.escapes import MadeTensors
 from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import generator_kept, seeding_itself
-from memplan.capture.trace.islands import NO_ISLANDS, CompiledCode, Islands, IslandsTraced, OpenIsland, refuse_failed
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, IslandsTraced, refusal_of
 from memplan.capture.trace.memo import Memo
-from memplan.capture.trace.op_watch import OpenBranch, OpWatch
+from memplan.capture.trace.op_watch import OpWatch
 from memplan.capture.trace.raw_trace import Answer, Autocast, GradientLayout, RawTrace
 from memplan.capture.trace.remembered import results_forgotten
 from memplan.capture.trace.source_lines import first_line, line_of
@@ -92,8 +93,8 @@ class TraceRequest:
 def trace_step(request: TraceRequest) -> RawTrace:
     """The traced step. Nothing of the model, the sample or the generator changes.
 
-    Raises UnsupportedModel, with the module and the source line, where the step can't be traced exactly. Raises
-    OpenBranch where it could be traced with `seen`.
+    Raises UnsupportedModel, with the module and the source line, where the step can't be traced exactly. It is a
+    `Refusal` if another request may help.
     """
     return _StepTrace(request).made()
 
@@ -172,13 +173,9 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except (OpenIsland, OpenBranch) as error:
-            if isinstance(error, OpenBranch):
-                error.calls = (self._notes.around(),)
-            raise
         except UnsupportedModel as error:
             refusal = self._refused(error, str(error))
-            raise (refusal if isinstance(refusal, OpenIsland) else error) from error.__cause__
+            raise (error if way_of(error) or not refusal.way else refusal) from error.__cause__
         except private.FixedSize as error:
             raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
@@ -192,10 +189,10 @@ class _StepTrace:
             raise
         except Exception as error:
             if private.is_call_of_compiled_code(error):
-                raise CompiledCode(
+                raise Refusal(
                     f"forward calls a function that went through torch.compile: module {self._notes.module}, "
                     f"{line_of(error)}. A plan is made of the ops that eager PyTorch runs; leave torch.compile out",
-                    [self._notes.around()],
+                    MakeIslands([self._notes.around()], compiled=True),
                 ) from error
             raise self._refused(
                 error,
@@ -203,8 +200,8 @@ class _StepTrace:
                 f"  in module {self._notes.module}, {line_of(error)}",
             ) from error
 
-    def _refused(self, error: Exception, message: str) -> UnsupportedModel:
-        return refuse_failed(error, message, self._islands, self._notes.around())
+    def _refused(self, error: Exception, message: str) -> Refusal:
+        return refusal_of(error, message, self._islands, self._notes.around())
 
     # -- what is traced ---------------------------------------------------------------------------------------------
 
@@ -382,10 +379,10 @@ def _refuse_state_of_backward(edges: Edges, islands: IslandsTraced) -> None:
     """Refuse autograd functions of users whose backward depends on Python state: it is that of the trace in a plan."""
     depend = {type(node)._forward_cls: state for node in edges.functions if (state := backward_depends_on(node))}
     for function, state in depend.items():
-        raise OpenIsland(
+        raise Refusal(
             f"the backward of the autograd function {function.__name__} depends on {state}, which may change between "
             "forward and backward; a planned step would not notice. Pass it to the function as an argument",
-            [islands.applied.get(f, (f,)) for f in depend],
+            MakeIslands([islands.applied.get(f, (f,)) for f in depend]),
         )
 
 

@@ -29,7 +29,8 @@ from memplan.capture.ops import op_facts
 from memplan.capture.ops.island import Island, IslandCost
 from memplan.capture.ops.island_facts import ForwardFacts
 from memplan.capture.ops.layout import storage_key, tensors_of
-from memplan.capture.ops.places import Layout, NoIsland, Place, Source
+from memplan.capture.ops.places import Layout, Place, Source
+from memplan.capture.ops.ways import Refusal
 from memplan.capture.trace.call import Forward
 from memplan.capture.trace.forwards import in_place_of_state
 from memplan.capture.trace.generators import python_generators
@@ -158,7 +159,7 @@ class IslandRuns(private.RealOps):
                 returned = (callee if wholly else callee.forward)(*own_args, **own_kwargs)
                 now = {**dict(callee.named_parameters()), **dict(callee.named_buffers())}
                 if any(now.get(name) is not tensor for name, tensor in state.items()):
-                    raise NoIsland(f"{name_of(called)} exchanges parameters or buffers")
+                    raise Refusal(f"{name_of(called)} exchanges parameters or buffers")
             return returned
 
         kept = functools.partial(_state_kept, path, original if path is None else None, ())
@@ -230,7 +231,7 @@ class IslandRuns(private.RealOps):
                 self._look(island, tensors, returned, before, attributes)
             self._calls.append(island)
         except Exception as error:
-            why = "" if isinstance(error, (NoIsland, UnsupportedModel)) else "it fails when it runs a second time: "
+            why = "" if isinstance(error, UnsupportedModel) else "it fails when it runs a second time: "
             self.unfit.setdefault(called, f"{why}{error}")
         finally:
             self._within = False
@@ -240,14 +241,14 @@ class IslandRuns(private.RealOps):
         return returned
 
     def _refuse(self, island: Island, arguments: Arguments, module: nn.Module | None, autocast: Autocast) -> None:
-        """Raise NoIsland where a call could not be two ops, as far as its arguments tell."""
+        """Raise a Refusal where a call could not be two ops, as far as its arguments tell."""
         if any(id(a) in self._own and not is_lasting(a) for a in arguments.static):
-            raise NoIsland(f"{island.function} is given what belongs to the model; a copy has another")
+            raise Refusal(f"{island.function} is given what belongs to the model; a copy has another")
         pairs = zip(arguments.tensors, island.owners, strict=True)
         if any(owner is None and private.attributes_set_on(tensor) for tensor, owner in pairs):
-            raise NoIsland(f"{island.function} is given a tensor with attributes of its own")
+            raise Refusal(f"{island.function} is given a tensor with attributes of its own")
         if module is not None and private.collects_outputs() and private.collects(module):
-            raise NoIsland(f"outputs of modules in {island.function} are collected by the model around it")
+            raise Refusal(f"outputs of modules in {island.function} are collected by the model around it")
         if module is None or not (autocast.enabled and autocast.cache_enabled):
             return
         inside = set(module.modules())
@@ -255,7 +256,7 @@ class IslandRuns(private.RealOps):
         if {id(p) for p in others} & set(map(id, module.parameters())) or any(
             c.called == island.called for c in self._calls
         ):
-            raise NoIsland(f"{island.function} shares parameters, whose casts autocast shares too")
+            raise Refusal(f"{island.function} shares parameters, whose casts autocast shares too")
 
     def _look(
         self,
@@ -288,7 +289,7 @@ class IslandRuns(private.RealOps):
             island.once |= attributes.changed()
             facts, sources, outputs = outputs_of(results)
             if island.loose and any(type(o) in (int, float) for o in facts.outputs):
-                raise NoIsland(f"{island.title} returns numbers that depend on data")
+                raise Refusal(f"{island.title} returns numbers that depend on data")
             island.alike &= all(map(_same_bits, outputs, pytree.tree_leaves(returned)))
             island.repeats = island.alike and not island.once and not island.writes
             if (island.loose or island.varies) and any(facts.differentiable):

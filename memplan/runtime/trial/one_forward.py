@@ -17,11 +17,11 @@ from memplan.capture.attributes.attributes_kept import AttributesKept, LeftBehin
 from memplan.capture.attributes.kept_memory import has_memory, written_by
 from memplan.capture.ops import op_facts
 from memplan.capture.ops.layout import storage_key, tensors_of
+from memplan.capture.ops.ways import Refusal, RunsBackward, way_of
 from memplan.capture.trace.call import Call, Forward
 from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_exchanged
 from memplan.capture.trace.raw_trace import Answer
 from memplan.capture.trace.source_lines import lines_within, stack_depth
-from memplan.errors import UnsupportedModel
 from memplan.runtime.trial.nothing_kept import nothing_kept
 from memplan.torch_private import pytree
 
@@ -79,9 +79,9 @@ def one_forward(
         ):
             try:
                 run(*call.variadic, **call.arguments)
-            except BackwardWithin:
-                raise
             except Exception as error:
+                if isinstance(way_of(error), RunsBackward):
+                    raise
                 raise ForwardFails(error) from error
         left = attributes.left()
         caches = left.without(lambda t: data.reached(t) or (has_memory(t) and storage_key(t) in standing_in))
@@ -117,13 +117,9 @@ def nothing_saved() -> contextlib.AbstractContextManager[object]:
     return saved_tensors_hooks(lambda tensor: tensor if isinstance(tensor, private.FakeTensor) else None, _unpacked)
 
 
-class BackwardWithin(UnsupportedModel):
-    """Forward runs a backward pass itself, so it can't be looked at without what that reads."""
-
-
 def _unpacked(packed: torch.Tensor | None) -> torch.Tensor:
     if packed is None:
-        raise BackwardWithin("forward runs a backward pass itself")
+        raise Refusal("forward runs a backward pass itself", RunsBackward())
     return packed
 
 

@@ -1,0 +1,235 @@
+"""How often a call is traced, and why: one loop, in which each refusal says how the next trace differs.
+
+| refusal | the next trace |
+|---|---|
+| `LetRequireGrad` | lets these arguments require grad |
+| `TakeBranches` | takes the branches that a run of forward on the sample took |
+| `StateChanges`, perhaps at first only | finds the caches that a first run of forward left |
+| any other | has the smallest calls around the failure as islands, which a run of forward has shown |
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from memplan import torch_private as private
+from memplan.capture.attributes.attributes_kept import AttributesKept
+from memplan.capture.attributes.named_state import is_library_code
+from memplan.capture.capturable import model_device
+from memplan.capture.capture import Capture, CaptureOptions, capture
+from memplan.capture.ops.ways import (
+    Calls,
+    LetRequireGrad,
+    MakeIslands,
+    StateChanges,
+    TakeBranches,
+    way_of,
+)
+from memplan.capture.trace.call import Call, Forward, Sample
+from memplan.capture.trace.islands import NO_ISLANDS, Islands, calls_with, is_wholly_called, name_of
+from memplan.capture.trace.raw_trace import Answer
+from memplan.errors import UnsupportedModel
+from memplan.logs import log
+from memplan.runtime.program.in_flight import Written
+from memplan.runtime.trial.island_runs import IslandRuns
+from memplan.runtime.trial.one_forward import ForwardFails, OneForward
+
+
+@dataclass
+class KnownIslands:
+    """What traces of a model have shown of its islands.
+
+    - islands: those of the latest trace.
+    - unfit: calls that can be no islands, with the reason for each.
+    - layers: paths of modules that PyTorch checkpoints in islands.
+    - compiled: something in the model is, and can't run to be looked at.
+    """
+
+    islands: Islands = NO_ISLANDS
+    unfit: dict[Any, str] = field(default_factory=dict)
+    layers: tuple[str, ...] = ()
+    compiled: bool = False
+
+
+class TraceLoop:
+    """Traces one call until a trace succeeds, or nothing is left to try.
+
+    - decides: forward may run on the sample to show its branches and caches.
+    - looks: forward may run on the sample to show islands.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Forward,
+        sample: Sample | Call,
+        options: CaptureOptions,
+        known: KnownIslands,
+        forward_once: Callable[[Islands], OneForward],
+        decides: bool,
+        looks: bool,
+    ) -> None:
+        """forward_once: runs forward on the sample, and notes no reads within these islands."""
+        self._model, self._forward, self._sample, self._options = model, forward, sample, options
+        self._run = forward if options.loss_fn is None else functools.partial(options.loss_fn, model)
+        self._known, self._forward_once, self._decides, self._looks = known, forward_once, decides, looks
+        self._unfit, self._looked = dict(known.unfit), False
+        self._given = {i.name: i.backward_facts.given for i in known.islands.calls if i.backward_facts is not None}
+        self._begin_with(known.islands)
+
+    def _begin_with(self, islands: Islands) -> None:
+        """Let the next trace have these islands, and nothing that earlier traces showed beside."""
+        self._islands = islands
+        self._applied = dict[Any, None]()  # functions that were traced through
+        self._cached: UnsupportedModel | None = None  # a refusal against which caches of a first run may help
+        self._first: OneForward | None = None  # that run
+        self._restart()
+
+    def _restart(self) -> None:
+        self._seen: Sequence[Answer] | None = self._options.seen or None
+        self._branches = False  # that a run of forward takes are traced
+        self._requiring: tuple[int, ...] = ()
+
+    def captured(self) -> Capture:
+        """The captured step. Raises the refusal against which nothing helps, and ForwardFails."""
+        while True:
+            try:
+                with private.functions_applied_by(functools.partial(_note, self._applied)):
+                    found = self._traced()
+                self._known.islands = self._islands
+                return found
+            except UnsupportedModel as error:
+                refusal = error.with_traceback(None)
+            way = way_of(refusal)
+            if isinstance(way, LetRequireGrad) and not self._requiring:
+                self._requiring = way.positions
+            elif isinstance(way, TakeBranches) and self._decides and not self._branches:
+                self._seen, self._branches, self._requiring = None, True, ()
+            elif isinstance(way, StateChanges) and way.at_first and self._decides and self._cached is None:
+                self._cached = refusal
+                self._restart()
+            elif isinstance(refusal.__cause__, private.FixedSize):  # against which no island helps
+                raise refusal
+            else:
+                self._make_islands(refusal)
+
+    def _traced(self) -> Capture:
+        """One trace, after the runs of forward that it needs."""
+        if self._cached is not None and self._first is None:
+            self._first = self._first_run(self._cached)
+        with contextlib.nullcontext() if self._first is None else AttributesKept(self._model, run=self._run):
+            if self._first is not None:
+                self._first.caches.put()
+            if self._branches and self._seen is None:
+                self._seen = self._forward_once(self._islands).answers
+            options = dataclasses.replace(
+                self._options, islands=self._islands, seen=self._seen, requiring=self._requiring
+            )
+            captured = capture(self._model, self._forward, self._sample, options)
+            return captured if self._first is None else self._with_caches(captured, self._first)
+
+    def _first_run(self, refusal: UnsupportedModel) -> OneForward:
+        """What a first run of forward leaves. Raises the refusal if that is no cache."""
+        first = self._forward_once(self._islands)
+        left, caches = first.left, first.caches
+        if len(left.contents) > len(caches.contents) or not (caches.values or caches.contents):
+            raise refusal
+        return first
+
+    def _with_caches(self, captured: Capture, first: OneForward) -> Capture:
+        """The step, which puts caches there. Raises the refusal if a first run leaves more, and no later one does."""
+        assert self._cached is not None
+        anew = {(id(captured.key.attributes(owner)), key) for owner, key in captured.traced.template.attributes}
+        known = {(id(table), key) for table, key, _ in first.caches.values}
+        if not {(id(table), key) for table, key, _ in first.left.values} <= anew | known:
+            raise self._cached
+        if not first.written <= {*Written.of(captured.traced).buffers}:  # a first batch initialises them
+            raise self._cached
+        return dataclasses.replace(captured, left=first.caches)
+
+    def _make_islands(self, refusal: UnsupportedModel) -> None:
+        """Let the next trace have islands: calls around the failure, the smallest that can be. Raises the refusal."""
+        way, islands, unfit = way_of(refusal), self._islands, self._unfit
+        open_calls = way if isinstance(way, MakeIslands) else MakeIslands()
+        self._known.compiled |= open_calls.compiled
+        if not self._looks:
+            raise refusal
+        before = islands.callables, len(unfit), len(self._given)
+        unfit |= dict.fromkeys(open_calls.unfit, str(refusal))
+        chains = self._chains(refusal)
+        new, known = set[Any](), islands.callables - unfit.keys()
+        for chain in chains:
+            if self._looked:
+                unfit |= {c: str(refusal) for c in chain[:1] if c in known}
+            fit = next((c for c in chain if c not in unfit and _is_callable(c, self._model)), None)
+            new |= set() if fit is None else _alike(fit, self._model, refusal) - unfit.keys()
+        self._given |= open_calls.given
+        callables = (known | new) - unfit.keys()
+        if (self._looked or not callables) and before == (callables, len(unfit), len(self._given)):
+            raise _refused(refusal, chains, unfit)
+        reasons = {**dict.fromkeys(new, str(refusal).partition("\n")[0]), **islands.reasons}
+        device = self._options.device or model_device(self._model)
+        run = IslandRuns(self._model, frozenset(callables), self._given, device, reasons, self._known.layers)
+        self._looked = True
+        try:
+            with run.watching():
+                self._forward_once(NO_ISLANDS)
+        except (UnsupportedModel, ForwardFails) as error:
+            log.info("no islands are made of %s, because %s", ", ".join(map(name_of, new)), error)
+            raise refusal from refusal.__cause__
+        for called, why in run.unfit.items():
+            log.info("no island is made of %s, because %s", name_of(called), why)
+        unfit |= run.unfit
+        self._begin_with(run.islands.knowing(self._known.islands))
+
+    def _chains(self, refusal: UnsupportedModel) -> list[Calls]:
+        """Calls of which one each has to be an island, the innermost first, after a refusal.
+
+        Any function that was traced through may have the side effect that the refusal is about.
+        """
+        way = way_of(refusal)
+        if isinstance(way, (MakeIslands, TakeBranches)):
+            return [chain for chain in way.calls if chain]
+        functions = [(f,) for f in self._applied if f not in self._islands.callables and not is_library_code(f)]
+        of_state = calls_with(self._model, way.owner) if isinstance(way, StateChanges) else []
+        return functions or of_state
+
+
+def _note(applied: dict[Any, None], function: Any, args: tuple[Any, ...], original: Callable[..., Any]) -> Any:
+    applied[function] = None
+    return original(*args)
+
+
+def _is_callable(called: Any, model: nn.Module) -> bool:
+    """Whether something is called: a list of modules is not."""
+    module = model.get_submodule(called) if isinstance(called, str) else None
+    return module is None or "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _alike(called: Any, model: nn.Module, refusal: UnsupportedModel) -> set[Any]:
+    """A call that is to be an island, and modules of the same class, whose code is the same.
+
+    Hooks and compiled code are of one module alone.
+    """
+    module = model.get_submodule(called) if isinstance(called, str) else None
+    if module is None or is_wholly_called(module):
+        return {called}
+    kind = type(module)
+    if kind.__module__.startswith("torch.") or len(getattr(way_of(refusal), "calls", ())) > 1:
+        return {called}
+    return {called, *(path for path, module in model.named_modules() if path and type(module) is kind)}
+
+
+def _refused(refusal: UnsupportedModel, chains: Sequence[Calls], unfit: Mapping[Any, str]) -> UnsupportedModel:
+    """A refusal that says why no call around it can run as it is."""
+    reasons = dict.fromkeys(unfit[c] for chain in chains for c in chain if c in unfit and unfit[c] != str(refusal))
+    if reasons:
+        refusal.args = (f"{refusal}. It can't run as it is either: {'; '.join(reasons)}",)
+    return refusal
