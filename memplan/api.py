@@ -184,7 +184,8 @@ def apply(
             "costs=Roofline(capability=...) plans the kernels of a device that is not here, for plan and explore to "
             "tell of; leave capability= out to run a step"
         )
-    here = settings.target_device or next((p.device for p in model.parameters()), torch.device("cpu"))
+    of_units = shards.device if isinstance(shards, ShardedModel) else None
+    here = settings.target_device or of_units or next((p.device for p in model.parameters()), torch.device("cpu"))
     if automatic and here.type == "cuda" and optimizer is None and settings.surroundings == Surroundings():
         log.warning("the budget 'auto' leaves no room for an optimizer's state, which comes later: pass optimizer=")
     prepare_allocator(here)

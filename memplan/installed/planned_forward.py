@@ -131,7 +131,7 @@ class PlannedForward:
 
     def _is_aside(self) -> bool:
         """Whether this call runs the model's own forward."""
-        on_host = self._planner.placement.host  # where gradients go, so such parameters need a plan in eval mode too
+        on_host = self._planner.placement.brought  # where gradients go, so such parameters need a plan in eval mode too
         evaluates = self._training and not self.model.training and not on_host
         if self._is_set_aside or not torch.is_grad_enabled() or evaluates:
             return True
@@ -229,10 +229,10 @@ class PlannedForward:
     def warn_of_host(self) -> None:
         """Warn that parameters live on the host, where the model's own forward does not find them."""
         device = self._planner.placement.device
-        if self._planner.placement.host and device is not None and device.type != "cpu":
+        if self._planner.placement.brought and device is not None and device.type != "cpu":
             log.warning(
                 "%d parameters live on the host; call model.to(%r) before the model runs without a plan",
-                len(self._planner.placement.host), str(device),
+                len(self._planner.placement.brought), str(device),
             )  # fmt: skip
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

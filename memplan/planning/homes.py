@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from memplan.capture.analysis.traced import Traced
@@ -29,11 +29,13 @@ class Movable:
     used: bool = True
 
 
-def movables(traced: Traced) -> tuple[Movable, ...]:
+def movables(traced: Traced, together: Collection[str] = ()) -> tuple[Movable, ...]:
     """Parameters that may live on the host, in the order of their first use; then those that the step does not use.
 
     The step must only read them, and their gradients must belong to nothing else. They must have memory of their own:
     parameters that share it, or are parts of something larger, stay together.
+
+    together: names of parameters that move together, so that their gradients may share memory.
     """
     graph = traced.graph
     taken = {v.reuses for v in graph.values if v.reuses is not None}
@@ -41,8 +43,9 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
     gradient_of: dict[str, int] = {}
     shared: set[int] = set()
     for gradient in traced.gradients:
-        gradient_of |= dict.fromkeys(gradient.parameters, gradient.value)
-        if len(gradient.nodes) != 1 or not gradient.parameters:
+        parameters = gradient.parameters
+        gradient_of |= dict.fromkeys(parameters, gradient.value)
+        if len(parameters) < len(gradient.nodes) or (len(parameters) > 1 and not set(parameters) <= set(together)):
             shared.add(gradient.value)
     found = []
     in_order = _in_order_of_use(traced)
@@ -57,6 +60,11 @@ def movables(traced: Traced) -> tuple[Movable, ...]:
             continue
         found.append(Movable(v, names, next(iter(gradients), None), value.size_bytes, v in used))
     return tuple(found)
+
+
+def all_names(movables: Sequence[Movable]) -> frozenset[str]:
+    """All names of all parameters that can live on the host."""
+    return frozenset(name for movable in movables for name in movable.names)
 
 
 def _is_all_of_its_memory(traced: Traced, value: int) -> bool:
@@ -74,7 +82,7 @@ def with_homes(traced: Traced, host: Collection[str], lasting: Collection[str] =
     lasting: names of parameters to which nothing writes between steps.
     """
     values: list[Value] = list(traced.graph.values)
-    for movable in movables(traced):
+    for movable in movables(traced, host):
         if not any(name in host for name in movable.names):
             continue
         lasts = movable.gradient is None and all(name in lasting for name in movable.names)

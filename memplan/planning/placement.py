@@ -11,7 +11,7 @@ from memplan.capture.capture import Capture
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.shards import Shard
 from memplan.errors import UnsupportedModel
-from memplan.planning.homes import Movable, movables, with_homes, with_shards
+from memplan.planning.homes import Movable, all_names, movables, with_homes, with_shards
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import limit_bytes
@@ -22,6 +22,7 @@ from memplan.runtime.host.transfers import Transfers, measure_link
 from memplan.runtime.host.updates import UpdatesInBackward
 from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.step import PlannedStep
+from memplan.runtime.ranks.sharded_model import ShardedModel
 
 
 class Placement:
@@ -38,9 +39,17 @@ class Placement:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         self._model, self._settings = model, settings
         self.host_budget = settings.most_on_host
-        stay = self.host_budget is not None and settings.surroundings.keeps_parameters
-        self.host: frozenset[str] | None = frozenset() if stay else None
+        self._sharded = settings.shards if isinstance(settings.shards, ShardedModel) else None
+        self._stay = settings.surroundings.keeps_parameters or self._sharded is not None
+        self.host: frozenset[str] | None = None
         self.device = settings.target_device
+        if self.host_budget is not None and self._stay:
+            self.host = frozenset() if self._sharded is None else self._sharded.on_host
+            if self._sharded is not None and self.host:
+                self.device = self.device or self._sharded.device
+        elif self._sharded is not None and self._sharded.device is not None and self._sharded.device.type != "cpu":
+            if self._sharded.on_host:
+                raise UnsupportedModel("CPUOffloadPolicy has parameters on the host; give host_budget=, which counts them")
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None
@@ -51,7 +60,15 @@ class Placement:
     @property
     def is_to_be_decided(self) -> bool:
         """Whether the first plan decides where parameters live."""
-        return self.host_budget is not None and not self._settings.surroundings.keeps_parameters
+        return self.host_budget is not None and not self._stay
+
+    @property
+    def brought(self) -> frozenset[str]:
+        """Names of parameters that live on the host, and that calls without a plan need brought to the device.
+
+        The hooks of units of `fully_shard` bring theirs.
+        """
+        return frozenset() if self._sharded is not None else self.host or frozenset()
 
     @property
     def host_limit(self) -> int:
@@ -117,20 +134,25 @@ class Placement:
         if self.host is None and self.device is not None and self.is_to_be_decided:
             everything = (*self._model.parameters(), *self._model.buffers())
             return [t for t in everything if t.device.type != self.device.type]
-        return [p for name, p in self._model.named_parameters() if name in (self.host or ())]
+        return [p for name, p in self._model.named_parameters() if name in self.brought]
 
     def homed(self, captured: Capture) -> Capture:
         """The capture, with each parameter's home in its graph."""
         if not self.host and self._settings.shards is None:
             return captured
-        sharded, lasting = self.sharded(), self.lasting()
+        sharded, lasting, host = self.sharded(), self.lasting(), self.host or frozenset()
 
         def homed(traced: Traced) -> Traced:
-            if self._settings.shards is not None:
-                return with_shards(traced, sharded)
-            return with_homes(traced, self.host or (), lasting)
+            traced = with_shards(traced, sharded) if sharded else traced
+            return with_homes(traced, host, lasting) if host else traced
 
-        return captured.changed(homed)
+        changed = captured.changed(homed)
+        if self._sharded is not None and (stuck := sorted(host - all_names(movables(captured.traced, host)))):
+            raise UnsupportedModel(
+                f"CPUOffloadPolicy has {stuck[0]} on the host, and the step writes to it, returns it, or gives it a "
+                "gradient that it shares with what is on the device. Leave the policy out for its unit"
+            )
+        return changed
 
     # -- moving them ------------------------------------------------------------------------------------------------
 
@@ -149,7 +171,7 @@ class Placement:
         if settings.update == "backward" and self.updates is None:
             assert settings.optimizer is not None
             self.updates = UpdatesInBackward(self._model, settings.optimizer)
-        if self.host is not None:
+        if self.host is not None and self._sharded is None:
             self.device = captured.traced.device
             place(self._model, self.host, self.device, settings.optimizer)
             captured.key.moved()

@@ -22,7 +22,8 @@ from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.progress import ProgressLine
-from memplan.planning.residency import all_names, choose_homes, least_peak_bytes, least_resident_bytes
+from memplan.planning.homes import all_names
+from memplan.planning.residency import choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Problem

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +21,9 @@ from memplan.costs.libraries import library_bytes
 from memplan.costs.measure import estimate, measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
 from memplan.errors import UnsupportedModel
-from memplan.planning.homes import Movable, with_homes
+from memplan.planning.homes import Movable, all_names, with_homes
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
-from memplan.planning.residency import all_names
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Buffers, Costs, Problem, Requests
@@ -44,9 +44,9 @@ class Problems:
         quick: as for `costs`.
         """
         settings, accumulate, traced = self._settings, self._limits.accumulate, captured.traced
-        needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless they are sharded
+        needs = OptimizerMemory()  # with a host budget it depends on where parameters live, unless that is decided
         if self._placement.host_budget is None or settings.shards is not None:
-            needs = self._optimizer(self._device(traced))
+            needs = self._optimizer(self._device(traced), self._named(self._placement.host or ()))
         costs = self.costs(captured, quick)
         held, later = self._around(traced)
         problem = Problem(
@@ -71,7 +71,22 @@ class Problems:
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
             link=self._placement.link(captured.traced.device) if offloads else None,
             extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
+            **self._on_host(self._placement.host or frozenset()),
         )  # fmt: skip
+
+    def _on_host(self, names: frozenset[str]) -> dict[str, Any]:
+        """Fields of a problem for what parameters of these names take on the host: state, and seconds to update it."""
+        settings, update_s = self._settings, 0.0
+        if not names or settings.optimizer is None:
+            return {}
+        there = self._optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names))
+        if not self._limits.accumulate and settings.in_flight == 1:  # else steps share one update
+            update_s = host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
+        return {"extra_host_bytes": there.state_bytes, "host_update_s_per_byte": update_s}
+
+    def _named(self, names: Collection[str]) -> list[nn.Parameter]:
+        """Parameters of these names, of those that the optimizer knows."""
+        return [p for name, p in self._placement.counted().items() if name in names]
 
     def by_homes(
         self, captured: Capture, problem: Problem
@@ -86,26 +101,19 @@ class Problems:
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
-        counted = placement.counted()
         lasting = placement.lasting()
-        update_s = 0.0
-        if settings.optimizer is not None and not accumulate and settings.in_flight == 1:  # else steps share one update
-            update_s = host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
-            here = self._optimizer(self._device(captured.traced), [counted[name] for name in names if name in counted])
-            others: list[torch.Tensor] = [p for name, p in counted.items() if name not in names]
-            there = self._optimizer(torch.device("cpu"), others) if names else OptimizerMemory()
+            here = self._optimizer(self._device(captured.traced), self._named(names))
             graph = with_homes(captured.traced, names, lasting).graph
             held, later = self._around(captured.traced)
             if accumulate and settings.grads == "edges":  # gradients are added to earlier ones after backward only
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
                 problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
-                update_bytes=here.step_bytes + later, extra_host_bytes=there.state_bytes,
-                host_update_s_per_byte=update_s,
-                requests=self._requests(captured.traced, here),
+                update_bytes=here.step_bytes + later, requests=self._requests(captured.traced, here),
+                **self._on_host(names),
             )  # fmt: skip
 
         return parts, problem_of

@@ -45,11 +45,6 @@ class Residency:
     found: Offloaded
 
 
-def all_names(movables: Sequence[Movable]) -> frozenset[str]:
-    """All names of all parameters that can live on the host."""
-    return frozenset(name for movable in movables for name in movable.names)
-
-
 def spread_share(movables: Sequence[Movable], share: float) -> frozenset[str]:
     """Names of parameters with about this share of the bytes, spread evenly over the order of first use.
 

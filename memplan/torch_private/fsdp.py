@@ -74,8 +74,6 @@ class FsdpUnit:
                 return "hooks on sharded parameters, which FSDP2 does not call"
             if any(hasattr(p._sharded_local_tensor, "fsdp_pre_all_gather") for p in group.fsdp_params):
                 return "parameters that have a say in how they are gathered (fsdp_pre_all_gather)"
-            if any(p.offload_to_cpu and p.device.type != "cpu" for p in group.fsdp_params):
-                return "CPUOffloadPolicy. Leave it out, and give memplan a host_budget="
             if group.gradient_divide_factor is not None or group.force_sum_reduction_for_comms:
                 return "a divisor of gradients of its own (set_gradient_divide_factor)"
             if group._all_reduce_hook is not None or group.reduce_scatter_unused_params:
@@ -106,6 +104,28 @@ class FsdpUnit:
                 "plan casts inside of forward: put into forward what the hook does, or leave that dtype out of the "
                 "policy"
             )
+
+    @property
+    def on_host(self) -> list[nn.Parameter]:
+        """Parameters whose parts CPUOffloadPolicy has on the host.
+
+        Raises UnsupportedModel for one whose parts differ in size: a plan fetches no more than a part, and gathers
+        parts that are padded.
+        """
+        kept = [p for group in self._state._fsdp_param_groups for p in group.fsdp_params if p.offload_to_cpu]
+        for p in kept:
+            ranks = getattr(p.mesh_info, "shard_mesh_size", 1)
+            if p.padded_sharded_param_size.numel() * ranks != p._orig_size.numel():
+                raise UnsupportedModel(
+                    f"CPUOffloadPolicy has {p._param_fqn} on the host, and its {tuple(p._orig_size)} numbers are not "
+                    "split evenly over ranks. Leave the policy out for its unit"
+                )
+        return [p.sharded_param for p in kept]
+
+    @property
+    def device(self) -> torch.device:
+        """The device that its parameters are gathered on."""
+        return self._state._device  # type: ignore[no-any-return]
 
     @property
     def reduces(self) -> bool:

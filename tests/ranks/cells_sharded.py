@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd, all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 from torch.distributed.tensor.parallel import (
@@ -615,6 +615,32 @@ def with_a_loss() -> str | None:
     return first_difference(*results, "result")
 
 
+def on_host(accumulated: int = 1, **options: Any) -> str | None:
+    """Parts that CPUOffloadPolicy has on the host are fetched, and gradients sent there. Peaks are as predicted."""
+    make = functools.partial(units, offload_policy=CPUOffloadPolicy(pin_memory=False), **options)
+    plain, found = train(*make(), accumulated), []
+    tight = None
+    for budget in (1.0, 0.6, None):
+        net, batch = make()
+        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        with plans_wait_for_gloo():
+            memplan.apply(
+                net, batch, budget or tight, costs="estimate", optimizer=optimizer, host_budget="1MiB",
+                accumulate=accumulated > 1, link=memplan.Link(1e12, 1e12, 0.0),
+            )  # fmt: skip
+        plan = memplan.plan_of(net)
+        assert isinstance(plan, memplan.Plan)
+        tight = plan.floor_bytes + 1024
+        print(rank(), budget, plan.peak_bytes, plan.problem.resident_bytes, plan.host_bytes, plan.problem.baseline_peak_bytes if hasattr(plan.problem,'baseline_peak_bytes') else plan.baseline_peak_bytes, plan.floor_bytes)
+        parts = {v.name for v in plan.problem.graph.values if v.fetched}
+        if len(parts) != len([*net.parameters()]):
+            return f"only {parts} are on the host"
+        found.append(unlike_predicted(net, batch) if accumulated == 1 else None)
+        net.zero_grad()
+        found.append(first_difference(plain, train(net, batch, accumulated), f"budget {budget}: result"))
+    return "; ".join(text for text in found if text) or None
+
+
 def offloaded() -> str | None:
     """With a host budget activations are offloaded; parts of parameters stay."""
     plain, (net, batch) = train(*units(mp_policy=BF16)), units(mp_policy=BF16)
@@ -850,6 +876,9 @@ CELLS |= {
     "context parallel": Cell(in_context_parallel),
     "with a loss": Cell(with_a_loss),
     "offloaded": Cell(offloaded, full=True),
+    "on the host": Cell(on_host),
+    "on the host, mixed precision": Cell(functools.partial(on_host, mp_policy=BF16), full=True),
+    "on the host, accumulated": Cell(functools.partial(on_host, 3), full=True),
     "lengths": Cell(lengths),
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),

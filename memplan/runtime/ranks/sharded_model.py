@@ -74,7 +74,7 @@ class ShardedModel:
         """Find the speed of collectives. All ranks of the group call it together."""
         if self._measured:
             return
-        device = private.part_here(next(self._model.parameters())).device
+        device = self.device or private.part_here(next(self._model.parameters())).device
         self.network = NetworkSpeed(*(_speed(kind, group, device) for kind in NetworkSpeed._fields))
         self._measured = True
 
@@ -123,6 +123,17 @@ class ShardedModel:
             self.begin()  # keys of steps look at parameters that are sharded
             return None
         return "steps that do not reduce gradients (set_requires_gradient_sync), and the one after them,"
+
+    @property
+    def on_host(self) -> frozenset[str]:
+        """Names of parameters whose parts CPUOffloadPolicy has on the host. Raises UnsupportedModel as `FsdpUnit` does."""
+        kept = {id(p) for unit in self._units for p in unit.on_host}
+        return frozenset(name for name, p in self._model.named_parameters() if id(p) in kept)
+
+    @property
+    def device(self) -> torch.device | None:
+        """The device that units run on; None where there are none."""
+        return self._units[0].device if self._units else None
 
     # -- what memplan asks for --------------------------------------------------------------------------------------
 
