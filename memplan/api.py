@@ -99,7 +99,8 @@ def apply(
         and parameters may live there with their gradients and optimizer state. They stay `nn.Parameter`s of the model,
         on the CPU; `optimizer.step()`, `state_dict()` and clipping work as ever (make the optimizer with `fused=True`:
         the CPU takes much less time for that). It is for all forwards in flight, each of which has host memory of its
-        own. None: nothing is offloaded.
+        own. Of a model that went through `fully_shard`, `CPUOffloadPolicy` says which parameters live there. None:
+        nothing is offloaded.
     - link: speed of the connection to host memory, where it should not be measured.
     - update: "backward" updates each parameter with the optimizer as soon as its gradient arrives and frees the
         gradient, so that gradients of the whole model never exist at once. `optimizer.step()` then finds none; go on

@@ -49,7 +49,9 @@ class Placement:
                 self.device = self.device or self._sharded.device
         elif self._sharded is not None and self._sharded.device is not None and self._sharded.device.type != "cpu":
             if self._sharded.on_host:
-                raise UnsupportedModel("CPUOffloadPolicy has parameters on the host; give host_budget=, which counts them")
+                raise UnsupportedModel(
+                    "CPUOffloadPolicy has parameters on the host; give host_budget=, which counts them"
+                )
         self.gathers = None if settings.shards is None else Gathers(settings.shards)
         self.updates: UpdatesInBackward | None = None
         self._counted: dict[str, nn.Parameter] | None = None

@@ -17,12 +17,12 @@ from memplan.planning.choosing import (
     plan_of_residency,
     plan_with_gathers,
 )
+from memplan.planning.homes import all_names
 from memplan.planning.kept_fronts import kept_front
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
 from memplan.planning.progress import ProgressLine
-from memplan.planning.homes import all_names
 from memplan.planning.residency import choose_homes, least_peak_bytes, least_resident_bytes
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan

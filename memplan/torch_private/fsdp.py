@@ -106,21 +106,12 @@ class FsdpUnit:
             )
 
     @property
-    def on_host(self) -> list[nn.Parameter]:
-        """Parameters whose parts CPUOffloadPolicy has on the host.
-
-        Raises UnsupportedModel for one whose parts differ in size: a plan fetches no more than a part, and gathers
-        parts that are padded.
-        """
+    def on_host(self) -> dict[nn.Parameter, bool]:
+        """Parameters whose parts CPUOffloadPolicy has on the host, and whether all ranks have equally large parts."""
         kept = [p for group in self._state._fsdp_param_groups for p in group.fsdp_params if p.offload_to_cpu]
-        for p in kept:
-            ranks = getattr(p.mesh_info, "shard_mesh_size", 1)
-            if p.padded_sharded_param_size.numel() * ranks != p._orig_size.numel():
-                raise UnsupportedModel(
-                    f"CPUOffloadPolicy has {p._param_fqn} on the host, and its {tuple(p._orig_size)} numbers are not "
-                    "split evenly over ranks. Leave the policy out for its unit"
-                )
-        return [p.sharded_param for p in kept]
+        ranks = (getattr(p.mesh_info, "shard_mesh_size", 1) for p in kept)
+        pairs = zip(kept, ranks, strict=True)
+        return {p.sharded_param: p.padded_sharded_param_size.numel() * n == p._orig_size.numel() for p, n in pairs}
 
     @property
     def device(self) -> torch.device:

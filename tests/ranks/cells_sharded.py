@@ -31,15 +31,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memplan
 from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
+from memplan.planning.placement import Placement
+from memplan.planning.settings import Settings
 from memplan.problem.schedule import Compute
 from memplan.runtime.ranks import agreement, sharded_model
 from memplan.torch_private import run_in_mode
+from tests.planning.test_offload import CountingStreams, DeviceMeter
 from tests.ranks.cells_agreement import rank, refused, told_by_all
 from tests.ranks.spawn import Cell
-from tests.support.meter import LiveMeter, plans_wait_for_gloo
+from tests.support.meter import LiveMeter, plans_wait_for_gloo, storage_bytes
 from tests.support.zoo import copied, first_difference, loss_of
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+HOST: dict[str, Any] = {"host_budget": "1MiB", "link": memplan.Link(1e12, 1e12, 0.0)}
+ON_HOST = CPUOffloadPolicy(pin_memory=False)
 BUDGETS: tuple[Any, ...] = (1.0, 0.7, "min")
 
 Made = tuple[nn.Module, dict[str, torch.Tensor]]
@@ -175,9 +180,9 @@ def of_several_dtypes() -> Made:
     return sharded(net.train(), net.blocks), ids_of(rank())
 
 
-def replicated() -> Made:
+def replicated(**options: Any) -> Made:
     """Units that two groups of ranks have copies of (HSDP)."""
-    return units(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")))
+    return units(mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "parts")), **options)
 
 
 def parallel(mesh: DeviceMesh) -> Net:
@@ -283,7 +288,12 @@ def unlike_predicted(net: nn.Module, batch: dict[str, Any], accumulates: bool = 
     loss_of(net(**batch)).backward()  # calls without a plan may have left whole parameters
     if not accumulates:
         net.zero_grad()
-    held_bytes, plan = held_in_step(net, batch), memplan.plan_of(net)
+    return unlike(held_in_step(net, batch), net)
+
+
+def unlike(held_bytes: int, net: nn.Module) -> str | None:
+    """How bytes that a step holds are not those that its plan predicts."""
+    plan = memplan.plan_of(net)
     assert isinstance(plan, memplan.Plan)
     drawn_bytes = plan.problem.graph.rng_state_bytes * len(plan.problem.graph.ops)  # which the meter does not see
     if plan.peak_bytes - drawn_bytes <= held_bytes <= plan.peak_bytes + slack_bytes():
@@ -291,9 +301,9 @@ def unlike_predicted(net: nn.Module, batch: dict[str, Any], accumulates: bool = 
     return f"{held_bytes} bytes are held, {plan.peak_bytes} predicted"
 
 
-def held_in_step(net: nn.Module, batch: dict[str, Any]) -> int:
-    """The most bytes that tensors alive hold in one step."""
-    meter = LiveMeter()
+def held_in_step(net: nn.Module, batch: dict[str, Any], meter: LiveMeter | None = None) -> int:
+    """The most bytes that tensors alive hold in one step. meter: watches it."""
+    meter = meter or LiveMeter()
     held = [t for p in net.parameters() for t in (p, p.grad) if t is not None]
     meter.register([part_of(t) for t in held] + [*net.buffers(), *batch.values()])
     with meter:
@@ -615,49 +625,67 @@ def with_a_loss() -> str | None:
     return first_difference(*results, "result")
 
 
-def on_host(accumulated: int = 1, **options: Any) -> str | None:
-    """Parts that CPUOffloadPolicy has on the host are fetched, and gradients sent there. Peaks are as predicted."""
-    make = functools.partial(units, offload_policy=CPUOffloadPolicy(pin_memory=False), **options)
-    plain, found = train(*make(), accumulated), []
-    tight = None
-    for budget in (1.0, 0.6, None):
+def on_host(make: Callable[[], Made], accumulated: int = 1, moved: str = "") -> str | None:
+    """Parts that CPUOffloadPolicy has on the host are fetched, and gradients go there. Peaks are as predicted.
+
+    moved: the name of a module has this in it if its parts are on the host.
+    """
+    plain, floor_bytes, found = train(*make(), accumulated), 0, []
+    for seed, budget in enumerate((1.0, 0.6, None)):
         net, batch = make()
-        optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
+        optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], foreach=False)
         with plans_wait_for_gloo():
             memplan.apply(
-                net, batch, budget or tight, costs="estimate", optimizer=optimizer, host_budget="1MiB",
-                accumulate=accumulated > 1, link=memplan.Link(1e12, 1e12, 0.0),
+                net, batch, budget or int(1.02 * floor_bytes), costs="estimate", optimizer=optimizer,
+                accumulate=accumulated > 1, **HOST,
             )  # fmt: skip
-        plan = memplan.plan_of(net)
+        plan, planned = memplan.plan_of(net), planned_forward(net)
         assert isinstance(plan, memplan.Plan)
-        tight = plan.floor_bytes + 1024
-        print(rank(), budget, plan.peak_bytes, plan.problem.resident_bytes, plan.host_bytes, plan.problem.baseline_peak_bytes if hasattr(plan.problem,'baseline_peak_bytes') else plan.baseline_peak_bytes, plan.floor_bytes)
-        parts = {v.name for v in plan.problem.graph.values if v.fetched}
-        if len(parts) != len([*net.parameters()]):
-            return f"only {parts} are on the host"
-        found.append(unlike_predicted(net, batch) if accumulated == 1 else None)
-        net.zero_grad()
+        assert planned is not None
+        floor_bytes, parts = plan.floor_bytes, {n: p for n, p in net.named_parameters() if moved in n}
+        if {v.name for v in plan.problem.graph.values if v.fetched} != parts.keys():
+            return f"parts of {parts.keys()} are on the device, or others on the host"
+        if plan.problem.extra_host_bytes < 2 * storage_bytes(part_of(p) for p in parts.values() if p.requires_grad):
+            return f"{plan.problem.extra_host_bytes} bytes of the optimizer's state on the host"
+        if accumulated == 1:
+            streams = CountingStreams(seed or None)
+            planned.steps[0].runner.store.transfers._streams = streams
+            meter = DeviceMeter(streams, storage_bytes(map(part_of, parts.values())))
+            held_in_step(net, batch, meter)
+            found.append(unlike(meter.device_peak_bytes, net))
+            net.zero_grad()
         found.append(first_difference(plain, train(net, batch, accumulated), f"budget {budget}: result"))
     return "; ".join(text for text in found if text) or None
+
+
+def some_on_host() -> Made:
+    """Blocks have their parts on the host, some of them without gradients; all else is on the device."""
+    torch.manual_seed(0)
+    net = Net().train()
+    net.blocks[1].requires_grad_(False)
+    net.blocks[2].up.requires_grad_(False)
+    for block in net.blocks:
+        fully_shard(block, offload_policy=ON_HOST)
+    return fully_shard(net), ids_of(rank())
 
 
 def offloaded() -> str | None:
     """With a host budget activations are offloaded; parts of parameters stay."""
     plain, (net, batch) = train(*units(mp_policy=BF16)), units(mp_policy=BF16)
-    memplan.apply(net, batch, 0.5, costs="estimate", host_budget="1MiB", link=memplan.Link(1e12, 1e12, 0.0))
+    memplan.apply(net, batch, 0.5, costs="estimate", **HOST)
     plan = memplan.plan_of(net)
     if not isinstance(plan, memplan.Plan) or not plan.host_bytes:
         return "nothing is offloaded"
     return first_difference(plain, train(net, batch), "result")
 
 
-def lengths() -> str | None:
+def lengths(make: Callable[[], Made] = units, **options: Any) -> str | None:
     """Batches of other sizes, that of one rank alone among them."""
     results = []
     for planned in (False, True):
-        net, _ = units()
+        net, _ = make()
         if planned:
-            memplan.apply(net, None, 0.8, costs="estimate")
+            memplan.apply(net, None, 0.8, costs="estimate", **options)
         torch.manual_seed(rank())
         losses = []
         for rows in (4, 4, 3 + rank(), 2, 4):
@@ -827,6 +855,13 @@ def refusals() -> str | None:
     sharded(too_late, too_late.blocks)
     twice = units()[0]
 
+    uneven, on_gpu = units(15, 31, 49, offload_policy=ON_HOST)[0], units(offload_policy=ON_HOST)[0]
+    elsewhere = mock.patch.object(sharded_model.ShardedModel, "device", torch.device("cuda"))
+
+    def without_host_budget() -> None:
+        with elsewhere:
+            Placement(on_gpu, Settings(budget=0.9, shards=sharded_model.ShardedModel.of(on_gpu)))
+
     def difference(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
         return loss_of(model(ids)) - loss_of(model(ids.flip(0)))
 
@@ -838,6 +873,10 @@ def refusals() -> str | None:
         or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
         or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), memplan.UnsupportedModel, "is a DTensor")
+        or refused(
+            lambda: memplan.apply(uneven, batch, 0.9, host_budget="1MiB"), memplan.UnsupportedModel, "not split evenly"
+        )
+        or refused(without_host_budget, memplan.UnsupportedModel, "give host_budget=")
     )
 
 
@@ -876,9 +915,18 @@ CELLS |= {
     "context parallel": Cell(in_context_parallel),
     "with a loss": Cell(with_a_loss),
     "offloaded": Cell(offloaded, full=True),
-    "on the host": Cell(on_host),
-    "on the host, mixed precision": Cell(functools.partial(on_host, mp_policy=BF16), full=True),
-    "on the host, accumulated": Cell(functools.partial(on_host, 3), full=True),
+    "on the host, HSDP": Cell(
+        functools.partial(on_host, functools.partial(replicated, offload_policy=ON_HOST)), world=4, full=True
+    ),
+    "some on the host": Cell(functools.partial(on_host, some_on_host, moved="blocks"), full=True),
+    "some on the host, lengths": Cell(functools.partial(lengths, some_on_host, **HOST), full=True),
+    "on the host": Cell(functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST))),
+    "on the host, mixed precision": Cell(
+        functools.partial(on_host, functools.partial(units, mp_policy=BF16, offload_policy=ON_HOST)), full=True
+    ),
+    "on the host, accumulated": Cell(
+        functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST), 3), full=True
+    ),
     "lengths": Cell(lengths),
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),

@@ -126,9 +126,19 @@ class ShardedModel:
 
     @property
     def on_host(self) -> frozenset[str]:
-        """Names of parameters whose parts CPUOffloadPolicy has on the host. Raises UnsupportedModel as `FsdpUnit` does."""
-        kept = {id(p) for unit in self._units for p in unit.on_host}
-        return frozenset(name for name, p in self._model.named_parameters() if id(p) in kept)
+        """Names of parameters whose parts CPUOffloadPolicy has on the host.
+
+        Raises UnsupportedModel for one whose parts differ in size: a gather reads padding, which no plan fetches.
+        """
+        kept = {parameter: even for unit in self._units for parameter, even in unit.on_host.items()}
+        named = {name: kept[p] for name, p in self._model.named_parameters() if p in kept}
+        uneven = sorted(name for name, even in named.items() if not even)
+        if uneven:
+            raise UnsupportedModel(
+                f"CPUOffloadPolicy has {uneven[0]} on the host, which is not split evenly over ranks. Leave the policy "
+                "out for its unit"
+            )
+        return frozenset(named)
 
     @property
     def device(self) -> torch.device | None:
