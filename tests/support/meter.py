@@ -24,7 +24,7 @@ from memplan.capture.trace.collector import without_collections
 from memplan.runtime.program import collectives, lower
 from memplan.torch_private import part_here, run_in_mode
 
-_LETS_GO_S = 0.1  # views that a program has made meanwhile count as users, too
+_LETS_GO_S = 5.0  # on a loaded machine; views that a program has made meanwhile count as users, too
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
