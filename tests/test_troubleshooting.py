@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 PATTERNS = re.findall(r"^\| `([^`]+)` \| .* \| .*\|$", PAGE, re.MULTILINE)
 ERRORS = {
-    "BudgetInfeasible", "MemplanError", "NothingToTrain", "OtherBranch", "OtherTangents",
+    "BudgetInfeasible", "MemplanError", "NothingToTrain", "OtherBranch",
     "PlanMismatch", "Refusal", "UnsupportedModel",
 }  # fmt: skip
 TREES = [ast.parse(p.read_text()) for folder in ("memplan", "integrations") for p in (ROOT / folder).rglob("*.py")]

@@ -34,7 +34,8 @@ from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.layout import storage_key, strides_that_matter
-from memplan.capture.ops.real_results import Facts, OtherResults, ResultFacts, call_of, can_be_noted, facts_of
+from memplan.capture.ops.real_results import Facts, ResultFacts, call_of, can_be_noted, facts_of
+from memplan.capture.ops.ways import OtherResults, Refusal, way_of
 from memplan.capture.shards import NetworkSpeed
 from memplan.costs.known_costs import KnownCosts, OpFacts, agree
 from memplan.errors import BudgetInfeasible
@@ -77,7 +78,7 @@ def measure(
 
     An op that can't be run by itself is estimated: the source of the costs is then "measured in part".
 
-    Raises BudgetInfeasible where the device has no room for an op, OtherResults where real results differ from traced
+    Raises BudgetInfeasible where the device has no room for an op, a Refusal where real results differ from traced
     ones. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
@@ -207,7 +208,7 @@ class _Bench:
         run = self._first_runs_cuda if self.traced.device.type == "cuda" else self._first_runs_cpu
         peaks, times, requests = run(indices)
         if self._other:
-            raise OtherResults(self._told, self._other)
+            raise Refusal(self._told, OtherResults(self._other))
         return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times, requests
 
     def _new_bytes(self, index: int) -> int:
@@ -230,7 +231,7 @@ class _Bench:
             return run(index)
         except Exception as error:
             again = index in self._not_made_up
-            if isinstance(error, OtherResults) or (private.is_out_of_memory(error) and not again):
+            if isinstance(way_of(error), OtherResults) or (private.is_out_of_memory(error) and not again):
                 raise
             if again:
                 op, said = self.traced.graph.ops[index], str(error).partition("\n")[0]
@@ -394,7 +395,7 @@ class _Bench:
         )
         own_op = not isinstance(kernel.node.target, private.OpOverload) or kernel.target is not kernel.node.target
         if own_op or any(in_place) or not can_be_noted(traced, real):
-            raise OtherResults(message, {})
+            raise Refusal(message, OtherResults())
         self._other[call_of(kernel.node)] = real
         self._told = self._told or message
 

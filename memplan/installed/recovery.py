@@ -11,12 +11,11 @@ import torch
 
 from memplan import torch_private as private
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Varying
-from memplan.capture.ops.ways import MakeNoIsland, way_of
+from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal, way_of
 from memplan.capture.trace.call import Call
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.errors import MemplanError
+from memplan.errors import MemplanError, PlanMismatch
 from memplan.installed.choice import StepChoice
 from memplan.installed.comparison import Comparison
 from memplan.logs import log
@@ -24,7 +23,7 @@ from memplan.runtime.program.decisions import OtherBranch
 from memplan.runtime.program.execute import Gradients
 from memplan.runtime.program.in_flight import InFlight
 from memplan.runtime.program.step import PlannedStep, ServingStep
-from memplan.runtime.program.tangents import OtherTangents, TangentLayout
+from memplan.runtime.program.tangents import TangentLayout
 from memplan.units import format_bytes
 
 _LEAST_REDUCTION = 0.05  # by how much less a step is planned at least after an out-of-memory error
@@ -54,28 +53,31 @@ class Recovery:
 
     def mends(self, error: Exception) -> bool:
         """Whether `prepare_replan` may be able to recover from an error."""
-        known = isinstance(error, (OtherResults, OtherBranch)) or isinstance(way_of(error), MakeNoIsland)
+        known = isinstance(way_of(error), (OtherResults, MakeNoIsland)) or isinstance(error, OtherBranch)
         return known or private.is_out_of_memory(error)
 
     def _rescue(
         self, step: PlannedStep, state: InFlight, tangents: dict[int, torch.Tensor], problem: Exception
     ) -> Gradients:
-        """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward."""
+        """Gradients of a forward whose own plan can't give them: another plan runs forward again, then backward.
+
+        problem: a PlanMismatch if gradients arrive as they were not planned to.
+        """
         call, again = step.capture.call.filled(state.start.inputs), False
         while True:
             with step.key.autocast.context(), torch.enable_grad():
                 changed = step.key.mismatch(call)
-                if isinstance(problem, OtherTangents) and self._is_same(step, call, tangents, state.autocast):
+                if isinstance(problem, PlanMismatch) and self._is_same(step, call, tangents, state.autocast):
                     return step.runner.backward(state, tangents)
                 repeats, other = changed is None and step.runner.repeats(state), step
                 again = not again and self.frees_memory(problem, repeats)
                 if again:
                     pass
-                elif not isinstance(problem, OtherTangents):
+                elif not isinstance(problem, PlanMismatch):
                     self.prepare_replan(problem, step, repeats)
                     other = self._planned_for(step, call, tangents, state.autocast)
                 elif not repeats or self._choice.on_mismatch == "raise":
-                    raise OtherTangents(f"{problem}. {self._why_not_again(step, changed)}")
+                    raise PlanMismatch(f"{problem}. {self._why_not_again(step, changed)}")
                 else:
                     other = self._for_tangents(step, call, tangents, state.autocast, problem)
             self._choice.in_place_of(step, other)
@@ -85,7 +87,7 @@ class Recovery:
             try:
                 return other.runner.repeat(state, tangents, other.numbers(call))
             except Exception as error:
-                if not isinstance(error, OtherResults) and not private.is_out_of_memory(error):
+                if not isinstance(way_of(error), OtherResults) and not private.is_out_of_memory(error):
                     raise
                 step, problem = other, error.with_traceback(None)
 
@@ -131,7 +133,7 @@ class Recovery:
         try:
             other = self._planned_for(step, call, tangents, backward, self._choice.may_vary(call))
         except MemplanError as error:
-            raise OtherTangents(f"{problem}. A plan for that fails, because {error}") from error
+            raise PlanMismatch(f"{problem}. A plan for that fails, because {error}") from error
         planned_bytes, needed_bytes = step.plan.floor_bytes, other.plan.floor_bytes
         if needed_bytes < planned_bytes:
             log.info(
@@ -159,10 +161,10 @@ class Recovery:
             try:
                 with choice.planning():
                     other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)
-            except OtherResults:  # what they are at other sizes nobody knows
-                if not varying:
+            except Refusal as error:
+                if not isinstance(error.way, OtherResults) or not varying:
                     raise
-                continue
+                continue  # what ops give at other sizes nobody knows
             if other.forward_ops(call) == step.forward_ops(call):
                 break
         choice.add(other)
@@ -203,7 +205,7 @@ class Recovery:
             return
         sized = isinstance(step, PlannedStep) and step.sized is not None
         fixed = self._choice.is_fixed and not (sized and self._choice.agreement is not None)
-        if fixed or not isinstance(problem, OtherResults):
+        if fixed or not isinstance(way, OtherResults):
             raise problem
         if not repeats:
             if sized and self._choice.alone and self._choice.agreement is None:  # the next such call gets its own plan
@@ -212,9 +214,9 @@ class Recovery:
             raise problem
         if sized:  # in a group, the ranks have agreed on its order of gradients, which a plan of this size has too
             self._choice.plan_each_size()
-        elif problem.found == self._found:  # the new trace has not heeded it
+        elif way.found == self._found:  # the new trace has not heeded it
             raise problem
-        self._found = problem.found
+        self._found = way.found
         log.warning("planning again, because in its first run %s", str(problem).partition("\n")[0])
         self._choice.known.forget()
 

@@ -12,8 +12,9 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.real_results import OtherResults, once_more_where_results_differ
+from memplan.capture.ops.real_results import note_results, once_more_where_results_differ
 from memplan.capture.ops.sizes import DataSize, Dimension, Varying, all_sizes
+from memplan.capture.ops.ways import OtherResults, Refusal
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
 from memplan.capture.trace.raw_trace import Answer, Autocast
@@ -147,14 +148,18 @@ class Planner:
             if varying and not together:  # the gradients of all schedules of a capture arrive in one order
                 try:
                     return self._step(sample, known, None, like, varying)
-                except OtherResults as error:  # what they are at other sizes nobody knows
+                except Refusal as error:
+                    if not isinstance(error.way, OtherResults):
+                        raise
                     log.info("such calls are planned for each size, because %s", error)
-                    error.note()
+                    note_results(error.way.found)  # what ops give at other sizes nobody knows
             if share is not None:  # others would not go along with a second try
                 return self._step(sample, known, share)
             try:
                 return once_more_where_results_differ(self._step)(sample, known, None)
-            except OtherResults as error:
+            except Refusal as error:
+                if not isinstance(error.way, OtherResults):
+                    raise
                 refusal = error.with_traceback(None)  # or its frames would keep the capture
             return self._unplanned.step(sample, known, refusal)
 
@@ -239,7 +244,7 @@ class Planner:
         like: PlannedStep | None = None,
         varying: Varying = frozenset(),
     ) -> ServingStep:
-        """One try of `step`. Raises OtherResults where the trace turns out to be wrong about results of ops."""
+        """One try of `step`. Raises a Refusal with `OtherResults` if the trace is wrong about results of ops."""
         refusal: UnsupportedModel | None = None
         with without_collections():
             try:

@@ -46,11 +46,10 @@ from memplan.capture.ops.island_facts import (
 )
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.places import Layout, Place, PlaceFinder, Source, whole
-from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.recorded_graph import RecordedGraph, graph_of, take_attributes, ticket_of
 from memplan.capture.ops.saver import Saver, bytes_for
 from memplan.capture.ops.sizes import Numbers
-from memplan.capture.ops.ways import MakeNoIsland, Refusal
+from memplan.capture.ops.ways import MakeNoIsland, OtherResults, Refusal
 from memplan.errors import PlanMismatch, UnsupportedModel
 from memplan.logs import log
 from memplan.torch_private import pytree
@@ -226,7 +225,7 @@ class Island:
 
     def _other(self, message: str) -> UnsupportedModel:
         """The error for a run that gives other tensors than planned."""
-        return Refusal(message, MakeNoIsland(self.called)) if self.at_numbers is None else OtherResults(message, {})
+        return Refusal(message, MakeNoIsland(self.called) if self.at_numbers is None else OtherResults())
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
@@ -492,7 +491,7 @@ class Island:
 
     def _other_gradients(self, what: str) -> UnsupportedModel:
         message = f"the backward of {self.title} gives other {what} than in its first run; remove the plan for it"
-        return UnsupportedModel(message) if self.at_numbers is None else OtherResults(message, {})
+        return Refusal(message, None if self.at_numbers is None else OtherResults())
 
 
 def _attributes_of(tensors: Sequence[torch.Tensor]) -> list[list[tuple[str, int]]]:

@@ -16,7 +16,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.signature import signature
-from memplan.errors import UnsupportedModel
+from memplan.capture.ops.ways import OtherResults, Refusal
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -52,19 +52,9 @@ def facts_of(result: Any) -> Facts:
     )
 
 
-class OtherResults(UnsupportedModel):
-    """Ops gave other results than were traced.
-
-    - found: what they gave, by signature of the call; nothing where a trace could not have that.
-    """
-
-    def __init__(self, message: str, found: Mapping[str, Facts]) -> None:
-        super().__init__(message)
-        self.found = found
-
-    def note(self) -> None:
-        """Let traces have these results from now on."""
-        _NOTED.update(self.found)
+def note_results(found: Mapping[str, Facts]) -> None:
+    """Let traces have these results from now on, by signature of the call."""
+    _NOTED.update(found)
 
 
 def call_of(node: fx.Node) -> str:
@@ -120,7 +110,7 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
 def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
     """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way.
 
-    Raises OtherResults where it finds nothing new.
+    Raises a Refusal with `OtherResults` if it finds nothing new.
     """
 
     @wraps(plan)
@@ -129,10 +119,10 @@ def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
         while True:
             try:
                 return plan(*args, **kwargs)
-            except OtherResults as error:
-                if error.found == found:
+            except Refusal as error:
+                if not isinstance(error.way, OtherResults) or error.way.found == found:
                     raise
-                found = error.found
-                error.note()
+                found = error.way.found
+                note_results(found)
 
     return call

@@ -3,7 +3,7 @@
     raise Refusal("forward branches on computed data", TakeBranches([("layers.0",)]))
 
 A refusal may be raised deep in the user's forward, so it is an exception, and an `UnsupportedModel` if nobody helps.
-`planning/trace_loop.py` is the one place that acts on ways.
+`planning/trace_loop.py` acts on ways of traces, `Planner.step` and `installed/recovery.py` on `OtherResults`.
 """
 
 from __future__ import annotations
@@ -76,11 +76,21 @@ class Never:
 
 
 @dataclass(frozen=True, slots=True)
+class OtherResults:
+    """Ops gave other results than were traced.
+
+    found: what ops gave, by signature of the call, as `ResultFacts`; empty if a trace could not have such results.
+    """
+
+    found: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class RunsBackward:
     """Forward runs a backward pass itself, so forward can't run without what that pass reads."""
 
 
-Way = MakeIslands | MakeNoIsland | TakeBranches | StateChanges | LetRequireGrad | Never | RunsBackward
+Way = MakeIslands | MakeNoIsland | TakeBranches | StateChanges | LetRequireGrad | OtherResults | Never | RunsBackward
 
 
 class Refusal(UnsupportedModel):

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from memplan.capture.ops.layout import strides_that_matter
-from memplan.capture.ops.real_results import Facts, OtherResults, call_of, can_be_noted, facts_of
-from memplan.errors import UnsupportedModel
+from memplan.capture.ops.real_results import Facts, call_of, can_be_noted, facts_of, note_results
+from memplan.capture.ops.ways import OtherResults, Refusal
 
 TRACED = "traced"  # under this name a node's metadata has the node of the trace whose op it runs
 
@@ -22,7 +22,7 @@ TRACED = "traced"  # under this name a node's metadata has the node of the trace
 def run_checked(program: fx.GraphModule, arguments: list[Any]) -> Any:
     """Run a boxed program op by op, comparing each result with the traced one.
 
-    Raises OtherResults where a result is another than was traced, UnsupportedModel where it could not be traced.
+    Raises a Refusal if a result is another than was traced, with `OtherResults` if it can be traced.
     """
     return _Checked(program).boxed_run(arguments)
 
@@ -40,28 +40,27 @@ class _Checked(fx.Interpreter):
                     "PyTorch's fake kernel for it is wrong, and the plan is too"
                 )
                 if not can_be_noted(facts_of(traced.meta.get("val")), facts_of(result)):
-                    raise UnsupportedModel(message)
-                error = OtherResults(
-                    f"{message}. Plan again; what it gives is noted", {call_of(traced): facts_of(result)}
-                )
-                error.note()
-                raise error
+                    raise Refusal(message)
+                noted = {call_of(traced): facts_of(result)}
+                note_results(noted)
+                raise Refusal(f"{message}. Plan again; what it gives is noted", OtherResults(noted))
         return result if n.users or n.op == "output" else None  # the interpreter would hold it to the end
 
 
 def as_traced(result: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int | None, ...]) -> None:
     """Compare a result with the traced one, at the sizes of this run. A stride of None does not count.
 
-    Raises OtherResults where it is another: a fake kernel is wrong about sizes that the step was not captured with.
+    Raises a Refusal with `OtherResults` if it is another: a fake kernel is wrong about sizes that the step was not
+    captured with.
     """
     found = result.stride()
     alike = result.dtype == dtype and result.shape == shape
     if alike and (found == stride or all(s is None or s == n for s, n in zip(stride, found, strict=True))):
         return
-    raise OtherResults(
+    raise Refusal(
         f"an op gives {(result.dtype, tuple(result.shape), found)} (dtype, shape, strides), where the trace has "
         f"{(dtype, shape, stride)}: PyTorch's fake kernel for it is wrong about this size",
-        {},
+        OtherResults(),
     )
 
 

@@ -18,9 +18,10 @@ from torch import fx
 
 from memplan import torch_private as private
 from memplan.capture.ops.island import Island
-from memplan.capture.ops.real_results import OtherResults
 from memplan.capture.ops.sizes import Numbers, Sizes
+from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.raw_trace import Autocast
+from memplan.errors import PlanMismatch
 from memplan.problem.schedule import Schedule
 from memplan.problem.steering import Steering
 from memplan.runtime.program.check import run_checked
@@ -31,7 +32,7 @@ from memplan.runtime.program.lower import Program
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.rng import held_rng, restore_held_rng
-from memplan.runtime.program.tangents import Backwards, OtherTangents, TangentLayout
+from memplan.runtime.program.tangents import Backwards, TangentLayout
 from memplan.runtime.watch.observe import Observer
 
 Gradients = dict[int | str, torch.Tensor]  # by position of an input, or name of a parameter
@@ -115,10 +116,15 @@ class Runner:
     def gradients(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
         """Gradients from this program, or from the rescue where this program can't give them."""
         tangents = dict(sorted(tangents.items()))
+        run = self.backwards.program_for(tangents, state.autocast, state.numbers)
+        if isinstance(run, str):
+            if self._rescue is None:
+                raise PlanMismatch(run)
+            return self._rescue(state, tangents, PlanMismatch(run))
         try:
-            return self.backward(state, tangents)
+            return self._backward(state, tangents, run)
         except Exception as error:
-            mends = private.is_out_of_memory(error) or isinstance(error, (OtherTangents, OtherResults))
+            mends = private.is_out_of_memory(error) or isinstance(way_of(error), OtherResults)
             if self._rescue is None or not mends:
                 raise
             problem = error.with_traceback(None)  # or its frames would keep tensors alive
@@ -161,7 +167,8 @@ class Runner:
                 results = self._run(program.forward, [self.store, sizes, *(inputs[i] for i in program.forward_inputs)])
         except BaseException as error:
             self.store.transfers.settle()
-            if private.is_out_of_memory(error) or isinstance(error, (OtherResults, OtherBranch)):
+            mends = isinstance(error, OtherBranch) or isinstance(way_of(error), OtherResults)
+            if mends or private.is_out_of_memory(error):
                 self._go_back(start)
                 python_state.close()
             raise
@@ -206,11 +213,16 @@ class Runner:
         return self._numbers_of[id(program)](numbers)
 
     def backward(self, state: InFlight, tangents: dict[int, torch.Tensor]) -> Gradients:
-        """Run backward from the gradients of some outputs. Raises OtherTangents where it was made for others.
+        """Run backward from the gradients of some outputs. Raises PlanMismatch where it was made for others.
 
         Runs forward again where what it saved is gone. Raises RuntimeError where it can't.
         """
         run = self.backwards.program_for(tangents, state.autocast, state.numbers)
+        if isinstance(run, str):
+            raise PlanMismatch(run)
+        return self._backward(state, tangents, run)
+
+    def _backward(self, state: InFlight, tangents: dict[int, torch.Tensor], run: fx.GraphModule) -> Gradients:
         if state.spent:
             self._check_repeats(state)
             return self.repeat(state, tangents, state.numbers)
@@ -338,11 +350,7 @@ class Runner:
 
         numbers: of the forward's sizes.
         """
-        try:
-            self.backwards.program_for(tangents, autocast, numbers)
-        except OtherTangents:
-            return False
-        return True
+        return not isinstance(self.backwards.program_for(tangents, autocast, numbers), str)
 
     def check_unchanged(self, state: InFlight) -> None:
         """Raise as autograd does where something that backward reads has been written to since forward."""

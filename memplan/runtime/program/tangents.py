@@ -12,14 +12,6 @@ from torch import fx
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.ops.sizes import Evaluation, Numbers, TensorSizes, expressions_in
 from memplan.capture.trace.raw_trace import Autocast
-from memplan.errors import PlanMismatch
-
-
-class OtherTangents(PlanMismatch):
-    """Backward starts from other gradients than it was captured for.
-
-    They arrive at other outputs, in another layout, or under another autocast.
-    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,24 +89,24 @@ class Backwards:
 
     def program_for(
         self, tangents: dict[int, torch.Tensor], autocast: Autocast | None, numbers: Numbers
-    ) -> fx.GraphModule:
-        """The program for gradients of this layout, under this autocast. Raises OtherTangents where there is none.
+    ) -> fx.GraphModule | str:
+        """The program for gradients of this layout, under this autocast; in words why there is none, if there is none.
 
         numbers: of the forward's sizes.
         """
         if autocast not in self.autocasts:
             there = "outside of" if autocast is None else "under"
-            raise OtherTangents(
+            return (
                 f"backward runs {there} autocast, unlike what was planned; its ops round otherwise there. Call "
                 "backward after the context of autocast has ended, as PyTorch recommends"
             )
         for index in tangents.keys() - self._first.keys():
-            raise OtherTangents(
+            return (
                 f"backward reached output {self._outputs[index]}, but the plan starts backward from "
                 f"{', '.join(x.output for x in self._first.values())} alone. Put the whole loss inside with loss_fn="
             )
         for index in self._first.keys() - tangents.keys():
-            raise OtherTangents(
+            return (
                 f"backward did not reach output {self._first[index].output}, but the plan starts backward from it. "
                 "Put the loss inside with loss_fn="
             )
@@ -124,7 +116,7 @@ class Backwards:
             if layouts == expected:
                 return program
         index = next(i for i in layouts if layouts[i] != planned[0][i])
-        raise OtherTangents(
+        return (
             f"the gradient of output {layouts[index].output} arrives with strides {layouts[index].stride} and dtype "
             f"{layouts[index].dtype}, but was planned with strides {planned[0][index].stride} and "
             f"{planned[0][index].dtype}; eager would run other kernels on it. Put the loss inside with loss_fn="
