@@ -39,6 +39,7 @@ class OpFacts:
       are measured again. `_SETTLED`: they have been measured again, and count.
     - process: the one that measured doubted seconds. It goes on with them, so that its plans are alike.
     - requests: see `Costs`.
+    - unsteady: a second run on the same values gave other bits.
     """
 
     time_s: float
@@ -46,6 +47,7 @@ class OpFacts:
     doubts: int = 0
     process: int = 0
     requests: Blocks = ()
+    unsteady: bool = False
 
 
 @dataclass(slots=True)
@@ -72,22 +74,27 @@ class KnownCosts:
         known = self.facts.get(key)
         return known is None or (known.doubts > 0 and known.process != os.getpid() and not quick)
 
-    def enter(self, key: str, times_s: Sequence[float], scratch_bytes: int, requests: Blocks) -> None:
-        """Enter the seconds of all repeats. Only the fewest count: other work of the machine adds to them.
+    def enter(
+        self, key: str, times_s: Sequence[float], scratch_bytes: int, requests: Blocks, unsteady: bool = False
+    ) -> None:
+        """Enter the seconds of all repeats, and what else runs have shown.
+
+        Only the fewest seconds count: other work of the machine adds to them.
 
         A figure that is confirmed stays as it is, so that plans which were made with it do.
         """
         before, time_s = self.facts.get(key), min(times_s)
         self.entered.add(key)
+        unsteady |= before is not None and before.unsteady
         if before is not None and agree((before.time_s, time_s)):
             time_s = before.time_s
         if agree(times_s):
-            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED, 0, requests)
+            self.facts[key] = OpFacts(time_s, scratch_bytes, 0 if before is None else _SETTLED, 0, requests, unsteady)
             return
         doubts = 1 if before is None else before.doubts + 1
         time_s = time_s if before is None else min(time_s, before.time_s)
         doubts = doubts if doubts < _MOST_DOUBTS else _SETTLED
-        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid(), requests)
+        self.facts[key] = OpFacts(time_s, scratch_bytes, doubts, os.getpid(), requests, unsteady)
 
     def doubt(self, key: str) -> None:
         """Let a later process measure an op once more, unless that has been done."""
@@ -113,14 +120,21 @@ def agree(times_s: Sequence[float]) -> bool:
 
 def _entry(facts: OpFacts) -> list[object]:
     """Facts as they are on disk."""
-    recorded = [facts.requests] if facts.requests else []
+    recorded = [facts.requests, True] if facts.unsteady else [facts.requests] if facts.requests else []
     return [facts.time_s, facts.scratch_bytes, facts.doubts, facts.process, *recorded]
 
 
-def _facts_of(time_s: float, scratch_bytes: int, doubts: int = 0, process: int = 0, requests: Blocks = ()) -> OpFacts:
+def _facts_of(
+    time_s: float,
+    scratch_bytes: int,
+    doubts: int = 0,
+    process: int = 0,
+    requests: Blocks = (),
+    unsteady: bool = False,
+) -> OpFacts:
     """The facts of an entry on disk, which may be of an earlier version."""
     blocks = tuple((int(name), int(size_bytes)) for name, size_bytes in requests)
-    return OpFacts(float(time_s), int(scratch_bytes), int(doubts), int(process), blocks)
+    return OpFacts(float(time_s), int(scratch_bytes), int(doubts), int(process), blocks, bool(unsteady))
 
 
 def _facts_in(name: str) -> dict[str, OpFacts]:

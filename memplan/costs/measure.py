@@ -33,7 +33,8 @@ from memplan import torch_private as private
 from memplan.capture.analysis.traced import Kernel, MetaTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow, computed, written_nodes
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.layout import storage_key, strides_that_matter
+from memplan.capture.ops.layout import storage_key, strided_parts, strides_that_matter, tensors_of
+from memplan.capture.ops.op_facts import is_of_pytorch
 from memplan.capture.ops.real_results import Facts, ResultFacts, call_of, can_be_noted, facts_of
 from memplan.capture.ops.ways import OtherResults, Refusal, way_of
 from memplan.capture.shards import NetworkSpeed
@@ -51,6 +52,7 @@ _CPU_CACHE_BYTES = 32 << 20  # the last level that a core finds on most servers
 _LAUNCH_CYCLES = 100_000  # of a GPU: longer than a CPU takes to launch an op
 _WARM_UP_CYCLES = 20_000_000  # until its clock is up
 _MARK = "memplan op "
+_VARIOUS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 # (kind, name, position) -> the real resident tensor, None for one that is not there as a whole
 StateOf = Callable[[str, str, int], torch.Tensor | None]
@@ -79,7 +81,7 @@ def measure(
     An op that can't be run by itself is estimated: the source of the costs is then "measured in part".
 
     Raises BudgetInfeasible where the device has no room for an op, a Refusal where real results differ from traced
-    ones. Of results that could not be traced nothing is found.
+    ones, or an op that may run again gives other bits then. Of results that could not be traced nothing is found.
     """
     known = KnownCosts.read(traced.device) if use_cache else KnownCosts()
     known.facts |= _of_islands(traced) | _of_collectives(traced, network or NetworkSpeed())
@@ -106,9 +108,17 @@ def measure(
             times = [[t] if quick else bench.times_s(i, t, scratch_bytes) for i, t, scratch_bytes in of_all]
         for index, times_s, scratch_bytes, blocks in zip(missing, times, scratch, asked, strict=True):
             if index not in bench.failed:
-                known.enter(traced.graph.ops[index].key, times_s, scratch_bytes, blocks)
+                known.enter(traced.graph.ops[index].key, times_s, scratch_bytes, blocks, index in bench.unsteady)
         if not quick and not private.user_records_blocks():  # or later processes would never see what ops ask for
             known.save()
+    found = {key for key, facts in known.facts.items() if facts.unsteady}
+    unsteady = [op for op in traced.graph.ops if op.recomputable and op.key in found]
+    if unsteady:
+        message = (
+            f"{unsteady[0].kind} in {unsteady[0].layer or 'the model'} gives other bits in a second run on the same "
+            "values, so that it may run only once in a step. This is known from now on: plan again"
+        )
+        raise Refusal(message, OtherResults(unsteady=frozenset(op.key for op in unsteady)))
     unknown = not all(op.key in known.facts for op in traced.graph.ops)
     estimated = estimate(traced, network=network).time_s if unknown else [0.0] * len(traced.graph.ops)
     facts = [known.facts.get(op.key, OpFacts(s, 0)) for op, s in zip(traced.graph.ops, estimated, strict=True)]
@@ -154,6 +164,7 @@ class _Bench:
     """Runs single ops of a trace on made-up data.
 
     - failed: ops that could not be run, by index.
+    - unsteady: ops that gave other bits in a second run. Only ops that are not PyTorch's own are looked at.
     """
 
     def __init__(self, traced: Traced, resident: StateOf, budget_bytes: int | None = None) -> None:
@@ -166,6 +177,7 @@ class _Bench:
         self._told = ""  # what is said of the first of them
         self._not_made_up = {i for i, k in enumerate(traced.kernels) if private.has_shape_of_data(k.node.target)}
         self.failed: set[int] = set()
+        self.unsteady: set[int] = set()
 
     def times_s(self, index: int, first_s: float, scratch_bytes: int) -> list[float]:
         """Seconds of some runs with cold caches. first_s: of the first run, which counts for ops that take long."""
@@ -209,7 +221,31 @@ class _Bench:
         peaks, times, requests = run(indices)
         if self._other:
             raise Refusal(self._told, OtherResults(self._other))
+        self.unsteady = {i for i in indices if self._tried(i, self._gives_other_bits, False)}
         return [max(0, peak - self._new_bytes(i)) for i, peak in zip(indices, peaks, strict=True)], times, requests
+
+    def _gives_other_bits(self, index: int) -> bool:
+        """Whether an op of which nobody knows how it computes gives other bits in a second run on the same values.
+
+        Sums by atomics round in the order of threads. Equal numbers would hide that, so the op gets various ones.
+        """
+        op, target = self.traced.graph.ops[index], self.traced.kernels[index].target
+        in_place = op.effects or any(self.traced.graph.values[v].reuses is not None for v in op.outputs)
+        if index in self.failed or in_place or not op.recomputable or is_of_pytorch(target):
+            return False
+        args, kwargs = self._arguments(index)
+        for tensor in self._pool:
+            if tensor.dtype in _VARIOUS:
+                tensor.uniform_(0.25, 0.75)
+        found = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            seen = _seen_anew(args, kwargs)
+            found.append([p for t in tensors_of(target(*seen[0], **seen[1])) for p in strided_parts(t)])
+        return not all(
+            torch.equal(*(t.reshape(-1).contiguous().view(torch.uint8) for t in pair))
+            for pair in zip(*found, strict=True)
+        )
 
     def _new_bytes(self, index: int) -> int:
         values = self.traced.graph.values

@@ -152,7 +152,7 @@ class Planner:
                     if not isinstance(error.way, OtherResults):
                         raise
                     log.info("such calls are planned for each size, because %s", error)
-                    note_results(error.way.found)  # what ops give at other sizes nobody knows
+                    note_results(error.way.found, error.way.unsteady)  # what ops give at other sizes nobody knows
             if share is not None:  # others would not go along with a second try
                 return self._step(sample, known, share)
             try:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import memplan
+from memplan.capture.ops import real_results
 from tests.support.zoo import assert_same_bits, run_steps
 
 Inner = Callable[[torch.Tensor], torch.Tensor]
@@ -203,3 +204,47 @@ def test_standard_error_has_all_that_others_write_and_no_line_of_the_profiler(
     written = capfd.readouterr().err
     assert "I am timed" in written
     assert "USDT" not in written
+
+
+CALLS = [0]
+
+
+@torch.library.custom_op("memplan_timing::unsteady", mutates_args=())
+def unsteady(x: torch.Tensor) -> torch.Tensor:
+    """Rounds otherwise in every run, unless all numbers are equal."""
+    CALLS[0] += 1
+    return x * 2 + x.var() * 1e-3 * CALLS[0]
+
+
+unsteady.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("memplan_timing::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    """Has the same bits wherever the generator's state is the same."""
+    return x + torch.rand_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+
+
+def floor_of_two_ops() -> memplan.Plan:
+    net, sample = model_and_sample(lambda x: unsteady(x.detach()) * noisy(x.detach()) * x)
+    return memplan.explore(net, sample)[0]
+
+
+def run_once(plan: memplan.Plan) -> set[str]:
+    """Kinds of ops of forward that never run again."""
+    return {op.kind for op in plan.problem.graph.ops if op.phase == "forward" and not op.recomputable}
+
+
+def test_ops_that_give_other_bits_in_a_second_run_never_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found is on disk, for the next process."""
+    monkeypatch.setattr(real_results, "_UNSTEADY", set())
+    plan = floor_of_two_ops()
+    assert run_once(plan) == {"memplan_timing.unsteady.default"}
+    assert run_once(plan).isdisjoint(plan.problem.graph.ops[i].kind for i in plan.recomputed)
+    runs = CALLS[0]
+    monkeypatch.setattr(real_results, "_UNSTEADY", set())
+    assert run_once(floor_of_two_ops()) == run_once(plan)
+    assert CALLS[0] == runs

@@ -11,6 +11,7 @@ from memplan.capture.analysis.draft import Draft, DraftOp, DraftValue
 from memplan.capture.analysis.traced import Gradient, Guard, Kernel, Made, OutputTensor, Traced
 from memplan.capture.ops.dataflow import Dataflow
 from memplan.capture.ops.layout import generator_state_bytes, tensor_text
+from memplan.capture.ops.real_results import is_unsteady
 from memplan.capture.ops.signature import op_kind, signature
 from memplan.capture.trace.raw_trace import RawTrace
 from memplan.problem.data import Effect, Graph, Op, Value
@@ -127,6 +128,7 @@ def tensor_in(roots: Sequence[fx.Node]) -> str:
 def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
     taken = [r for v in op.outputs if (r := draft.values[v].reuses) is not None]
     first_only = {effect.old for effect in op.effects}
+    key = signature(op.target, op.args, op.kwargs, op.node.meta.get("val"))
     reads = dict.fromkeys(v for v in [*op.reads.values(), *taken] if v not in first_only)
     return Op(
         name=op.node.name,
@@ -136,9 +138,9 @@ def _op(draft: Draft, op: DraftOp, number: Renumbering) -> Op:
         outputs=tuple(number[v] for v in op.outputs),
         effects=tuple(Effect(number[e.old], number[e.new]) for e in op.effects),
         random=op.random,
-        recomputable=op.recomputable,
+        recomputable=op.recomputable and not is_unsteady(key),
         layer=op.layer,
-        key=signature(op.target, op.args, op.kwargs, op.node.meta.get("val")),
+        key=key,
     )
 
 

@@ -6,7 +6,7 @@ first run of a program. They are noted for the rest of the process, and the step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -36,6 +36,7 @@ class ResultFacts(NamedTuple):
 Facts = tuple[ResultFacts | None, ...]  # None for what is no tensor
 
 _NOTED: dict[str, Facts] = {}  # by signature of the call
+_UNSTEADY: set[str] = set()  # keys of ops that gave other bits in a second run
 
 
 def facts_of(result: Any) -> Facts:
@@ -52,9 +53,18 @@ def facts_of(result: Any) -> Facts:
     )
 
 
-def note_results(found: Mapping[str, Facts]) -> None:
-    """Let traces have these results from now on, by signature of the call."""
+def note_results(found: Mapping[str, Facts], unsteady: Collection[str] = ()) -> None:
+    """Let traces have these results from now on, by signature of the call.
+
+    unsteady: keys of ops that gave other bits in a second run, and run once from now on.
+    """
     _NOTED.update(found)
+    _UNSTEADY.update(unsteady)
+
+
+def is_unsteady(key: str) -> bool:
+    """Whether an op with this key was found to give other bits in a second run."""
+    return key in _UNSTEADY
 
 
 def call_of(node: fx.Node) -> str:
@@ -115,14 +125,14 @@ def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
 
     @wraps(plan)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        found: Mapping[str, Facts] = {}
+        noted = OtherResults()
         while True:
             try:
                 return plan(*args, **kwargs)
             except Refusal as error:
-                if not isinstance(error.way, OtherResults) or error.way.found == found:
+                if not isinstance(error.way, OtherResults) or error.way == noted:
                     raise
-                found = error.way.found
-                note_results(found)
+                noted = error.way
+                note_results(noted.found, noted.unsteady)
 
     return call

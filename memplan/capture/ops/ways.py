@@ -77,12 +77,14 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class OtherResults:
-    """Ops gave other results than were traced.
+    """Ops gave other results than were traced, or other bits in a second run than in the first.
 
-    found: what ops gave, by signature of the call, as `ResultFacts`; empty if a trace could not have such results.
+    - found: what ops gave, by signature of the call, as `ResultFacts`; empty if a trace could not have such results.
+    - unsteady: keys of ops that gave other bits.
     """
 
     found: Mapping[str, Any] = field(default_factory=dict)
+    unsteady: Collection[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
