@@ -15,7 +15,7 @@ from memplan.capture.capturable import model_device
 from memplan.capture.trace.call import CallReader, Sample
 from memplan.errors import BudgetInfeasible
 from memplan.planning.automatic import AUTOMATIC, automatic_bytes, budget_of_environment
-from memplan.planning.largest import largest_that_fits
+from memplan.planning.largest import PlanAt, largest_that_fits
 from memplan.plans.plan import Plan
 from memplan.problem.budgets import parsed
 from memplan.torch_private import pytree
@@ -87,19 +87,16 @@ def largest_batch(
     limit_bytes = _bytes_of(budget, model, settings)
     tried: dict[int, Plan] = {}
 
-    def plan_at(rows: int) -> Plan:
-        if rows not in tried:
-            adds_up = settings.get("accumulate", False) or (effective_batch or rows) > rows
-            own = {"on_infeasible": "raise", **settings, "accumulate": adds_up}
-            tried[rows] = plan(model, _sample(make_sample, rows), limit_bytes, **own)
-        return tried[rows]
+    def plan_at(rows: int) -> Plan | BudgetInfeasible:
+        adds_up = settings.get("accumulate", False) or (effective_batch or rows) > rows
+        return _planned(model, make_sample, rows, limit_bytes, {**settings, "accumulate": adds_up}, tried)
 
     size, speeds = _largest_batch(plan_at, limit_bytes, effective_batch), dict[int, float]()
     while size:
-        try:
-            speeds[size] = size / plan_at(size).time_s
-        except BudgetInfeasible:  # with gradients of earlier micro-batches, which a whole batch does not have
+        found = plan_at(size)
+        if isinstance(found, BudgetInfeasible):  # gradients of earlier micro-batches, which a whole batch does not have
             break
+        speeds[size] = size / found.time_s
         if speeds[size] < (1 - _SLOWER) * max(speeds.values()):
             break
         size = size // 2 if effective_batch is None else _divisor(effective_batch, size - 1)
@@ -108,20 +105,43 @@ def largest_batch(
     return SizedChoice(best, accumulation, tried[best], tried, _tokens(model, make_sample(best), settings))
 
 
-def _largest_batch(plan_at: Callable[[int], Plan], limit_bytes: int, effective_batch: int | None) -> int:
+def _largest_batch(plan_at: PlanAt, limit_bytes: int, effective_batch: int | None) -> int:
     """The largest micro-batch that fits; it divides the effective batch. Raises BudgetInfeasible where none does."""
     most, floors = effective_batch or _MOST, dict[int, int]()
     if effective_batch is not None:
-        try:  # the whole batch adds up no gradients, so it may fit where smaller ones do not
-            plan_at(effective_batch)
+        whole = plan_at(effective_batch)  # adds up no gradients, so it may fit where smaller ones do not
+        if isinstance(whole, Plan):
             return effective_batch
-        except BudgetInfeasible as error:
-            floors[effective_batch] = error.floor_bytes
+        floors[effective_batch] = whole.floor_bytes
+    size, _ = _found(plan_at, limit_bytes, most, floors)
+    return size if effective_batch is None else _divisor(effective_batch, size)
+
+
+def _found(plan_at: PlanAt, limit_bytes: int, most: int, floors: dict[int, int]) -> tuple[int, Plan]:
+    """The largest size that fits, with its plan. Raises BudgetInfeasible."""
     found = largest_that_fits(plan_at, limit_bytes, most, floors)
     if found is None:
-        plan_at(1)  # says why
-        raise AssertionError("a plan was found at one row, and then not")
-    return found[0] if effective_batch is None else _divisor(effective_batch, found[0])
+        refusal = plan_at(1)
+        assert isinstance(refusal, BudgetInfeasible)
+        raise refusal
+    return found
+
+
+def _planned(
+    model: nn.Module,
+    make_sample: MakeSample,
+    size: int,
+    limit_bytes: int,
+    settings: dict[str, Any],
+    tried: dict[int, Plan],
+) -> Plan | BudgetInfeasible:
+    """The plan at a size, which is noted in `tried`, or the refusal."""
+    if size not in tried:
+        try:
+            tried[size] = plan(model, _sample(make_sample, size), limit_bytes, **{"on_infeasible": "raise", **settings})
+        except BudgetInfeasible as error:
+            return error.with_traceback(None)
+    return tried[size]
 
 
 def longest_sequence(
@@ -140,16 +160,11 @@ def longest_sequence(
     limit_bytes = _bytes_of(budget, model, settings)
     tried: dict[int, Plan] = {}
 
-    def plan_at(length: int) -> Plan:
-        own = {"on_infeasible": "raise", **settings}
-        tried[length] = plan(model, _sample(make_sample, length), limit_bytes, **own)
-        return tried[length]
+    def plan_at(length: int) -> Plan | BudgetInfeasible:
+        return _planned(model, make_sample, length, limit_bytes, settings, tried)
 
-    found = largest_that_fits(plan_at, limit_bytes, most)
-    if found is None:
-        plan_at(1)  # says why
-        raise AssertionError("a plan was found at length 1, and then not")
-    return SizedChoice(found[0], 1, found[1], tried, _tokens(model, make_sample(found[0]), settings))
+    size, best = _found(plan_at, limit_bytes, most, {})
+    return SizedChoice(size, 1, best, tried, _tokens(model, make_sample(size), settings))
 
 
 def _bytes_of(budget: int | str | None, model: nn.Module, settings: dict[str, Any]) -> int:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 from memplan.errors import BudgetInfeasible
 from memplan.plans.plan import Plan
 
-_Found = TypeVar("_Found", bound=Plan)
+PlanAt = Callable[[int], Plan | BudgetInfeasible]  # the plan at a size, or the refusal
 
 _TRIES = 8
 _EVEN = ((1024, 64), (128, 16), (32, 4))  # sizes from the first on are multiples of the second
@@ -17,27 +16,25 @@ _CLOSE = 0.9  # a size that fits is as good as one that is larger by less
 
 
 def largest_that_fits(
-    plan_at: Callable[[int], _Found], limit_bytes: int, most: int, floors: dict[int, int] | None = None
-) -> tuple[int, _Found] | None:
+    plan_at: PlanAt, limit_bytes: int, most: int, floors: dict[int, int] | None = None
+) -> tuple[int, Plan] | None:
     """The largest size up to `most` at which a plan was found, with the plan. None where none was found.
 
     Smallest peaks grow about linearly with batches, and a little faster with lengths. So each try is where the line
     through those of the largest size that fits and the smallest that does not meets the limit.
 
-    - plan_at: gives the plan at a size, or raises BudgetInfeasible.
-    - floors: smallest peaks in bytes that are known beforehand, by size. Those of all tries are added to it.
+    floors: smallest peaks in bytes that are known beforehand, by size. Those of all tries are added to it.
     """
     floors, best = {} if floors is None else floors, None
     for _ in range(_TRIES):
         size = _even(min(most, _next(floors, limit_bytes)))
         if size in floors or (best is not None and size * _CLOSE < best[0]):
             break
-        try:
-            plan = plan_at(size)
-        except BudgetInfeasible as error:
-            floors[size] = max(error.floor_bytes, limit_bytes + 1)
+        found = plan_at(size)
+        if isinstance(found, BudgetInfeasible):
+            floors[size] = max(found.floor_bytes, limit_bytes + 1)
         else:
-            floors[size], best = min(plan.floor_bytes, limit_bytes), (size, plan)
+            floors[size], best = min(found.floor_bytes, limit_bytes), (size, found)
     return best
 
 

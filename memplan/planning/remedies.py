@@ -14,7 +14,7 @@ from memplan.errors import BudgetInfeasible, Remedy
 from memplan.logs import log, quiet, show
 from memplan.losses import chunked_loss, takes_chunked_loss
 from memplan.planning.automatic import memory_bytes
-from memplan.planning.largest import largest_that_fits
+from memplan.planning.largest import PlanAt, largest_that_fits
 from memplan.planning.settings import Settings
 from memplan.plans.plan import Plan
 from memplan.problem.data import Link
@@ -145,15 +145,17 @@ class Remedies:
             return
         settings = dataclasses.replace(settings, accumulate=True)
 
-        def plan_at(size: int) -> Plan:
-            return self._plan_with(settings, cut_batch(self._call, whole, size))
+        def plan_at(size: int) -> Plan | BudgetInfeasible:
+            return self._planned(settings, cut_batch(self._call, whole, size))
 
         found = self._largest("a batch", whole, plan_at)
         if found is None:
             return
-        half = found[0] // 2  # at the largest that fits, much is recomputed
-        tries = [found, *([(half, plan_at(half))] if half else [])]
-        size, plan = min(tries, key=lambda sized: sized[1].time_s / sized[0])
+        size, plan = found
+        half = size // 2  # at the largest that fits, much is recomputed
+        smaller = plan_at(half) if half else self.refusal
+        if isinstance(smaller, Plan) and smaller.time_s / half < plan.time_s / size:
+            size, plan = half, smaller
         remedy = self._remedy(f"batches of {size} of {whole}, accumulate=True", plan, "", whole / size)
         # small batches take no less for each row: where they do, ops were timed while the machine was less busy
         yield dataclasses.replace(remedy, overhead=max(remedy.overhead, plan.overhead))
@@ -163,15 +165,15 @@ class Remedies:
         if whole < 2:
             return
 
-        def plan_at(size: int) -> Plan:
-            return self._plan_with(self._quick, cut_length(self._call, whole, size))
+        def plan_at(size: int) -> Plan | BudgetInfeasible:
+            return self._planned(self._quick, cut_length(self._call, whole, size))
 
         found = self._largest("a length", whole, plan_at)
         if found is not None:
             size, plan = found
             yield Remedy(f"a length of {size} instead of {whole}", plan.peak_bytes, plan.overhead)
 
-    def _largest(self, what: str, whole: int, plan_at: Callable[[int], Plan]) -> tuple[int, Plan] | None:
+    def _largest(self, what: str, whole: int, plan_at: PlanAt) -> tuple[int, Plan] | None:
         floors = {whole: self.refusal.floor_bytes}
         found = largest_that_fits(plan_at, self._limit_bytes, whole - 1, floors)
         if found is None:
@@ -194,11 +196,17 @@ class Remedies:
 
     def _tried(self, change: str, settings: Settings, call: Call | Sample | None = None) -> Plan | None:
         """The plan with a change of settings, or of the call; None where there is none."""
+        found = self._planned(settings, self._call if call is None else call)
+        if isinstance(found, Plan):
+            return found
+        self._vain.append(f"{change} ({format_bytes(found.floor_bytes)})")
+        return None
+
+    def _planned(self, settings: Settings, call: Call | Sample) -> Plan | BudgetInfeasible:
         try:
-            return self._plan_with(settings, self._call if call is None else call)
+            return self._plan_with(settings, call)
         except BudgetInfeasible as error:
-            self._vain.append(f"{change} ({format_bytes(error.floor_bytes)})")
-            return None
+            return error.with_traceback(None)  # or its frames would keep the capture
 
     def _remedy(self, change: str, plan: Plan, note: str, times: float = 1.0) -> Remedy:
         """times: how often such a step runs for the work of one that does not fit."""
