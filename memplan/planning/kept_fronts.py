@@ -18,7 +18,7 @@ import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import memplan
 from memplan.cache import is_used, keep, keep_newest, kept
@@ -26,8 +26,10 @@ from memplan.config import Config
 from memplan.errors import InvalidPlanFile
 from memplan.problem.data import Problem
 from memplan.problem.file import Reader, pack, problem_to_json, unpack, unsound
-from memplan.solvers import Bound, Front, front_of_orders
+from memplan.solvers import Bound, Candidate, Front, front_of_orders
 from memplan.solvers.bounds.dual import BoundLine
+
+_T = TypeVar("_T")
 
 _MOST_BYTES = 64 << 20  # on disk, for fronts and for floors; a front of a thousand ops takes 30 KB
 
@@ -41,37 +43,42 @@ def kept_front(problem: Problem, config: Config, search: Callable[[], Front]) ->
     content = problem_to_json(dataclasses.replace(problem, costs=costs, budget_bytes=None, requests=None))
     key = _digest(content, config, memplan.__version__, _digest_of_solvers())
     name = f"front-{key[:32]}.json.gz"
-    try:
-        with unsound("front"):
-            front = _from_json(unpack(kept(name)), key, problem, config)
-    except (OSError, InvalidPlanFile):
+    front = _read(name, lambda content: _from_json(content, key, problem, config))
+    if front is not None:
+        is_used(name)
+    else:
         front = search()
         if not front.truncated:
             keep(name, pack(_to_json(front, key), gzipped=True))
             keep_newest("front-*", _MOST_BYTES)
-    else:
-        is_used(name)
     return _with_least(front, problem, config, f"least-{_digest(content['graph'], config)[:32]}.json.gz")
 
 
 def _with_least(front: Front, problem: Problem, config: Config, name: str) -> Front:
     """The front, joined by the schedule of the smallest peak that is known for the graph. name: of its file."""
     found = front.floor
-    try:
-        with unsound("schedule"):
-            content = unpack(kept(name))
-            if content["order"] == list(found.order):  # mostly, and to account for it takes a while
-                is_used(name)
-                return front
-            least = front_of_orders(problem, config, [(str(content["solver"]), content["order"])], front.bound).floor
-    except (OSError, InvalidPlanFile):
-        least = None
+
+    def of(content: Any) -> Candidate:
+        if content["order"] == list(found.order):  # mostly, and to account for it takes a while
+            return found
+        return front_of_orders(problem, config, [(str(content["solver"]), content["order"])], front.bound).floor
+
+    least = _read(name, of)
     if least is not None and least.peak_bytes <= found.peak_bytes:
         is_used(name)
-        return front.joined(least)
+        return front if least is found else front.joined(least)
     keep(name, pack({"solver": found.solver, "order": found.order}, gzipped=True))
     keep_newest("least-*", _MOST_BYTES)
     return front
+
+
+def _read(name: str, read: Callable[[Any], _T]) -> _T | None:
+    """What is made of a file on disk; None if there is no such file, or it is damaged."""
+    try:
+        with unsound("front"):
+            return read(unpack(kept(name)))
+    except (OSError, InvalidPlanFile):
+        return None
 
 
 def _digest(content: dict[str, Any], *others: Any) -> str:
