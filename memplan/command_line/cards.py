@@ -84,11 +84,7 @@ CARDS = (
 
 def card_named(name: str) -> Card:
     """A card by a name like "RTX 4090", "rtx-4090", "4090" or "NVIDIA GeForce RTX 4090". Raises Mistake."""
-    asked, words = _plain(name), _words(name)
-    exact = [card for card in CARDS if _plain(card.name) == asked]
-    among = [card for card in CARDS if _words(card.name) <= words]  # drivers add memory, socket and vendor
-    found = exact or sorted(among, key=lambda card: -len(_words(card.name)))[:1]
-    found = found or [card for card in CARDS if asked and asked in _plain(card.name)]
+    found = cards_named(name)
     if len(found) == 1:
         return found[0]
     if found:
@@ -100,6 +96,15 @@ def card_named(name: str) -> Card:
         f"the table of cards has the nearest names {near}",
         "take one of them, or give the figures: --gpu-memory 24GiB --flops 150e12 --bandwidth 0.9e12 --link 25e9",
     )
+
+
+def cards_named(name: str) -> list[Card]:
+    """The cards that a name may stand for."""
+    asked, words = _plain(name), _words(name)
+    exact = [card for card in CARDS if _plain(card.name) == asked]
+    among = [card for card in CARDS if _words(card.name) <= words]  # drivers add memory, socket and vendor
+    found = exact or sorted(among, key=lambda card: -len(_words(card.name)))[:1]
+    return found or [card for card in CARDS if asked and asked in _plain(card.name)]
 
 
 def _plain(name: str) -> str:

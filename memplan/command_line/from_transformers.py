@@ -105,13 +105,15 @@ def _trained_as(config_class: type) -> Any:
 
 def _config(config_class: Any, fields: dict[str, Any], wanted: Wanted) -> Any:
     """The config with its changes. Raises Mistake."""
+    plain = _made(config_class, dict(fields))
+    changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
+    known = {**plain.to_dict(), **dict.fromkeys(fields)}
+    return _made(config_class, with_changes(fields, known, changes))
+
+
+def _made(config_class: Any, fields: dict[str, Any]) -> Any:
     try:
-        plain = config_class.from_dict(dict(fields))
-        changes = {plain.attribute_map.get(name, name): value for name, value in wanted.changes.items()}
-        known = {**plain.to_dict(), **dict.fromkeys(fields)}
-        return config_class.from_dict(with_changes(fields, known, changes))
-    except Mistake:
-        raise
+        return config_class.from_dict(fields)
     except Exception as error:
         raise _unmade(config_class.__name__, error) from error
 

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import TYPE_CHECKING, Any
 
-from memplan.command_line.cards import ACHIEVED, Card, card_named
+from memplan.command_line.cards import ACHIEVED, Card, card_named, cards_named
 from memplan.command_line.outcomes import Mistake
 from memplan.problem.budgets import budget_bytes_of
 from memplan.problem.data import Link
@@ -102,11 +102,10 @@ def _own_card() -> Card | None:
 
     if not torch.cuda.is_available():
         return None
-    try:
-        card = card_named(torch.cuda.get_device_name())
-    except Mistake:
+    cards = cards_named(torch.cuda.get_device_name())
+    if len(cards) != 1:
         return None
-    return dataclasses.replace(card, memory_bytes=math.ceil(automatic_bytes(torch.device("cuda")) / (1 - _RESERVE)))
+    return dataclasses.replace(cards[0], memory_bytes=math.ceil(automatic_bytes(torch.device("cuda")) / (1 - _RESERVE)))
 
 
 def _bytes(option: str, text: str) -> int:
