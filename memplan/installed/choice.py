@@ -152,21 +152,11 @@ class StepChoice:
         if self._held.extra_bytes and not counting:
             return self._planned_with_gradients(call)
         mismatches: Mismatches = {}
-        reasons = [] if counting else [self.known.mismatch(step, call, mismatches) for step in self.known.all]
-        known: Sequence[ServingStep]
+        known: Sequence[ServingStep] = ()
         if counting:  # plans that don't count these gradients are no starting point
-            known, reason = [], "gradients of an earlier step are there"
-        elif None in reasons:
-            again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
-            self.known.keep(lambda step: id(step) not in again)
-            known, reason = [], "such a call came again, and gets a plan of its own"
-        elif reasons and self.on_mismatch == "raise":
-            raise PlanMismatch(
-                f"this call does not match the plan: {reasons[0]}. Plan it with "
-                "memplan.apply on such a sample, or call memplan.remove(model)"
-            )
+            reason = "gradients of an earlier step are there"
         else:
-            known, reason = self.known.all, f"{reasons[0] if reasons else 'this is the first call'}"
+            known, reason = self._start(call, mismatches)
         log.info("planning, because %s", reason)
         unsteady = self._look_for_unsteady(call) if known and not self.is_fixed else None
         self._tell_of_passing(call, known)
@@ -177,11 +167,13 @@ class StepChoice:
                 _MANY_KINDS + 1, reason,
             )  # fmt: skip
         began_s = time.monotonic()
+
+        def plan() -> ServingStep:
+            return self._in_few_ways(lambda: self._new_step(call, known, share, mismatches))
+
         with self.planning():
             try:
-                step = self._without(
-                    unsteady, lambda: self._in_few_ways(lambda: self._new_step(call, known, share, mismatches))
-                )
+                step = plan() if unsteady is None else self._without(unsteady, plan)
             except NothingToTrain as error:
                 if not self.alone:
                     raise
@@ -193,6 +185,23 @@ class StepChoice:
                     raise
                 raise error.saying(f". {longest}") from None
             return self.add(step, time.monotonic() - began_s)
+
+    def _start(self, call: Call, mismatches: Mismatches) -> tuple[Sequence[ServingStep], str]:
+        """The steps that planning begins with, and why no known step serves the call.
+
+        If a provisional step does, it is forgotten. Raises PlanMismatch if plans may not change.
+        """
+        reasons = [self.known.mismatch(step, call, mismatches) for step in self.known.all]
+        if None in reasons:
+            again = {id(step) for step, why in zip(self.known.all, reasons, strict=True) if why is None}
+            self.known.keep(lambda step: id(step) not in again)
+            return (), "such a call came again, and gets a plan of its own"
+        if reasons and self.on_mismatch == "raise":
+            raise PlanMismatch(
+                f"this call does not match the plan: {reasons[0]}. Plan it with "
+                "memplan.apply on such a sample, or call memplan.remove(model)"
+            )
+        return self.known.all, f"{reasons[0] if reasons else 'this is the first call'}"
 
     def _look_for_unsteady(self, call: Call) -> str | None:
         """Count by which value alone a call differs from the step that ran last.
@@ -206,16 +215,12 @@ class StepChoice:
         is_size = any(value in step.key.lines_of_sizes for step in self.known.whole())
         return value if self._moved[value] == (_MOST_RANGES if is_size else _MOST_VALUES) else None
 
-    def _without(self, unsteady: str | None, plan: Callable[[], ServingStep]) -> ServingStep:
-        """A new step that does not depend on an unsteady value. Where there is none such, one that does, as before."""
-        if unsteady is None:
-            return plan()
+    def _without(self, unsteady: str, plan: Callable[[], ServingStep]) -> ServingStep:
+        """A new step that does not depend on an unsteady value, or if there is none, a step that does."""
         self.planner.capturing.depend_no_more_on(unsteady)
-        try:
-            step = plan()
-        except (BudgetInfeasible, UnsupportedModel) as error:
+        step = _unless_refused(plan, f"each value of {unsteady} gets a plan")
+        if step is None:
             self.planner.capturing.depend_again_on(unsteady)
-            log.info("each value of %s gets a plan, because %s", unsteady, error)
             return plan()
         self.known.keep(lambda known: not isinstance(known, PlannedStep) or not known.key.depends_on({unsteady}))
         log.warning(
@@ -225,16 +230,14 @@ class StepChoice:
         return step
 
     def _in_few_ways(self, plan: Callable[[], ServingStep]) -> ServingStep:
-        """A new step. Once a call has taken too many branches, it is one for all of them, if there is one."""
+        """A new step. Once a call has taken too many branches, the step serves all of them, if it can."""
         capturing, declined = self.planner.capturing, self.known.declined
         if len(declined) < _MOST_BRANCHES or not capturing.decides or not self.voice.is_first("ways"):
             return plan()
         capturing.decide(False)
-        try:
-            step = plan()
-        except (BudgetInfeasible, UnsupportedModel) as error:
+        step = _unless_refused(plan, "each way of such calls gets a plan")
+        if step is None:
             capturing.decide(True)
-            log.info("each way of such calls gets a plan, because %s", error)
             return plan()
         self.known.keep(lambda known: all(known is not other for other, _ in declined))
         log.warning(
@@ -398,6 +401,15 @@ class StepChoice:
     def tell_once(self, subject: str, around: str) -> None:
         """Warn once that the model runs unplanned under something that is around the call."""
         self.voice.warn({subject: f"the model runs unplanned under {around}"})
+
+
+def _unless_refused(plan: Callable[[], ServingStep], instead: str) -> ServingStep | None:
+    """A new step; None, and a line in the log, if it is refused. instead: what is done then."""
+    try:
+        return plan()
+    except (BudgetInfeasible, UnsupportedModel) as error:
+        log.info("%s, because %s", instead, error)
+        return None
 
 
 def _seconds(step: ServingStep) -> float:
