@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import types
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import memplan
-from tests.support.zoo import MODELS
+from tests.support.zoo import MODELS, assert_same_bits, copied
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -24,13 +26,13 @@ PROGRAMS = (
     "trainer",
     "own_loop",
     "trl",
-    "peft",
     "lightning",
     "accelerate",
     "audit",
 )  # with all that they need
+LOOPS = ("contrastive", "diffusers", "distillation", "peft", "policies", "trl_online")  # with and without plans: the same bits
 OF_RANKS = ("ddp", "deepspeed", "fsdp", "pipelines")  # whose program is for torchrun
-SLOW = ("fused", "largest", "lengths", "long_context", "offload", "peft", "trl", "trainer", "tutorial")
+SLOW = ("fused", "largest", "lengths", "long_context", "offload", "trl", "trainer", "tutorial")
 # What libraries have to say about their own defaults and about a machine without a GPU.
 THEIR_WARNINGS = pytest.mark.filterwarnings(
     "ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
@@ -42,7 +44,7 @@ def blocks_of(path: Path) -> list[str]:
 
 
 README = blocks_of(ROOT / "README.md")
-OTHERS = [path for path in PAGES if path.stem not in OF_RANKS and blocks_of(path)]
+OTHERS = [path for path in PAGES if path.stem not in OF_RANKS + LOOPS and blocks_of(path)]
 
 
 def test_the_readme_is_short() -> None:
@@ -117,6 +119,40 @@ def test_the_blocks_of_a_page(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
         exec(compile(block.replace('device="cuda"', 'device="cpu"'), path.name, "exec"), names)
     if path.stem == "report":
         assert (tmp_path / "report.html").exists()
+
+
+def trained(path: Path) -> tuple[Any, list[Any]]:
+    """Losses of the programs of a page, and the state of each model that they have at the end of a block."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    states: list[Any] = []
+    for block in blocks_of(path):
+        exec(compile(block, path.name, "exec"), names)
+        models = [m for m in (*names.values(), *names.get("trained", ())) if isinstance(m, torch.nn.Module)]
+        states += [copied({k: t for k, t in m.state_dict().items() if isinstance(t, torch.Tensor)}) for m in models]
+    return names["losses"], states
+
+
+@pytest.mark.slow
+@THEIR_WARNINGS
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_has_the_bits_of_the_unplanned_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = DOCS / "recipes" / f"{name}.md"
+    for package in re.findall(r"^(?:from|import) (\w+)", "\n".join(blocks_of(path)), re.MULTILINE):
+        pytest.importorskip(package)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MEMPLAN_DISABLE", "1")
+    plain = trained(path)
+    plans = capsys.readouterr().out.count("None\n")
+    monkeypatch.delenv("MEMPLAN_DISABLE")
+    planned = trained(path)
+    assert capsys.readouterr().out.count("<memplan.Plan") == plans > 0
+    assert len(plain[0]) >= 3
+    assert_same_bits(plain, planned)
 
 
 @pytest.mark.slow
