@@ -30,7 +30,9 @@ PROGRAMS = (
     "accelerate",
     "audit",
 )  # with all that they need
-LOOPS = ("contrastive", "diffusers", "distillation", "peft", "trl_online")  # with and without plans: the same bits
+LOOPS = (  # with and without plans: the same bits
+    *("contrastive", "diffusers", "distillation", "own_networks", "peft", "trl_online", "trl_packed"),
+)
 OF_RANKS = ("ddp", "deepspeed", "fsdp", "pipelines")  # whose program is for torchrun
 SLOW = ("fused", "largest", "lengths", "long_context", "offload", "trl", "trainer", "tutorial")
 # What libraries have to say about their own defaults and about a machine without a GPU.
