@@ -10,7 +10,7 @@ from typing import Any
 from memplan.capture.capture import Capture
 from memplan.costs.known_costs import device_name
 from memplan.costs.optimizer import optimizer_needs
-from memplan.errors import MemplanError
+from memplan.errors import BudgetInfeasible, MemplanError
 from memplan.logs import log
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -20,6 +20,7 @@ from memplan.planning.without_search import WithoutSearch
 from memplan.plans.plan import Plan, plan_from_bytes, plan_to_bytes
 from memplan.plans.uneven import kind_of, sizes_of, widest
 from memplan.problem.data import Problem
+from memplan.problem.simulate import simulate
 from memplan.runtime.program.step import ServingStep
 from memplan.runtime.ranks.agreement import Share
 
@@ -62,7 +63,7 @@ class GroupPlans:
     ) -> Plan:
         """A plan with the schedule that all ranks run, because all must gather in one order.
 
-        It fits the lowest budget of the ranks whose steps differ by sizes alone. Where other ranks have steps of
+        It fits the budget of each of the ranks whose steps differ by sizes alone. Where other ranks have steps of
         another structure, all take the schedule of those whose steps are the largest.
 
         - captured: with its parameters where they live.
@@ -72,25 +73,26 @@ class GroupPlans:
         """
         assert self._settings.shards is not None
         limits, uneven = self._limits, False
+        known_limit = limits.known_bytes
+        kept_limit = None if self._settings.on_infeasible == "min" else known_limit  # else the plan may raise it
         own = functools.cache(problem)
 
         def figures() -> Any:
             nonlocal uneven
             uneven = True
-            return sizes_of(own())
+            return {**sizes_of(own()), "limit_bytes": kept_limit}
 
         def make(of_all: Sequence[Any]) -> bytes:
-            most = widest(own(), of_all) if of_all else own()
             if of_all:
                 log.info("batches of %d ranks differ in size; one schedule serves them", len(of_all))
-            return plan_to_bytes(self._without_search.in_known_order(most, known) or self._plans.with_gathers(most))
+                return plan_to_bytes(self._for_uneven(own(), of_all, known))
+            return plan_to_bytes(self._in_order(own(), known))
 
         host_budget = self._placement.host_budget
         kind = (
             kind_of(captured.traced.graph), limits.accumulate, self._settings.grads, self._settings.search, host_budget
         )  # fmt: skip
         exact = _digest((*self._facts(captured), self._settings.shards.resident_bytes))
-        known_limit = limits.known_bytes
         made = share(_digest(kind), known_limit or 0, make, exact, figures)
         plan = plan_from_bytes(made.own)
         largest = max(map(plan_from_bytes, made.others), key=_need, default=plan)
@@ -101,6 +103,7 @@ class GroupPlans:
             if found is not None:
                 return found
             log.warning("this rank's batch takes other ops, and can't run in the order of other ranks'")
+        limits.reset(limits.budget_bytes or kept_limit)
         self.take_over(plan)
         if not uneven:
             return plan
@@ -108,6 +111,49 @@ class GroupPlans:
         if found is None:  # no step peaks above the widest, but copies lie on the host in another way
             raise MemplanError("what the schedule for all ranks offloads does not fit the host budget. Raise it")
         return found
+
+    def _in_order(self, problem: Problem, known: Sequence[ServingStep]) -> Plan:
+        """A plan, with the schedule of a known step if that serves."""
+        return self._without_search.in_known_order(problem, known) or self._plans.with_gathers(problem)
+
+    def _for_uneven(self, own: Problem, of_all: Sequence[Any], known: Sequence[ServingStep]) -> Plan:
+        """The plan that takes the least time on the slowest rank, of those that fit all ranks' budgets.
+
+        One for the largest batch within the lowest budget fits them all. If no rank has both, those of the rank with
+        the largest batch and of the rank with the lowest budget may fit too, and take less time.
+
+        of_all: figures of each rank.
+        """
+        limits = [figures["limit_bytes"] for figures in of_all]
+        found, refusal, before = [], None, self._limits.budget_bytes
+        try:
+            found.append(self._in_order(widest(own, of_all), known))
+        except BudgetInfeasible as error:
+            refusal = error
+        ranks = [] if None in limits else [(widest(own, [f]), limit) for f, limit in zip(of_all, limits, strict=True)]
+        largest = max(ranks, key=lambda rank: rank[0].baseline_time_s, default=None)
+        lowest = min(ranks, key=lambda rank: rank[1], default=None)
+        if largest is not None and lowest is not None and largest[1] > lowest[1]:
+            for problem, limit in (largest, lowest):
+                self._limits.reset(limit)
+                try:
+                    plan = self._plans.with_gathers(problem)
+                except BudgetInfeasible as error:
+                    refusal = error
+                else:
+                    served = [self._serves(plan, other, its_limit) for other, its_limit in ranks]
+                    found += [plan] if all(served) else []
+            self._limits.reset(before)
+        if not found:
+            assert refusal is not None
+            raise refusal
+        if len(found) == 1:
+            return found[0]
+        return min(found, key=lambda plan: max(simulate(problem, plan.schedule).time_s for problem, _ in ranks))
+
+    def _serves(self, plan: Plan, problem: Problem, limit: int) -> bool:
+        """Whether a plan's schedule keeps a rank's budget."""
+        return self._without_search.with_schedule(problem, plan, limit, self._limits.less_margin(limit)) is not None
 
     def take_over(self, plan: Plan) -> None:
         """Settle what a first plan decides for the later ones, from a plan that was made elsewhere."""

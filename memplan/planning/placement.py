@@ -31,7 +31,7 @@ class Placement:
     - host: names of the parameters that live on the host; None until a plan with a host budget has decided that.
     - host_budget: the most host memory that a step may use; None where nothing is offloaded.
     - device: where steps run; None is the sample's device.
-    - gathers: of sharded parameters, shared by all steps. All ranks run the plan that fits the lowest of their budgets.
+    - gathers: of sharded parameters, shared by all steps. All ranks run one schedule.
     - known_link: the speed of copies, where it was given or comes with a plan.
     - updates: what updates parameters in the middle of backward.
     """

@@ -695,6 +695,25 @@ def lengths(make: Callable[[], Made] = units, **options: Any) -> str | None:
     return first_difference(*results, "result")
 
 
+def own_budgets() -> str | None:
+    """A rank with more rows has a larger budget. No schedule for its rows fits the budget of the other rank."""
+
+    def make() -> Made:
+        return units()[0], ids_of(rank(), 8 if rank() else 3)
+
+    plain, (net, batch) = train(*make()), make()
+    least = [memplan.plan(net, ids_of(0, rows), "min", costs="estimate").peak_bytes for rows in (3, 8)]
+    budget = 2 * least[1] if rank() else (least[0] + least[1]) // 2
+    memplan.apply(net, batch, budget, costs="estimate")
+    found = first_difference(plain, train(net, batch), "result")
+    plan = memplan.plan_of(net)
+    assert isinstance(plan, memplan.Plan)
+    if not plan.peak_bytes <= budget == plan.problem.budget_bytes:
+        return f"peaks at {plan.peak_bytes} of {budget}, and the plan says {plan.problem.budget_bytes}"
+    peaks = told_by_all(plan.peak_bytes)
+    return found or (None if peaks[1] > min(told_by_all(budget)) else f"{peaks} fit the lowest budget")
+
+
 def measured() -> str | None:
     """Ranks time collectives together, and ops alone."""
     return compare(units, costs="measure")
@@ -928,6 +947,7 @@ CELLS |= {
         functools.partial(on_host, functools.partial(units, offload_policy=ON_HOST), 3), full=True
     ),
     "lengths": Cell(lengths),
+    "budgets and rows of a rank": Cell(own_budgets),
     "measured": Cell(measured),
     "without reduction": Cell(without_reduction),
     "clipped, saved, removed": Cell(clipped),
