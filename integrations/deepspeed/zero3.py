@@ -47,8 +47,8 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. All of its ranks have to call it, in train mode.
 
-    All ranks run one schedule, because all must gather in one order. It fits the budget of each and, where
-    their batches differ in size, the largest batch. Beside what `memplan.apply` counts, the budget is for this rank's
+    All ranks run one schedule, because all must gather in one order. It fits each rank's
+    batch in its budget. Beside what `memplan.apply` counts, the budget is for this rank's
     part of parameters, gradients and optimizer state, for what the optimizer's step takes, for the buffer in which
     gradients are reduced, and for one more of its size that reducing takes.
 
