@@ -47,10 +47,10 @@ def apply_sharded(
 ) -> None:
     """Plan the model of a DeepSpeed engine of ZeRO stage 3, in place. All of its ranks have to call it, in train mode.
 
-    All ranks run one schedule, because all must gather in one order. It fits each rank's
-    batch in its budget. Beside what `memplan.apply` counts, the budget is for this rank's
-    part of parameters, gradients and optimizer state, for what the optimizer's step takes, for the buffer in which
-    gradients are reduced, and for one more of its size that reducing takes.
+    All ranks run one schedule, because all must gather in one order. It fits each rank's batch
+    in its budget. Beside what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and
+    optimizer state, for what the optimizer's step takes, for the buffer in which gradients are reduced, and for one more
+    of its size that reducing takes.
 
     - sample: None plans the first call when it comes.
     - gather_speed: of one parameter after the other; None measures it.
