@@ -49,7 +49,7 @@ def apply_sharded(
 
     All ranks run one schedule, because all must gather in one order. It fits each rank's batch
     in its budget. Beside what `memplan.apply` counts, the budget is for this rank's part of parameters, gradients and
-    optimizer state, for what the optimizer's step takes, for the buffer in which gradients are reduced, and for one more
+    optimizer state, for what the optimizer's step takes, for the buffer in which gradients are reduced, and for another
     of its size that reducing takes.
 
     - sample: None plans the first call when it comes.
