@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -71,22 +70,26 @@ class Problems:
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
             link=self._placement.link(captured.traced.device) if offloads else None,
             extra_resident_bytes=problem.extra_resident_bytes + shards.resident_bytes,
-            **self._on_host(self._placement.host or frozenset()),
+            extra_host_bytes=self._host_state_bytes(self._placement.host or frozenset()),
+            host_update_s_per_byte=self._update_s_per_byte() if self._placement.host else 0.0,
         )  # fmt: skip
 
-    def _on_host(self, names: frozenset[str]) -> dict[str, Any]:
-        """Fields of a problem for what parameters of these names take on the host: state, and seconds to update it."""
-        settings, update_s = self._settings, 0.0
-        if not names or settings.optimizer is None:
-            return {}
-        there = self._optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names))
-        if not self._limits.accumulate and settings.in_flight == 1:  # else steps share one update
-            update_s = host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
-        return {"extra_host_bytes": there.state_bytes, "host_update_s_per_byte": update_s}
+    def _host_state_bytes(self, names: frozenset[str]) -> int:
+        """Bytes of the optimizer's state for parameters of these names, which are on the host."""
+        if not names:
+            return 0
+        return self._optimizer(torch.device("cpu"), self._named(self._placement.counted().keys() - names)).state_bytes
+
+    def _update_s_per_byte(self) -> float:
+        """Seconds to update parameters on the host, for each byte of gradients."""
+        settings = self._settings
+        if settings.optimizer is None or self._limits.accumulate or settings.in_flight > 1:  # steps share one update
+            return 0.0
+        return host_update_s_per_byte(settings.optimizer, settings.costs == "measure")
 
     def _named(self, names: Collection[str]) -> list[nn.Parameter]:
         """Parameters of these names, of those that the optimizer knows."""
-        return [p for name, p in self._placement.counted().items() if name in names]
+        return [p for name, p in self._placement.counted().items() if name in names] if names else []
 
     def by_homes(
         self, captured: Capture, problem: Problem
@@ -101,7 +104,7 @@ class Problems:
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
-        lasting = placement.lasting()
+        lasting, update_s = placement.lasting(), self._update_s_per_byte()
 
         @functools.cache  # the optimizer's step takes a second to run on fakes
         def problem_of(names: frozenset[str]) -> Problem:
@@ -112,8 +115,8 @@ class Problems:
                 held += sum(graph.values[g].size_bytes for g in graph.gradients if graph.values[g].home == "device")
             return dataclasses.replace(
                 problem, graph=graph, extra_resident_bytes=here.state_bytes + held,
-                update_bytes=here.step_bytes + later, requests=self._requests(captured.traced, here),
-                **self._on_host(names),
+                update_bytes=here.step_bytes + later, extra_host_bytes=self._host_state_bytes(names),
+                host_update_s_per_byte=update_s, requests=self._requests(captured.traced, here),
             )  # fmt: skip
 
         return parts, problem_of

@@ -29,6 +29,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import memplan
+from memplan.capture.ops.ways import Refusal
 from memplan.errors import MemplanError
 from memplan.installed.planned_forward import planned_forward
 from memplan.planning.placement import Placement
@@ -891,7 +892,7 @@ def refusals() -> str | None:
         or refused(lambda: too_late(**batch), memplan.UnsupportedModel, "once it is sharded")
         or refused(lambda: memplan.apply(net.blocks[0], None, 0.9), memplan.UnsupportedModel, "a unit within")  # type: ignore[index]
         or refused(lambda: memplan.apply(with_factor, batch, 0.9), memplan.UnsupportedModel, "divisor of gradients")
-        or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), memplan.UnsupportedModel, "is a DTensor")
+        or refused(lambda: memplan.apply(fresh, {"ids": spread}, 0.9), Refusal, "is a DTensor")
         or refused(
             lambda: memplan.apply(uneven, batch, 0.9, host_budget="1MiB"), memplan.UnsupportedModel, "not split evenly"
         )

@@ -16,7 +16,7 @@ from benchmarks.solvers.blocks import distinct_blocks
 from memplan.problem.data import Problem
 from memplan.solvers.chain.options import LocalBlock, cut_orders
 from memplan.solvers.exact import table as exact_table
-from memplan.solvers.exact.block import reverse
+from memplan.solvers.exact.block import reverse, why_unsuited
 from memplan.solvers.exact.exact import BlockSearch, solve_block, solve_grid
 from memplan.solvers.exact.fuse import fused
 from memplan.solvers.exact.incumbents import NO_LIMIT, BlockBudget
@@ -25,7 +25,7 @@ from memplan.solvers.exact.space import NEVER, space_of
 from memplan.solvers.exact.table import table_of
 from memplan.solvers.exact.whole_step import whole_step
 from memplan.solvers.orders.flat import flatten
-from tests.solvers.test_exact_blocks import CALM, blocks_of, checked, questions, range_of_budgets, suited
+from tests.solvers.test_exact_blocks import CALM, blocks_of, checked, questions, range_of_budgets
 from tests.support.milp_oracle import facts_of, shortest
 from tests.support.parameters import examples
 from tests.support.random_graphs import StepBuilder
@@ -59,7 +59,7 @@ def pointwise(draw: st.DrawFn, most_ops: int) -> Problem:
 @st.composite
 def limited(draw: st.DrawFn, most_ops: int, most_values: int) -> tuple[LocalBlock, BlockBudget]:
     block = draw(st.sampled_from(blocks_of(draw(pointwise(most_ops)), 1)))
-    assume(suited(block))
+    assume(why_unsuited(block) is None)
     assume(2 <= len(facts_of(block).size) <= most_values and len(facts_of(block).step_reads) > 0)
     low, high = range_of_budgets(block)
     limits = [a + max(0, b - a) * draw(st.integers(0, 16)) // 16 for a, b in zip(low, high, strict=True)]
