@@ -207,8 +207,7 @@ def apply(
                 if settings.costs == "measure":
                     agreement.together(functools.partial(shards.measure, group))
             switch_on = aside.enter_context(checkpointing_off(model, for_good=True))
-            decides = group is None and shards is None and in_flight == 1
-            planner = Planner(model, original, settings, decides=decides, looks=group is None)
+            planner = Planner(model, original, settings, grouped=group is not None)
             planner.check_optimizer()
             reader = CallReader(original if loss_fn is None else functools.partial(loss_fn, model))
             alone = shards is None

@@ -44,6 +44,7 @@ class Capturing:
     - decides: forward is run once on the sample where it branches on what it computes, or fills caches. The step is
       then captured with the branches that it took and the caches that it left.
     - looks: if a call can't be traced, run forward once on the sample and make the call an island.
+    - grouped: other ranks plan the same steps. They might see something else, so forward isn't run then.
     - unsteady: values that have changed so often from step to step that no plan may depend on them.
     """
 
@@ -53,12 +54,12 @@ class Capturing:
         forward: Forward,
         settings: Settings,
         placement: Placement,
-        decides: bool,
-        looks: bool,
+        grouped: bool,
     ) -> None:
-        self._model, self._forward = model, forward
-        self._settings, self._placement, self.decides = settings, placement, decides
-        self.looks = looks and settings.shards is None
+        self._model, self._forward, self.grouped = model, forward, grouped
+        self._settings, self._placement = settings, placement
+        self.looks = not grouped and settings.shards is None
+        self.decides = self.looks and settings.in_flight == 1
         self._refused = 0  # captures for all sizes that failed, one after the other
         self.unsteady: frozenset[str] = frozenset()
         self._known = KnownIslands()

@@ -46,22 +46,14 @@ class Planner:
     """Steps of one model, one for each kind of call, with a plan each.
 
     Each subject has one owner, and only that changes it: `limits` has the budget, `placement` knows where parameters
-    live, `capturing` knows when forward is run on the sample. decides, looks: see `Capturing`.
+    live, `capturing` knows when forward is run on the sample. grouped: other ranks plan the same steps.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        forward: Forward,
-        settings: Settings,
-        *,
-        decides: bool = False,
-        looks: bool = True,
-    ) -> None:
+    def __init__(self, model: nn.Module, forward: Forward, settings: Settings, grouped: bool = False) -> None:
         self.model, self.forward, self.settings = model, forward, settings
         self.limits = Limits(model, settings)
         self.placement = Placement(model, settings)
-        self.capturing = Capturing(model, forward, settings, self.placement, decides, looks)
+        self.capturing = Capturing(model, forward, settings, self.placement, grouped)
         self._problems = Problems(model, settings, self.limits, self.placement)
         self._plans = PlanSearch(settings, self.limits, self.placement, self._problems)
         self._without_search = WithoutSearch(self.limits, self.placement, self._problems)
@@ -175,9 +167,7 @@ class Planner:
             call = self.capturing.call_of(sample)
 
             def plan_with(settings: Settings, call: Call | Sample) -> Plan:
-                other = Planner(
-                    self.model, self.forward, settings, decides=self.capturing.decides, looks=self.capturing.looks
-                )
+                other = Planner(self.model, self.forward, settings, grouped=self.capturing.grouped)
                 other.limits.keep_free(self.limits.margin)
                 return other.plan(call)
 

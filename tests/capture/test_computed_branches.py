@@ -363,10 +363,19 @@ def test_a_saved_plan_checks_its_branches(tmp_path: Any) -> None:
         assert_same_bits(run_steps(plain, batch(scale), 2), run_steps(other, batch(scale), 2))
 
 
-def test_plans_alone_run_nothing_and_refuse() -> None:
-    net, _ = twins(Guarded)
-    with pytest.raises(memplan.UnsupportedModel, match=r"depends on parameters.*test_computed_branches.py"):
-        memplan.plan(net, batch(), 1.0, costs="estimate")
+def test_a_plan_alone_is_that_of_apply() -> None:
+    net, plain = twins(Guarded)
+    alone = memplan.plan(net, batch(), 0.8, costs="estimate")
+    curve = memplan.explore(net, batch(), costs="estimate")
+    assert_same_bits(dict(plain.state_dict()), dict(net.state_dict()))
+    applied(net, batch())
+    first = memplan.plan_of(net)
+    assert first is not None and not alone.islands
+    assert (alone.schedule, alone.peak_bytes) == (first.schedule, first.peak_bytes)
+    assert curve[0].problem.graph == first.problem.graph
+
+
+def test_a_model_without_data_is_refused() -> None:
     with torch.device("meta"):
         bare = Guarded()
     with pytest.raises(memplan.UnsupportedModel, match="depends on parameters"):
