@@ -5,9 +5,10 @@
 With `--names`, rows of other names stay as the output file has them. Where a plain step gives other bits in a second
 run, all runs of that row are with `torch.use_deterministic_algorithms(True)`.
 
-Each is trained for three steps of SGD, with and without a plan; outputs, gradients, parameters, buffers and the
-generator's state are compared bit for bit. The activation peak is the total peak less parameters, buffers and inputs:
-gradients and kernel scratch are in it. It is measured with the profiler's memory events. Costs are measured.
+Each is trained for three steps of SGD, without a plan, with one at half of the activation peak and with one at the
+floor; outputs, gradients, parameters, buffers and the generator's state are compared bit for bit. The activation peak
+is the total peak less parameters, buffers and inputs: gradients and kernel scratch are in it. It is measured with the
+profiler's memory events. Costs are measured. Then come calls of three sizes, and the floor of fused kernels.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from transformers.integrations import hub_kernels
 
 import memplan
 from benchmarks.environment import environment, own_cache
+from benchmarks.three_sizes import three_sizes
+from memplan.installed.planned_forward import planned_forward
+from memplan.runtime.program.step import PlannedStep
 from tests.support.architectures import ARCHITECTURES, Architecture, resident_tensors, train_once
 from tests.support.meter import profiler_peak, storage_bytes
 from tests.support.models_of_2026 import MODELS_OF_2026
@@ -43,6 +47,14 @@ from tests.support.zoo import Sample, copied, first_difference, run_steps
 
 MEGABYTE = 1e6
 REPEATS = 4  # of a plain step, to see whether it has the same bits each time
+MOST_CAPTURES = 2  # of three sizes: of the first one, and of all
+REASONS = {
+    "reason": "",
+    "difference_at_floor": " at its floor",
+    "difference_at_sizes": " at other sizes",
+    "not_fused": " with fused kernels",
+}
+OF_LOSS_BYTES = 8  # of a loss that is made outside of the model
 HOME = Path(__file__).resolve().parent
 MODELS = {**ARCHITECTURES, **MODELS_OF_2026}
 
@@ -57,11 +69,11 @@ def activation_peak(net: nn.Module, sample: Sample) -> int:
     return peak_bytes
 
 
-def seeded_steps(net: nn.Module, sample: Sample) -> dict[str, Any]:
-    """Three steps, with every generator that a model may draw from put to the same state first."""
+def seeded_steps(net: nn.Module, sample: Sample, steps: int = 3) -> dict[str, Any]:
+    """Steps, with every generator that a model may draw from put to the same state first."""
     random.seed(3)
     np.random.seed(3)
-    return run_steps(net, copied(sample), 3)
+    return run_steps(net, copied(sample), steps)
 
 
 def step_time_s(net: nn.Module, sample: Sample) -> float:
@@ -97,7 +109,7 @@ def row_of(architecture: Architecture, repeats: int) -> Row:
     except memplan.MemplanError as error:
         facts = facts_without_limit(net, sample)
         reasons = [f"{type(error).__name__}: {first_line(error)}", facts.pop("reason", "")]
-        return {**row, **facts, "reason": "; ".join(filter(None, reasons))}
+        return {**row, **facts, "reason": "; ".join(filter(None, reasons)), **beyond_half(net, sample, plain)}
     row.update(planned_facts(memplan.plan_of(planned)))
     row["same_bits"] = (difference := first_difference(plain, seeded_steps(planned, sample), "run")) is None
     row["reason"] = difference or row.get("reason", "")
@@ -106,7 +118,49 @@ def row_of(architecture: Architecture, repeats: int) -> Row:
     if repeats:
         pairs = [(step_time_s(planned, sample), step_time_s(net, sample)) for _ in range(repeats)]
         row["measured_overhead"] = statistics.median(a / b for a, b in pairs) - 1
-    return row
+    return {**row, **beyond_half(net, sample, plain)}
+
+
+def beyond_half(net: nn.Module, sample: Sample, plain: dict[str, Any]) -> Row:
+    """What the table says of other budgets, sizes and kernels."""
+    return at_the_floor(net, sample, plain) | at_three_sizes(net, sample) | fused_floor(net, sample)
+
+
+def at_the_floor(net: nn.Module, sample: Sample, plain: dict[str, Any]) -> Row:
+    """Bits over three steps, and the activation peak, under the smallest budget."""
+    planned = memplan.apply(copy.deepcopy(net), copied(sample), "min")
+    plan = memplan.plan_of(planned)
+    return {
+        "difference_at_floor": first_difference(plain, seeded_steps(planned, sample), "run"),
+        "activation_peak_at_floor_bytes": activation_peak(planned, sample),
+        "predicted_activation_peak_at_floor_bytes": plan and plan.activation_peak_bytes,
+    }
+
+
+def at_three_sizes(net: nn.Module, sample: Sample) -> Row:
+    """What varies over three calls, how many captures serve them, and whether their bits are those of plain steps."""
+    what, samples = three_sizes(sample)
+    plain, planned = copy.deepcopy(net), copy.deepcopy(net)
+    try:
+        memplan.apply(planned, copied(samples[0]), memplan.Budget(activations=0.7))
+        for given in samples:
+            runs = [seeded_steps(model, given, 1) for model in (plain, planned)]
+            if difference := first_difference(*runs, "run"):
+                return {"sizes": what, "difference_at_sizes": difference}
+    except memplan.MemplanError as error:
+        return {"sizes": what, "difference_at_sizes": f"{type(error).__name__}: {first_line(error)}"}
+    steps = planned_forward(planned).steps  # type: ignore[union-attr]
+    captures = len({id(s.key) for s in steps if isinstance(s, PlannedStep)})
+    return {"sizes": what, "captures": captures, "difference_at_sizes": None}
+
+
+def fused_floor(net: nn.Module, sample: Sample) -> Row:
+    """The smallest activation peak with fused kernels, or why there is none."""
+    try:
+        plan = memplan.plan(copy.deepcopy(net), copied(sample), "min", kernels="fused")
+    except memplan.MemplanError as error:
+        return {"not_fused": f"{type(error).__name__}: {first_line(error)}"}
+    return {"fused_floor_bytes": plan.floor_bytes - plan.problem.resident_bytes}
 
 
 @contextlib.contextmanager
@@ -180,7 +234,15 @@ def islands_in_short(islands: Sequence[str]) -> str:
 
 
 def passes(row: Row) -> bool:
-    return bool(row.get("same_bits") and row["within_half"])
+    """Whether bits are those of plain steps and peaks are as predicted, at half and at the floor."""
+    at_floor = row["difference_at_floor"] is None and not is_over_at_floor(row)
+    return bool(row.get("same_bits") and row["within_half"] and at_floor)
+
+
+def is_over_at_floor(row: Row) -> bool:
+    """Whether the step at the floor holds more than predicted and a loss outside of the model."""
+    predicted_bytes = row["predicted_activation_peak_at_floor_bytes"]
+    return bool(predicted_bytes and row["activation_peak_at_floor_bytes"] > predicted_bytes + OF_LOSS_BYTES)
 
 
 def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
@@ -191,11 +253,11 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
     lines = [
         "# Architectures",
         "",
-        f"{len(passed)} of {len(rows)} architectures train at half of their activation peak with the same bits over "
-        "three steps of SGD: outputs,",
-        "every gradient, parameters, buffers and the generator's state. "
-        f"{whole} of them are captured whole, {in_islands} with islands, "
-        f"{len(passed) - whole - in_islands} run unplanned.",
+        f"{len(passed)} of {len(rows)} architectures train at half of their activation peak, and at their floor, with "
+        "the same bits over three steps",
+        "of SGD: outputs, every gradient, parameters, buffers and the generator's state. "
+        f"{whole} of them are captured whole, {in_islands} with",
+        f"islands, {len(passed) - whole - in_islands} run unplanned.",
         "",
         "They are built from small configs with random weights (`tests/support/`), in train mode, with",
         "the dropout that the config has by default.",
@@ -206,9 +268,12 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         "- **unplanned**: the activation peak of the plain step, measured: everything held but parameters, buffers and "
         "inputs.",
         "- **planned**: the same at the budget, measured. **floor**: the smallest that a plan can do with,",
-        "  and its part of the plain step's.",
-        "- **bits equal**: *deterministic* where plain steps repeat their bits only with "
-        "`torch.use_deterministic_algorithms(True)`.",
+        "  and its part of the plain step's. **fused floor**: that of fused kernels.",
+        "- **sizes**: a second and a third call have fewer tokens, or fewer rows where there are no tokens, and the",
+        "  bits of plain steps: one plan for all (from the second call on), or one for each size.",
+        "- **planned in**: seconds for the first plan at half, nothing cached; other programs ran beside.",
+        "- **bits equal**: at half and at the floor. *deterministic* where plain steps repeat their bits only with",
+        "  `torch.use_deterministic_algorithms(True)`.",
         "- **overhead**: more time at half, predicted by the plan (measured: median of paired steps; the models are "
         "tiny).",
         "",
@@ -216,32 +281,47 @@ def table(rows: Sequence[Row], facts: dict[str, Any]) -> str:
         f"torch {facts['torch']},",
         f"transformers {facts['transformers']}, diffusers {facts['diffusers']}.",
         "",
-        "| name | family | class | branch | ops | captured | unplanned MB | planned MB | floor MB | overhead "
-        "| bits equal |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| name | family | class | branch | ops | captured | sizes | unplanned MB | planned MB | floor MB "
+        "| fused floor MB | overhead | planned in | bits equal |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
         *(table_line(row) for row in rows),
         "",
     ]
-    reasons = [f"- **{row['name']}**: {row['reason']}" for row in rows if row.get("reason")]
+    reasons = [
+        f"- **{row['name']}**{where}: {row[key]}" for row in rows for key, where in REASONS.items() if row.get(key)
+    ]
     return "\n".join([*lines, "## Why not whole, or not at half", "", *reasons, ""] if reasons else lines)
 
 
 def table_line(row: Row) -> str:
     unplanned_bytes = row["plain_activation_peak_bytes"]
-    head = (
-        f"| {row['name']} | {row['family']} | {row['class']} | {row.get('branches', '')} | {row.get('ops', '')} "
-        f"| {row['captured']} | {megabytes(unplanned_bytes)}"
-    )
-    floor = ""
-    if "floor_bytes" in row:
-        floor = f"{megabytes(row['floor_bytes'])} ({row['floor_bytes'] / unplanned_bytes:.0%})"
-    if "same_bits" not in row:
-        return f"{head} | | {floor} | | |"
-    planned = megabytes(row["activation_peak_bytes"]) + ("" if row["within_half"] else " (over)")
-    predicted = f"{row['overhead']:+.1%} " if "overhead" in row else ""
-    measured = f"({row['measured_overhead']:+.0%})" if "measured_overhead" in row else ""
-    bits = ("yes" if row["same_bits"] else "no") + (", deterministic" if row.get("deterministic") else "")
-    return f"{head} | {planned} | {floor} | {predicted}{measured} | {bits} |"
+
+    def part(name: str) -> str:
+        return f"{megabytes(row[name])} ({row[name] / unplanned_bytes:.0%})" if name in row else ""
+
+    planned = bits = overhead = planned_in = ""
+    if "same_bits" in row:
+        planned = megabytes(row["activation_peak_bytes"]) + ("" if row["within_half"] else " (over)")
+        overhead = f"{row['overhead']:+.1%} " if "overhead" in row else ""
+        overhead += f"({row['measured_overhead']:+.0%})" if "measured_overhead" in row else ""
+        planned_in = f"{row['planning_time_s']:.0f} s"
+        are_equal = row["same_bits"] and not row["difference_at_floor"]
+        bits = ("yes" if are_equal else "no") + (", deterministic" if row.get("deterministic") else "")
+    floor = part("floor_bytes") + (" (over)" if is_over_at_floor(row) else "")
+    cells = [
+        row["name"], row["family"], row["class"], row["branches"], row.get("ops", ""), row["captured"], sizes_of(row),
+        megabytes(unplanned_bytes), planned, floor, part("fused_floor_bytes"), overhead, planned_in, bits,
+    ]  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def sizes_of(row: Row) -> str:
+    """How calls of several lengths or batches are served."""
+    if "sizes" not in row:
+        return ""
+    if row["difference_at_sizes"] is not None:
+        return f"{row['sizes']}: no"
+    return f"{row['sizes']}: {'one plan' if row['captures'] <= MOST_CAPTURES else 'one for each'}"
 
 
 def megabytes(size_bytes: int) -> str:
