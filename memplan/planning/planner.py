@@ -223,8 +223,9 @@ class Planner:
         plans: tuple[Plan, ...] = ()
         if self._given is not None:
             plans = self._without_search.at_other_sizes(self._problems.problem(captured), self._given)
-        first, *others = [self._whole(captured, p) for p in plans or self._plans.ladder(captured)]
-        return dataclasses.replace(first, others=tuple(others))
+        first, *others = plans or self._plans.ladder(captured)
+        later = tuple(self._to_be_lowered(captured, plan) for plan in others)
+        return dataclasses.replace(self._whole(captured, first), others=later)
 
     def _step(
         self,
@@ -414,14 +415,20 @@ class Planner:
 
     def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
+        step = self._to_be_lowered(captured, plan, provisional)
+        step.lowered()
+        return step
+
+    def _to_be_lowered(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
+        """The same, of which the programs are made when the step first runs."""
         captured = self.placement.homed(captured)
         plan = self._saying_more(plan, captured)
         self.placement.move(captured)
         if multiplies_matrices(captured.traced):
             make_workspaces(captured.traced.device)
-        programs = _programs(captured, plan, self.settings.grads)
-        sized = self._problems.sized(captured, plan)
-        step = PlannedStep.of(self.model, captured, programs, plan, provisional, self.placement.gathers, sized)
+        grads, sized = self.settings.grads, self._problems.sized(captured, plan)
+        programs = functools.partial(_programs, captured, plan, grads)
+        step = PlannedStep.of(self.model, captured, programs, grads, plan, provisional, self.placement.gathers, sized)
         self.placement.serve(step)
         return step
 

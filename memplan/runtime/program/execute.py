@@ -40,14 +40,16 @@ Rescue = Callable[[InFlight, dict[int, torch.Tensor], Exception], Gradients]
 
 
 class Runner:
-    """A program, with the model whose parameters it reads."""
+    """A program, with the model whose parameters it reads.
+
+    - program, backwards: the program, and its backward programs. They are lowered when they are first needed.
+    """
 
     def __init__(
         self,
-        program: Program,
+        lowered: Callable[[], tuple[Program, Backwards]],
         store: ParameterStore,
         trainable: tuple[str, ...],
-        backwards: Backwards,
         outputs: Outputs,
         device: torch.device,
         draws: bool,
@@ -61,7 +63,7 @@ class Runner:
     ) -> None:
         """Prepare to run a program.
 
-        - program, backwards: the program, and its backward programs.
+        - lowered: gives the program, and its backward programs.
         - trainable: the parameters that are inputs of the Function, under grads="edges".
         - draws: forward advances the generator.
         - written: buffers and inputs that forward writes to.
@@ -72,7 +74,7 @@ class Runner:
         - islands: of forward.
         - schedule: what the program does.
         """
-        self.program = program
+        self._lowered = lowered
         self._once = [island for island in islands if island.once]
         self.unlike = [island.title for island in islands if not island.alike]
         self._sizes, self._checked, self._steering, self._schedule = sizes, checked, steering, schedule
@@ -90,12 +92,25 @@ class Runner:
         self.written = written
         self.device, self._draws = device, draws
         self.anchor = torch.empty(0, requires_grad=True, device=device)
-        self.backwards = backwards
-        self._constants = _constants(backwards.programs)
-        self._all_constants = self._constants | _constants([program.forward])
-        self._in_backward = frozenset(program.backward_state)
         self._outputs = outputs
         self._decisions = decisions
+
+    @functools.cached_property
+    def program(self) -> Program:
+        return self._lowered()[0]
+
+    @functools.cached_property
+    def backwards(self) -> Backwards:
+        return self._lowered()[1]
+
+    @functools.cached_property
+    def _constants(self) -> dict[str, torch.Tensor]:
+        """Those of backward."""
+        return _constants(self.backwards.programs)
+
+    @functools.cached_property
+    def _all_constants(self) -> dict[str, torch.Tensor]:
+        return self._constants | _constants([self.program.forward])
 
     def attend(
         self, rescue: Rescue, before_backward: Callable[[bool], None] | None = None, keeps_buffers: bool = False
@@ -183,7 +198,8 @@ class Runner:
         watched += [(f"output {self._outputs.names[i]}", outputs[i].detach()) for i in program.backward_outputs]
         read = [(f"input {i}", tensor) for i, tensor in enumerate(inputs)]
         state = Watched.named(program.backward_state, self.store)
-        others = [n for n in self.store if n not in self._in_backward and n not in self.written.buffers]
+        in_backward = frozenset(program.backward_state)
+        others = [n for n in self.store if n not in in_backward and n not in self.written.buffers]
         start.read.extend([Watched.of(read, self._all_constants), state, Watched.named(others, self.store)])
         decided = [outputs[i] for i in self._decisions]
         waiting = InFlight(saved, Watched.of(watched, self._constants), state, start, program, numbers, decided)

@@ -26,7 +26,7 @@ from memplan.runtime.program.collectives import GRADIENT, Collectives
 from memplan.runtime.program.execute import Runner
 from memplan.runtime.program.gathers import Gathers
 from memplan.runtime.program.in_flight import Written
-from memplan.runtime.program.lower import Program, lower
+from memplan.runtime.program.lower import Grads, Program, lower
 from memplan.runtime.program.outputs import Outputs
 from memplan.runtime.program.parameters import ParameterStore
 from memplan.runtime.program.sized_plan import SizedPlan
@@ -73,12 +73,24 @@ class ServingStep(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Lowered:
+    """A plan as programs, of which a second one serves gradients of another layout, and the collectives of all."""
+
+    programs: tuple[Program, ...]
+    collectives: Collectives
+
+    @staticmethod
+    def of(programs: tuple[Program, ...]) -> Lowered:
+        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
+        return Lowered(programs, Collectives.of(event for of_program in events for event in of_program))
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedStep:
     """One plan of a model for one kind of call.
 
-    - programs: the plan, lowered; a second one serves gradients of another layout.
+    - lowered: gives the plan as programs, which are made when they are first needed.
     - key: tells which calls the step serves.
-    - collectives: of all programs.
     - provisional: found in a hurry; planned in full when such a call comes again.
     - sized: the plan at other sizes, where the step serves those too.
     - others: steps with other schedules of the same capture, for longer and shorter calls.
@@ -86,10 +98,9 @@ class PlannedStep:
 
     planned: Plan
     capture: Capture
-    programs: tuple[Program, ...]
+    lowered: Callable[[], Lowered]
     key: StepKey
     runner: Runner
-    collectives: Collectives
     provisional: bool = False
     sized: SizedPlan | None = None
     others: tuple[PlannedStep, ...] = ()
@@ -98,20 +109,31 @@ class PlannedStep:
     def of(
         model: nn.Module,
         capture: Capture,
-        programs: tuple[Program, ...],
+        programs: Callable[[], tuple[Program, ...]],
+        grads: Grads,
         plan: Plan,
         provisional: bool = False,
         gathers: Gathers | None = None,
         sized: SizedPlan | None = None,
     ) -> PlannedStep:
-        """The step for the model that was captured. It holds no tensors of the batch that it was captured with."""
+        """The step for the model that was captured. It holds no tensors of the batch that it was captured with.
+
+        programs: gives the plan, lowered.
+        """
         capture = dataclasses.replace(capture, call=capture.call.without_tensors())
-        runner = _runner(model, capture, programs, plan, gathers)
+        lowered = functools.cache(lambda: Lowered.of(programs()))
+        runner = _runner(model, capture, lambda: lowered().programs, grads, plan, gathers)
         if plan.problem.costs.source != "measured":  # some ops have not run here
             runner.check_first_runs()
-        events = dict.fromkeys(p.collectives for p in programs)  # most often those of one are those of the other
-        collectives = Collectives.of(event for of_program in events for event in of_program)
-        return PlannedStep(plan, capture, programs, capture.key, runner, collectives, provisional, sized)
+        return PlannedStep(plan, capture, lowered, capture.key, runner, provisional, sized)
+
+    @property
+    def programs(self) -> tuple[Program, ...]:
+        return self.lowered().programs
+
+    @property
+    def collectives(self) -> Collectives:
+        return self.lowered().collectives
 
     @property
     def plan(self) -> Plan:
@@ -254,7 +276,8 @@ class EagerStep:
 def _runner(
     model: nn.Module,
     capture: Capture,
-    programs: tuple[Program, ...],
+    programs: Callable[[], tuple[Program, ...]],
+    grads: Grads,
     plan: Plan,
     gathers: Gathers | None = None,
 ) -> Runner:
@@ -263,22 +286,22 @@ def _runner(
     trainable = tuple(n for n, p in model.named_parameters() if p.requires_grad)
     names = {*trainable, *(r.name for r in traced.residents.values() if r.kind in ("parameter", "buffer"))}
     outputs = Outputs.of(traced)
+
+    def lowered() -> tuple[Program, Backwards]:
+        pairs = [(PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs())]
+        return programs()[0], Backwards(pairs, outputs.names, capture.backward)
+
     return Runner(
-        program=programs[0],
+        lowered=functools.cache(lowered),
         store=ParameterStore(model, names, traced.device, gathers, traced.specs),
-        trainable=trainable if programs[0].grads == "edges" else (),
-        backwards=Backwards(
-            [(PlannedTangent.all_of(v, outputs.names), p.backward) for v, p in zip(variants, programs)],
-            outputs.names,
-            capture.backward,
-        ),
+        trainable=trainable if grads == "edges" else (),
         outputs=outputs,
         device=traced.device,
         draws=any(op.random for op in traced.graph.ops[: traced.graph.boundary]),
         written=Written.of(traced),
         decisions=tuple(decision.output for decision in traced.decisions),
         sizes=traced.sizes,
-        checked=functools.cache(lambda: lower(plan.schedule, traced, programs[0].grads, True, plan.steering)),
+        checked=functools.cache(lambda: lower(plan.schedule, traced, grads, True, plan.steering)),
         steering=plan.steering,
         schedule=plan.schedule,
         islands=[k.target.island for k in traced.kernels if isinstance(k.target, IslandKernel) and k.target.forward],
