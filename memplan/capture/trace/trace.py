@@ -173,10 +173,10 @@ class _StepTrace:
     def _errors_in_words(self) -> Iterator[None]:
         try:
             yield
-        except UnsupportedModel as error:
-            refusal = self._refused(error, str(error))
-            raise (error if way_of(error) or not refusal.way else refusal) from error.__cause__
-        except private.FixedSize as error:
+        except (UnsupportedModel, private.FixedSize) as error:
+            if isinstance(error, UnsupportedModel):
+                refusal = self._refused(error, str(error))
+                raise (error if way_of(error) or not refusal.way else refusal) from error.__cause__
             raise UnsupportedModel(f"{error}, in module {self._notes.module}, at {line_of(error)}") from error
         except private.DATA_DEPENDENT_ERRORS as error:
             raise self._refused(
