@@ -153,7 +153,7 @@ def capture(
         without_collections(),
         contextlib.nullcontext() if shards is None else shards.tracing(),
         private.outside_of_tracing(),  # dispatch modes of the caller see planned ops when these run
-        made.kept_in(),
+        made,
     ):
         run = contextvars.copy_context().run  # context variables that forward sets stay as they are
         captured = run(_capture, model, forward, sample, options, made)
