@@ -79,6 +79,9 @@ class BudgetInfeasible(MemplanError, RuntimeError):
         )
 
 
+Refused = BudgetInfeasible | UnsupportedModel  # what the planning layers return in place of a plan or a step
+
+
 class IllegalSchedule(MemplanError):
     """A schedule that would read what is not there, lose what is needed, or free twice. `step` is its index."""
 

@@ -114,8 +114,8 @@ class Capturing:
         dry: bool = False,
         varying: Varying = frozenset(),
         like: Mapping[int, GradientLayout] | None = None,
-    ) -> Capture:
-        """The captured step.
+    ) -> Capture | UnsupportedModel:
+        """The captured step, or why there is none.
 
         - tangents: outputs at which gradients arrive, with their layouts.
         - backward: the autocast that backward runs under.
@@ -128,23 +128,39 @@ class Capturing:
         for sizes in dict.fromkeys((varying, without_numbers(varying), without_numbers(varying) - {FROM_DATA})):
             if not sizes or self._refused >= _MOST_TRIES:
                 continue
-            try:
-                captured = self._captured(sample, tangents or like, backward, seen, dry, sizes)
-                assert captured.traced.sizes is not None
-                arriving = _arriving(captured.traced) if tangents or like else None
-                for_one = self._captured(sample, arriving, backward, seen, dry, frozenset())
-                if not _is_at_its_sizes(captured.traced, for_one.traced):
-                    raise UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
+            found = self._captured_for_all(sample, tangents or like, backward, seen, dry, sizes)
+            if isinstance(found, Capture):
                 self._refused = 0
-                for place in captured.traced.sizes.fixed:
-                    log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
-                return captured
-            except (UnsupportedModel, private.FixedSize) as error:
-                if isinstance(error, NothingToTrain) or isinstance(way_of(error), TakeBranches):
-                    raise
-                self._refused += isinstance(error, UnsupportedModel)
-                log.info("such calls are planned for each size, because %s", error)
+                return found
+            if isinstance(found, NothingToTrain) or isinstance(way_of(found), TakeBranches):
+                return found
+            self._refused += not isinstance(found, private.FixedSize)
+            log.info("such calls are planned for each size, because %s", found)
         return self._captured(sample, tangents, backward, seen, dry, frozenset())
+
+    def _captured_for_all(
+        self,
+        sample: Sample | Call,
+        tangents: Mapping[int, GradientLayout] | None,
+        backward: Autocast | None,
+        seen: Sequence[Answer],
+        dry: bool,
+        varying: Varying,
+    ) -> Capture | UnsupportedModel:
+        """The step for all sizes, compared with the one for this size."""
+        captured = self._captured(sample, tangents, backward, seen, dry, varying)
+        if isinstance(captured, UnsupportedModel):
+            return captured
+        assert captured.traced.sizes is not None
+        arriving = _arriving(captured.traced) if tangents else None
+        for_one = self._captured(sample, arriving, backward, seen, dry, frozenset())
+        if isinstance(for_one, UnsupportedModel):
+            return for_one
+        if not _is_at_its_sizes(captured.traced, for_one.traced):
+            return UnsupportedModel("forward does something else where a size is no int: isinstance, str, hash")
+        for place in captured.traced.sizes.fixed:
+            log.info("a size that varies is fixed, because PyTorch turns it into the number %s", place)
+        return captured
 
     def _captured(
         self,
@@ -154,7 +170,7 @@ class Capturing:
         seen: Sequence[Answer],
         dry: bool,
         varying: Varying,
-    ) -> Capture:
+    ) -> Capture | UnsupportedModel:
         settings = self._settings
         options = CaptureOptions(
             loss_fn=settings.loss_fn, device=self._placement.device, tangents=tangents, shards=settings.shards,
@@ -169,12 +185,11 @@ class Capturing:
         loop = TraceLoop(
             self._model, self._forward, sample, options, self._known, once, self.decides and is_real, looks
         )
-        try:
-            captured = loop.captured()
-        except UnsupportedModel as error:
+        captured = loop.captured()
+        if isinstance(captured, UnsupportedModel):
             if looks and not varying:
-                self._raise_own(error, sample)
-            raise
+                self._raise_own(captured, sample)
+            return captured
         if settings.kernels == "fused":
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
@@ -186,13 +201,9 @@ class Capturing:
         cause = refusal.__cause__
         if cause is None or self._known.compiled or isinstance(cause, (MemplanError, *private.DATA_DEPENDENT_ERRORS)):
             return
-        try:
-            self._one_forward(sample)
-        except UnsupportedModel:
-            return
-        except ForwardFails as failure:
-            if type(failure.error) is type(cause):
-                raise
+        found = self._one_forward(sample)
+        if isinstance(found, ForwardFails) and type(found.error) is type(cause):
+            raise found
 
     def _with_updates(self, captured: Capture) -> Capture:
         """The capture where parameters are updated in the middle of backward."""
@@ -213,9 +224,14 @@ class Capturing:
         """The call that a sample stands for."""
         return sample if isinstance(sample, Call) else CallReader(self._run).read_sample(sample)
 
-    def _one_forward(self, sample: Sample | Call, islands: Islands = NO_ISLANDS) -> OneForward:
-        """Run forward where its parameters are, to see what it does beside islands. Raises ForwardFails."""
-        return contextvars.copy_context().run(self._forward_once, sample, islands)
+    def _one_forward(
+        self, sample: Sample | Call, islands: Islands = NO_ISLANDS
+    ) -> OneForward | ForwardFails | UnsupportedModel:
+        """Run forward where its parameters are, to see what it does beside islands; or what goes wrong in it."""
+        try:
+            return contextvars.copy_context().run(self._forward_once, sample, islands)
+        except (UnsupportedModel, ForwardFails) as error:
+            return error.with_traceback(None)
 
     def _forward_once(self, sample: Sample | Call, islands: Islands) -> OneForward:
         model, run, device = self._model, self._run, self._placement.device

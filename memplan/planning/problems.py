@@ -16,10 +16,11 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
+from memplan.capture.ops.ways import Refusal
 from memplan.costs.libraries import library_bytes
 from memplan.costs.measure import estimate, measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
-from memplan.errors import UnsupportedModel
+from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
 from memplan.planning.homes import Movable, all_names, with_homes
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -37,8 +38,10 @@ class Problems:
         self._model = model
         self._settings, self._limits, self._placement = settings, limits, placement
 
-    def problem(self, captured: Capture, quick: bool = False) -> Problem:
-        """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
+    def problem(self, captured: Capture, quick: bool = False) -> Problem | Refused:
+        """The captured step with its costs, or why these can't be measured.
+
+        Timing ops keeps within the budget, where that is known in bytes.
 
         quick: as for `costs`.
         """
@@ -47,6 +50,8 @@ class Problems:
         if self._placement.host_budget is None or settings.shards is not None:
             needs = self._optimizer(self._device(traced), self._named(self._placement.host or ()))
         costs = self.costs(captured, quick)
+        if not isinstance(costs, Costs):
+            return costs
         held, later = self._around(traced)
         problem = Problem(
             traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
@@ -61,10 +66,12 @@ class Problems:
             )
         return problem
 
-    def with_shards(self, captured: Capture) -> Problem:
+    def with_shards(self, captured: Capture) -> Problem | Refused:
         """The problem of a step that gathers sharded parameters. captured: with its parameters where they live."""
         shards, problem = self._settings.shards, self.problem(captured)
         assert shards is not None
+        if not isinstance(problem, Problem):
+            return problem
         offloads = self._placement.host_budget is not None
         return dataclasses.replace(
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
@@ -93,14 +100,17 @@ class Problems:
 
     def by_homes(
         self, captured: Capture, problem: Problem
-    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]]:
-        """Parameters that may live on the host, and a function from names of those that do to the step's problem."""
+    ) -> tuple[tuple[Movable, ...], Callable[[frozenset[str]], Problem]] | UnsupportedModel:
+        """Parameters that may live on the host, and a function from names of those that do to the step's problem.
+
+        Returns the refusal if a parameter that lives there can't for this step.
+        """
         settings, placement, accumulate = self._settings, self._placement, self._limits.accumulate
         problem = dataclasses.replace(problem, link=placement.link(captured.traced.device))
         parts = placement.movable(captured.traced)
         stuck = sorted((placement.host or frozenset()) - all_names(parts))
         if stuck:
-            raise UnsupportedModel(
+            return UnsupportedModel(
                 f"parameter {stuck[0]} lives on the host, and this call writes to it or returns it. Apply memplan with "
                 "this call as the sample"
             )
@@ -167,8 +177,8 @@ class Problems:
 
         return SizedPlan(plan, traced.sizes, problem_at)
 
-    def costs(self, captured: Capture, quick: bool) -> Costs:
-        """Costs of the ops of a captured step.
+    def costs(self, captured: Capture, quick: bool) -> Costs | Refused:
+        """Costs of the ops of a captured step, or why they can't be measured.
 
         quick: costs that are not known yet are estimated, or measured only once.
         """
@@ -199,7 +209,10 @@ class Problems:
 
         away = all_names(self._placement.movable(captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
+        try:
+            return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
+        except (BudgetInfeasible, Refusal) as error:  # from within the ops that run
+            return error.with_traceback(None)  # or its frames would keep the capture
 
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""

@@ -16,7 +16,7 @@ from torch import fx
 from memplan import torch_private as private
 from memplan.capture.ops.layout import storage_key
 from memplan.capture.ops.signature import signature
-from memplan.capture.ops.ways import OtherResults, Refusal
+from memplan.capture.ops.ways import OtherResults, way_of
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -120,19 +120,18 @@ def _as_noted(tensor: Any, facts: ResultFacts | None) -> Any:
 def once_more_where_results_differ(plan: Callable[_P, _T]) -> Callable[_P, _T]:
     """Wrap a function that traces and plans, to do so again as long as it finds other results of ops on the way.
 
-    Raises a Refusal with `OtherResults` if it finds nothing new.
+    The function then returns a Refusal with `OtherResults`, which is the last result if it finds nothing new.
     """
 
     @wraps(plan)
     def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         noted = OtherResults()
         while True:
-            try:
-                return plan(*args, **kwargs)
-            except Refusal as error:
-                if not isinstance(error.way, OtherResults) or error.way == noted:
-                    raise
-                noted = error.way
-                note_results(noted.found, noted.unsteady)
+            found = plan(*args, **kwargs)
+            way = way_of(found)
+            if not isinstance(way, OtherResults) or way == noted:
+                return found
+            noted = way
+            note_results(noted.found, noted.unsteady)
 
     return call
