@@ -194,7 +194,8 @@ class Capturing:
             captured = captured.changed(lambda step: fuse_step(step, dry=dry))
         if settings.capability is not None:
             captured = captured.changed(_as_cuda_allocates)
-        return captured if settings.update == "step" else self._with_updates(captured)
+        captured = captured if settings.update == "step" else self._with_updates(captured)
+        return self._placement.homed(captured)
 
     def _raise_own(self, refusal: UnsupportedModel, sample: Sample | Call) -> None:
         """Raise ForwardFails if a trace has stopped at an error that forward raises without a plan too."""

@@ -70,7 +70,6 @@ class GroupPlans:
         It fits the budget of each of the ranks whose steps differ by sizes alone. Where other ranks have steps of
         another structure, all take the schedule of those whose steps are the largest.
 
-        - captured: with its parameters where they live.
         - known: steps that there are.
         - share: exchanges plans with the other ranks.
         - problem: gives the problem of the captured step.

@@ -47,7 +47,7 @@ class PlanSearch:
     def plan(self, captured: Capture) -> Plan | Refused:
         """The fastest known schedule within the budget."""
         if self._settings.shards is not None:
-            gathering = self._problems.with_shards(self._placement.homed(captured))
+            gathering = self._problems.with_shards(captured)
             return self.with_gathers(gathering) if isinstance(gathering, Problem) else gathering
         problem = self._problems.problem(captured)
         if not isinstance(problem, Problem):
@@ -126,7 +126,7 @@ class PlanSearch:
             return by_homes
         parts, problem_of = by_homes
         plain, placement = problem_of(frozenset()), self._placement
-        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.resident_bytes, 0)
+        limit = self._limits.fix_budget(unplanned(plain).peak_bytes, plain.all_on_device.resident_bytes, 0)
         within = self._limits.less_margin(limit)
         alone = None if placement.host or least_resident_bytes(plain) > limit else self._front(plain)
         free = alone is not None and alone.keep_all.peak_bytes <= within

@@ -250,7 +250,7 @@ class Planner:
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
             captured = capture()
-            found = captured if isinstance(captured, UnsupportedModel) else self._unsearched(captured, known, share)
+            found = None if isinstance(captured, UnsupportedModel) else self._unsearched(captured, known, share)
         if isinstance(captured, UnsupportedModel):
             return self._unplanned.step(sample, known, captured)
         if share is None and self.capturing.looks:
@@ -317,14 +317,13 @@ class Planner:
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
-        found = self._without_search.equal_step(self.placement.homed(captured), known)
+        found = self._without_search.equal_step(captured, known)
         return None if found is None else self._whole(captured, found[1], found[0].provisional)
 
     def _shared(self, captured: Capture, known: Sequence[ServingStep], share: Share) -> tuple[Plan, bool]:
         """A plan that other ranks run too, and whether it is provisional."""
         if self.settings.shards is not None:
-            homed = self.placement.homed(captured)
-            return self._group.for_all(homed, known, share, lambda: self._problems.with_shards(homed)), False
+            return self._group.for_all(captured, known, share, lambda: self._problems.with_shards(captured)), False
 
         def soon() -> tuple[Plan | Refused, bool]:
             plan = self._without_search.hurried(captured, known) if known else None
@@ -334,8 +333,7 @@ class Planner:
 
     def join(self, step: PlannedStep, known: Sequence[ServingStep], share: Share) -> PlannedStep:
         """A step in the place of a known one, with the schedule that other ranks plan now."""
-        homed = self.placement.homed(step.capture)
-        plan = self._group.for_all(homed, known, share, lambda: step.plan.problem)
+        plan = self._group.for_all(step.capture, known, share, lambda: step.plan.problem)
         return self._whole(step.capture, plan)
 
     @once_more_where_results_differ
@@ -377,7 +375,7 @@ class Planner:
     ) -> bool:
         """Whether the ops of a step stay the same where backward runs under this autocast."""
         seen = step.capture.answers
-        captured = self.placement.homed(or_raise(self.capturing.capture(call, tangents, backward, seen)))
+        captured = or_raise(self.capturing.capture(call, tangents, backward, seen))
         same = first_difference(step.plan.problem.graph, captured.traced.graph) is None
         return same and step.key.heed(captured.key)
 
@@ -390,7 +388,7 @@ class Planner:
         if self.settings.shards is None:
             self.placement.decide(frozenset())
         self._group.take_over(plan)
-        captured = self.placement.homed(or_raise(self.capturing.capture(sample)))
+        captured = or_raise(self.capturing.capture(sample))
         if not self.settings.keep_frozen and any(v.lasting for v in plan.problem.graph.values):
             raise PlanMismatch(
                 "the plan was made with keep_frozen=True. Say so here too, if nothing writes to frozen parameters "
@@ -398,7 +396,7 @@ class Planner:
             )
         difference = first_difference(plan.problem.graph, captured.traced.graph)
         if difference is not None and captured.islands and self.capturing.spare(sample):
-            captured = self.placement.homed(or_raise(self.capturing.capture(sample)))
+            captured = or_raise(self.capturing.capture(sample))
             difference = first_difference(plan.problem.graph, captured.traced.graph)
         if self.settings.takes_any_size and self.placement.host_budget is None:
             self._given = plan
@@ -428,7 +426,7 @@ class Planner:
 
     def _whole(self, captured: Capture, plan: Plan, provisional: bool = False) -> PlannedStep:
         """The plan lowered to programs, with the parameters moved to where the plan has them."""
-        captured = self.placement.homed(captured)
+        captured = self.placement.homed(captured)  # the plan may have decided homes
         plan = self._saying_more(plan, captured)
         self.placement.move(captured)
         if multiplies_matrices(captured.traced):

@@ -67,7 +67,7 @@ class Problems:
         return problem
 
     def with_shards(self, captured: Capture) -> Problem | Refused:
-        """The problem of a step that gathers sharded parameters. captured: with its parameters where they live."""
+        """The problem of a step that gathers sharded parameters."""
         shards, problem = self._settings.shards, self.problem(captured)
         assert shards is not None
         if not isinstance(problem, Problem):

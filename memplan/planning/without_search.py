@@ -31,7 +31,7 @@ class WithoutSearch:
     def equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> tuple[PlannedStep, Plan] | None:
         """A known step with the captured one's ops, values and sizes, and its plan for the captured one.
 
-        Names of arguments may differ. captured: with its parameters where they live.
+        Names of arguments may differ.
         """
         graph = captured.traced.graph
         for step in known:
