@@ -161,10 +161,11 @@ class Recovery:
                 other = choice.planner.step_for(call, layouts, backward, seen, choice.known.all, varying)
             if isinstance(way_of(other), OtherResults) and varying:
                 continue  # what ops give at other sizes nobody knows
-            if isinstance(other, Refused) or other.forward_ops(call) == step.forward_ops(call):
+            if isinstance(other, Refused):
+                return other
+            if other.forward_ops(call) == step.forward_ops(call):
                 break
-        if isinstance(other, Refused):
-            return other
+        assert isinstance(other, PlannedStep)
         choice.add(other)
         return other
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from memplan.runtime.program.checkpointed import checkpointing, layers_of
 from memplan.runtime.program.tangents import TangentLayout
 from memplan.runtime.trial.one_forward import ForwardFails, OneForward, one_forward
 from memplan.runtime.trial.unplanned_peak import unplanned_peak
+
+_CapturedFor = Callable[[Mapping[int, GradientLayout] | None, Varying], Capture | UnsupportedModel]
 
 _MOST_TRIES = 3  # of captures for all sizes, each of which takes longer than one for a single size
 
@@ -125,10 +127,11 @@ class Capturing:
           captured for this call's alone.
         - like: the gradients that arrived in a call of another size, where that is known. It serves where sizes vary.
         """
+        captured = functools.partial(self._captured, sample, backward, seen, dry)
         for sizes in dict.fromkeys((varying, without_numbers(varying), without_numbers(varying) - {FROM_DATA})):
             if not sizes or self._refused >= _MOST_TRIES:
                 continue
-            found = self._captured_for_all(sample, tangents or like, backward, seen, dry, sizes)
+            found = self._for_all(captured, tangents or like, sizes)
             if isinstance(found, Capture):
                 self._refused = 0
                 return found
@@ -136,24 +139,17 @@ class Capturing:
                 return found
             self._refused += not isinstance(found, private.FixedSize)
             log.info("such calls are planned for each size, because %s", found)
-        return self._captured(sample, tangents, backward, seen, dry, frozenset())
+        return captured(tangents, Varying())
 
-    def _captured_for_all(
-        self,
-        sample: Sample | Call,
-        tangents: Mapping[int, GradientLayout] | None,
-        backward: Autocast | None,
-        seen: Sequence[Answer],
-        dry: bool,
-        varying: Varying,
+    def _for_all(
+        self, captured_for: _CapturedFor, tangents: Mapping[int, GradientLayout] | None, varying: Varying
     ) -> Capture | UnsupportedModel:
         """The step for all sizes, compared with the one for this size."""
-        captured = self._captured(sample, tangents, backward, seen, dry, varying)
+        captured = captured_for(tangents, varying)
         if isinstance(captured, UnsupportedModel):
             return captured
         assert captured.traced.sizes is not None
-        arriving = _arriving(captured.traced) if tangents else None
-        for_one = self._captured(sample, arriving, backward, seen, dry, frozenset())
+        for_one = captured_for(_arriving(captured.traced) if tangents else None, Varying())
         if isinstance(for_one, UnsupportedModel):
             return for_one
         if not _is_at_its_sizes(captured.traced, for_one.traced):
@@ -165,10 +161,10 @@ class Capturing:
     def _captured(
         self,
         sample: Sample | Call,
-        tangents: Mapping[int, GradientLayout] | None,
         backward: Autocast | None,
         seen: Sequence[Answer],
         dry: bool,
+        tangents: Mapping[int, GradientLayout] | None,
         varying: Varying,
     ) -> Capture | UnsupportedModel:
         settings = self._settings

@@ -63,7 +63,7 @@ class GroupPlans:
         return plan, provisional
 
     def for_all(
-        self, captured: Capture, known: Sequence[ServingStep], share: Share, problem: Callable[[], Problem | Refused]
+        self, captured: Capture, known: Sequence[ServingStep], share: Share, problem: Callable[[], Problem]
     ) -> Plan:
         """A plan with the schedule that all ranks run, because all must gather in one order.
 
@@ -78,7 +78,7 @@ class GroupPlans:
         limits, uneven = self._limits, False
         known_limit = limits.known_bytes
         kept_limit = None if self._settings.on_infeasible == "min" else known_limit  # else the plan may raise it
-        own = functools.cache(lambda: or_raise(problem()))
+        own = functools.cache(problem)
 
         def figures() -> Any:
             nonlocal uneven

@@ -47,11 +47,8 @@ class PlanSearch:
     def plan(self, captured: Capture) -> Plan | Refused:
         """The fastest known schedule within the budget."""
         if self._settings.shards is not None:
-            gathering = self._problems.with_shards(captured)
-            return self.with_gathers(gathering) if isinstance(gathering, Problem) else gathering
+            return self.with_gathers(self._problems.with_shards(captured))
         problem = self._problems.problem(captured)
-        if not isinstance(problem, Problem):
-            return problem
         if self._placement.host_budget is not None:
             return self._with_host(captured, problem)
         return self._within(problem, self._front(problem))
@@ -62,8 +59,6 @@ class PlanSearch:
             plan = self.plan(captured)
             return (plan,) if isinstance(plan, Plan) else plan
         problem = self._problems.problem(captured)
-        if not isinstance(problem, Problem):
-            return problem
         front = self._front(problem)
         chosen = self._within(problem, front)
         if not isinstance(chosen, Plan):
@@ -93,11 +88,9 @@ class PlanSearch:
             )  # fmt: skip
         return plan
 
-    def curve(self, captured: Capture) -> tuple[Plan, ...] | Refused:
+    def curve(self, captured: Capture) -> tuple[Plan, ...] | UnsupportedModel:
         """Plans along the curve of peak against time, from the smallest peak to the unplanned step."""
         problem = self._problems.problem(captured)
-        if not isinstance(problem, Problem):
-            return problem
         if self._placement.host_budget is not None:
             return self._curve_with_host(captured, problem)
         front = self._front(problem)

@@ -12,7 +12,7 @@ from torch import nn
 from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
-from memplan.capture.ops.real_results import note_results, once_more_where_results_differ
+from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
 from memplan.capture.ops.sizes import DataSize, Dimension, Varying, all_sizes
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
@@ -93,17 +93,13 @@ class Planner:
 
     def problem(self, sample: Sample | Call) -> Problem:
         """The captured step with its costs, for work on solvers."""
-        return or_raise(self._problems.problem(or_raise(self.capturing.capture(sample))))
+        return self._problems.problem(or_raise(self.capturing.capture(sample)))
 
-    @once_more_where_results_differ
     def plan(self, sample: Sample | Call) -> Plan | Refused:
         """A plan, from the best schedule that fits the budget."""
         look = functools.partial(self._to_look_at, sample)
-        found = self._planned(sample, look(), look)
-        if isinstance(found, Refused):
-            return self._with_advice(found, sample)
-        captured, plan = found
-        return self._saying_more(plan, captured)
+        found = once_more_where_results_differ(lambda: self._planned(sample, look(), look))()
+        return self._with_advice(found, sample) if isinstance(found, Refused) else self._saying_more(*found)
 
     @once_more_where_results_differ
     def explore(self, sample: Sample | Call) -> tuple[Plan, ...] | Refused:
@@ -117,8 +113,8 @@ class Planner:
 
     def _planned(
         self, sample: Sample | Call, captured: _Captured, again: _CaptureAgain
-    ) -> tuple[Capture, Plan] | Refused:
-        """A captured step and its plan. Where no plan fits the budget, islands are captured with layers checkpointed.
+    ) -> tuple[Plan, Capture] | Refused:
+        """The plan of a captured step. Where no plan fits the budget, islands are captured with layers checkpointed.
 
         again: captures the step once more.
         """
@@ -130,7 +126,7 @@ class Planner:
         plan = self._plans.plan(captured)
         if isinstance(plan, BudgetInfeasible) and captured.islands and spare():
             return self._planned(sample, again(), again)
-        return (captured, plan) if isinstance(plan, Plan) else plan
+        return plan if isinstance(plan, Refused) else (plan, captured)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +151,7 @@ class Planner:
             varying = self._declared(self.capturing.call_of(sample))
         found: ServingStep | Refused | None = None
         if varying and not together:  # the gradients of all schedules of a capture arrive in one order
-            found = self._step(sample, known, None, like, varying)
+            found = or_refusal(self._step, sample, known, None, like, varying)
             if isinstance(way := way_of(found), OtherResults):
                 log.info("such calls are planned for each size, because %s", found)
                 note_results(way.found, way.unsteady)  # what ops give at other sizes nobody knows
@@ -223,6 +219,7 @@ class Planner:
         ]
         return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
+    @once_more_where_results_differ
     def resized(self, step: PlannedStep, call: Call) -> PlannedStep | Refused:
         """Another step for calls of any size, from a search at the size of this one."""
         traced = at_sizes(step.capture.traced, step.numbers(call))
@@ -245,7 +242,11 @@ class Planner:
         like: PlannedStep | None = None,
         varying: Varying = frozenset(),
     ) -> ServingStep | Refused:
-        """One try of `step`. Returns a Refusal with `OtherResults` if the trace is wrong about results of ops."""
+        """One try of `step`. Raises a Refusal with `OtherResults` if the trace is wrong about results of ops.
+
+        A call that can't be captured runs unplanned. Of the others, each gets the first of these that there is: a plan
+        without a search, plans for all sizes, a plan that other ranks run too, one around islands, one of its own.
+        """
         arrived, backward = (None, None) if like is None else (like.tangents, like.capture.backward)
         capture = functools.partial(self.capturing.capture, sample, backward=backward, varying=varying, like=arrived)
         with without_collections():
@@ -265,10 +266,10 @@ class Planner:
             captured = capture()  # a step of this size alone has other ways to fit
             if isinstance(captured, UnsupportedModel):
                 return captured
-        if share is None and captured.islands:
-            return self._with_islands(sample, known, captured, capture)
         if share is not None:
             return self._whole(captured, *self._shared(captured, known, share))
+        if captured.islands:
+            return self._with_islands(sample, known, captured, capture)
         plan = self._plans.plan(captured)
         return plan if isinstance(plan, Refused) else self._whole(captured, plan)
 
@@ -289,8 +290,8 @@ class Planner:
         found = self._planned(sample, captured, capture)
         if isinstance(found, Refused):
             step = unplanned() if isinstance(found, BudgetInfeasible) else found
-            return found if isinstance(step, Refused) else step
-        captured, plan = found
+            return found if isinstance(step, Refused) else step  # the refusal that says what a plan would need
+        plan, captured = found
         calls = (k.target.island for k in captured.traced.kernels if isinstance(k.target, IslandKernel))
         branching = [i for i in calls if i.varies and i.module and layers_of(self.model.get_submodule(i.module))]
         if branching and self.settings.budget == "min":
@@ -302,9 +303,7 @@ class Planner:
             self.limits.reset(limit_bytes)
         return self._whole(captured, plan)
 
-    def _unsearched(
-        self, captured: Capture, known: Sequence[ServingStep], share: Share | None
-    ) -> PlannedStep | Refused | None:
+    def _unsearched(self, captured: Capture, known: Sequence[ServingStep], share: Share | None) -> PlannedStep | None:
         """A step whose plan needs no search; None where there is none."""
         if captured.traced.sizes is not None:
             return None
@@ -313,7 +312,7 @@ class Planner:
         if same is not None:  # what changed is of no concern to the step
             return same
         plan = self._without_search.hurried(captured, known) if known and share is None else None
-        return self._whole(captured, plan, plan.overhead > 0) if isinstance(plan, Plan) else plan
+        return None if plan is None else self._whole(captured, plan, plan.overhead > 0)
 
     def _equal_step(self, captured: Capture, known: Sequence[ServingStep]) -> PlannedStep | None:
         """The captured step with the plan of one that is equal."""
@@ -327,7 +326,7 @@ class Planner:
 
         def soon() -> tuple[Plan | Refused, bool]:
             plan = self._without_search.hurried(captured, known) if known else None
-            return plan or self._plans.plan(captured), isinstance(plan, Plan) and plan.overhead > 0
+            return plan or self._plans.plan(captured), plan is not None and plan.overhead > 0
 
         return self._group.shared(captured, bool(known), share, soon)
 
@@ -364,7 +363,7 @@ class Planner:
         if same is not None:
             return same
         found = self._planned(call, captured, capture)
-        return found if isinstance(found, Refused) else self._whole(*found)
+        return found if isinstance(found, Refused) else self._whole(found[1], found[0])
 
     def is_same(
         self,
@@ -380,7 +379,7 @@ class Planner:
         return same and step.key.heed(captured.key)
 
     @once_more_where_results_differ
-    def adopt(self, sample: Sample, plan: Plan) -> PlannedStep | Refused:
+    def adopt(self, sample: Sample, plan: Plan) -> PlannedStep:
         """A step that runs a given plan, at the sizes of the sample.
 
         Raises PlanMismatch where the plan is for another step, or peaks beyond its budget at these sizes.
@@ -402,15 +401,11 @@ class Planner:
             self._given = plan
             if difference is not None:
                 plans = self._without_search.at_other_sizes(captured, plan)
-                if isinstance(plans, Refused):
-                    return plans
                 plan, difference = (plans[0], None) if plans else (plan, difference)
         if difference is not None:
             if plan.problem.costs.source != "estimated":  # the plan may know of results that nobody has seen here yet
                 with contextlib.suppress(ValueError):  # ops of a model on the meta device can't run
-                    costs = self._problems.costs(captured, quick=True)
-                    if isinstance(costs, Refused):
-                        return costs
+                    self._problems.costs(captured, quick=True)
             advice = "Make a plan for this one"
             if plan.exact == "program" and plan.problem.costs.source == "estimated":
                 advice += ' with costs="measure": a dry run takes fused groups to write over all that they may'

@@ -16,11 +16,10 @@ from memplan.capture.analysis.traced import Traced
 from memplan.capture.attributes.attributes_kept import AttributesKept
 from memplan.capture.capture import Capture
 from memplan.capture.ops.sizes import Numbers
-from memplan.capture.ops.ways import Refusal
 from memplan.costs.libraries import library_bytes
 from memplan.costs.measure import estimate, measure
 from memplan.costs.optimizer import OptimizerMemory, host_update_s_per_byte, optimizer_memory
-from memplan.errors import BudgetInfeasible, Refused, UnsupportedModel
+from memplan.errors import UnsupportedModel
 from memplan.planning.homes import Movable, all_names, with_homes
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
@@ -38,10 +37,8 @@ class Problems:
         self._model = model
         self._settings, self._limits, self._placement = settings, limits, placement
 
-    def problem(self, captured: Capture, quick: bool = False) -> Problem | Refused:
-        """The captured step with its costs, or why these can't be measured.
-
-        Timing ops keeps within the budget, where that is known in bytes.
+    def problem(self, captured: Capture, quick: bool = False) -> Problem:
+        """The captured step with its costs. Timing ops keeps within the budget, where that is known in bytes.
 
         quick: as for `costs`.
         """
@@ -50,8 +47,6 @@ class Problems:
         if self._placement.host_budget is None or settings.shards is not None:
             needs = self._optimizer(self._device(traced), self._named(self._placement.host or ()))
         costs = self.costs(captured, quick)
-        if not isinstance(costs, Costs):
-            return costs
         held, later = self._around(traced)
         problem = Problem(
             traced.graph, costs, None, needs.state_bytes + held, accumulate, needs.step_bytes + later,
@@ -66,12 +61,10 @@ class Problems:
             )
         return problem
 
-    def with_shards(self, captured: Capture) -> Problem | Refused:
+    def with_shards(self, captured: Capture) -> Problem:
         """The problem of a step that gathers sharded parameters."""
         shards, problem = self._settings.shards, self.problem(captured)
         assert shards is not None
-        if not isinstance(problem, Problem):
-            return problem
         offloads = self._placement.host_budget is not None
         return dataclasses.replace(
             problem, gather=shards.speed, accumulate=problem.accumulate or captured.traced.graph.gathers,
@@ -177,8 +170,8 @@ class Problems:
 
         return SizedPlan(plan, traced.sizes, problem_at)
 
-    def costs(self, captured: Capture, quick: bool) -> Costs | Refused:
-        """Costs of the ops of a captured step, or why they can't be measured.
+    def costs(self, captured: Capture, quick: bool) -> Costs:
+        """Costs of the ops of a captured step.
 
         quick: costs that are not known yet are estimated, or measured only once.
         """
@@ -209,10 +202,7 @@ class Problems:
 
         away = all_names(self._placement.movable(captured.traced))  # an op is timed with those that it reads
         timed = with_homes(captured.traced, away, frozenset()) if away else captured.traced
-        try:
-            return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
-        except (BudgetInfeasible, Refusal) as error:  # from within the ops that run
-            return error.with_traceback(None)  # or its frames would keep the capture
+        return measure(timed, resident, self._limits.known_bytes, quick=quick, network=network)
 
     def _device(self, traced: Traced) -> torch.device:
         """The device that a step is planned for, which may be a CUDA device that is not here."""

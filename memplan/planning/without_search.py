@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from memplan.capture.capture import Capture
 from memplan.capture.trace.call import Call
-from memplan.errors import IllegalSchedule, Refused
+from memplan.errors import IllegalSchedule
 from memplan.planning.limits import Limits
 from memplan.planning.placement import Placement
 from memplan.planning.problems import Problems
@@ -40,17 +40,12 @@ class WithoutSearch:
                 return step, dataclasses.replace(step.plan, problem=problem)
         return None
 
-    def hurried(self, captured: Capture, known: Sequence[ServingStep]) -> Plan | Refused | None:
-        """The fastest schedule in the budget among no plan at all, those of other calls, and the textbook methods'.
-
-        None if none of these fits, a refusal if ops of the step can't be measured.
-        """
+    def hurried(self, captured: Capture, known: Sequence[ServingStep]) -> Plan | None:
+        """The fastest schedule in the budget among no plan at all, those of other calls, and the textbook methods'."""
         limit = self._limits.budget_bytes
         if limit is None or self._placement.host_budget is not None or self._placement.gathers is not None:
             return None
         problem = self._problems.problem(captured, quick=True)
-        if not isinstance(problem, Problem):
-            return problem
         found = list(textbook(problem))
         for step in known:
             if isinstance(step, PlannedStep) and same_structure(step.plan.problem.graph, problem.graph):
@@ -102,14 +97,12 @@ class WithoutSearch:
         fits = self._placement.host_budget is None or found.host_bytes <= self._placement.host_limit
         return found if fits else None
 
-    def at_other_sizes(self, captured: Capture, plan: Plan) -> tuple[Plan, ...] | Refused:
+    def at_other_sizes(self, captured: Capture, plan: Plan) -> tuple[Plan, ...]:
         """Plans for a step that differs from that of a plan by sizes alone: with its schedule, and with all kept.
 
         The first fits the budget; none where neither does.
         """
         limit, problem = self._limits.budget_bytes, self._problems.problem(captured)
-        if not isinstance(problem, Problem):
-            return problem
         if limit is None or kind_of(problem.graph) != kind_of(plan.problem.graph):
             return ()
         fastest = min(textbook(problem), key=lambda c: c.time_s)
