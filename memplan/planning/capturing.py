@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from memplan import torch_private as private
+from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.analysis.traced import Traced
 from memplan.capture.capturable import model_device
 from memplan.capture.capture import Capture, CaptureOptions
 from memplan.capture.ops.layout import allocated_bytes, generator_state_bytes
-from memplan.capture.ops.sizes import FROM_DATA, Varying, without_numbers
+from memplan.capture.ops.sizes import FROM_DATA, DataSize, Dimension, Varying, all_sizes, without_numbers
 from memplan.capture.ops.ways import TakeBranches, way_of
 from memplan.capture.trace.call import Call, CallReader, Forward, Sample
 from memplan.capture.trace.islands import NO_ISLANDS, Islands
@@ -140,6 +141,46 @@ class Capturing:
             self._refused += not isinstance(found, private.FixedSize)
             log.info("such calls are planned for each size, because %s", found)
         return captured(tangents, Varying())
+
+    def declared(self, call: Call) -> Varying:
+        """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
+        dynamic = self._settings.dynamic
+        if dynamic == "all":
+            return all_sizes(call.tensors)
+        found = set()
+        for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
+            for index in ranges:
+                position = call.names.index(name) if name in call.names else -1
+                if position < 0 or not -call.tensors[position].dim() <= index < call.tensors[position].dim():
+                    raise ValueError(
+                        f"dynamic= names dimension {index} of {name!r}; tensors are {', '.join(call.names)}"
+                    )
+                found.add(Dimension(position, index % call.tensors[position].dim()))
+        return frozenset(found)
+
+    def at_largest(self, captured: Capture) -> Capture:
+        """The captured step at the largest sizes of which the user says that they occur."""
+        dynamic, traced = self._settings.dynamic, captured.traced
+        if not isinstance(dynamic, Mapping) or traced.sizes is None:
+            return captured
+        names, most = captured.call.names, []
+        for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
+            if isinstance(source, DataSize) or source.is_stride:  # nobody says how large they get
+                return captured
+            ranges = dynamic.get(names[source.tensor], {})
+            dims = captured.call.tensors[source.tensor].dim()
+            bounds = {index % dims: high for index, (_, high) in ranges.items()}
+            most.append(bounds.get(source.index, here))
+        numbers = tuple(most)
+        broken = traced.sizes.mismatch(numbers)
+        if broken is not None:
+            log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
+            return captured
+        pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
+        tensors = [
+            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
+        ]
+        return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
     def _for_all(
         self, captured_for: _CapturedFor, tangents: Mapping[int, GradientLayout] | None, varying: Varying

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from memplan.capture.analysis.sized import at_sizes
 from memplan.capture.capture import Capture
 from memplan.capture.ops.island_ops import IslandKernel
 from memplan.capture.ops.real_results import note_results, once_more_where_results_differ, or_refusal
-from memplan.capture.ops.sizes import DataSize, Dimension, Varying, all_sizes
+from memplan.capture.ops.sizes import Varying
 from memplan.capture.ops.ways import OtherResults, way_of
 from memplan.capture.trace.call import Call, Forward, Sample
 from memplan.capture.trace.collector import without_collections
@@ -148,7 +148,7 @@ class Planner:
         """
         together = share is not None and self.settings.shards is not None
         if not known and not varying and not together:
-            varying = self._declared(self.capturing.call_of(sample))
+            varying = self.capturing.declared(self.capturing.call_of(sample))
         found: ServingStep | Refused | None = None
         if varying and not together:  # the gradients of all schedules of a capture arrive in one order
             found = or_refusal(self._step, sample, known, None, like, varying)
@@ -178,46 +178,6 @@ class Planner:
             return other.plan(call)
 
         return Remedies(self.settings, self.model, call, refusal, limit_bytes, plan_with).error()
-
-    def _declared(self, call: Call) -> Varying:
-        """The sizes of a call of which the user says that they vary. Raises ValueError where there are none such."""
-        dynamic = self.settings.dynamic
-        if dynamic == "all":
-            return all_sizes(call.tensors)
-        found = set()
-        for name, ranges in dynamic.items() if isinstance(dynamic, Mapping) else ():
-            for index in ranges:
-                position = call.names.index(name) if name in call.names else -1
-                if position < 0 or not -call.tensors[position].dim() <= index < call.tensors[position].dim():
-                    raise ValueError(
-                        f"dynamic= names dimension {index} of {name!r}; tensors are {', '.join(call.names)}"
-                    )
-                found.add(Dimension(position, index % call.tensors[position].dim()))
-        return frozenset(found)
-
-    def _at_largest(self, captured: Capture) -> Capture:
-        """The captured step at the largest sizes of which the user says that they occur."""
-        dynamic, traced = self.settings.dynamic, captured.traced
-        if not isinstance(dynamic, Mapping) or traced.sizes is None:
-            return captured
-        names, most = captured.call.names, []
-        for source, here in zip(traced.sizes.sources, traced.sizes.here, strict=True):
-            if isinstance(source, DataSize) or source.is_stride:  # nobody says how large they get
-                return captured
-            ranges = dynamic.get(names[source.tensor], {})
-            dims = captured.call.tensors[source.tensor].dim()
-            bounds = {index % dims: high for index, (_, high) in ranges.items()}
-            most.append(bounds.get(source.index, here))
-        numbers = tuple(most)
-        broken = traced.sizes.mismatch(numbers)
-        if broken is not None:
-            log.warning("dynamic= is planned for the sample's sizes first, because %s", broken)
-            return captured
-        pairs = zip(captured.call.tensors, traced.sizes.layouts(numbers), strict=True)
-        tensors = [
-            t.new_zeros(()).expand(shape).contiguous().requires_grad_(t.requires_grad) for t, (shape, _) in pairs
-        ]
-        return dataclasses.replace(captured, traced=at_sizes(traced, numbers), call=captured.call.filled(tensors))
 
     @once_more_where_results_differ
     def resized(self, step: PlannedStep, call: Call) -> PlannedStep | Refused:
@@ -259,7 +219,7 @@ class Planner:
         if found is not None:
             return found
         if captured.traced.sizes is not None:
-            step = self._sized(self._at_largest(captured))
+            step = self._sized(self.capturing.at_largest(captured))
             if not isinstance(step, BudgetInfeasible) or not captured.islands or share is not None:
                 return step
             capture = functools.partial(capture, varying=Varying())
